@@ -32,7 +32,7 @@ class GPTConfig:
     n_layer: int = 12             # blocks; a block is two sublayers, attention and MLP
     n_head: int = 4               # attention heads
     n_embd: int = 128             # width of the stream
-    block_size: int = 256         # longest context, in tokens
+    block_size: int = 128         # longest context, in tokens
     vocab_size: int = 320         # tokens; train.py takes it from the data, rounded up to a multiple of 64
     activation: Literal["gelu", "relu2", "swiglu"] = "gelu"  # of the MLP; swiglu keeps the parameter count of gelu
     mlp_ratio: float = 4.0        # width of the MLP's hidden layer / n_embd

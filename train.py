@@ -1,0 +1,483 @@
+"""
+Pretrain a GPT with any residual, on a CPU, one GPU or many.
+
+    python train.py                                          # a small default that a laptop trains in two minutes
+    python train.py --residual nag --out runs/nag            # every field of GPTConfig and TrainConfig is a flag
+    python train.py --out runs/nag --resume                  # continue a run, bit for bit
+    torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
+
+A run folder holds config.json, metrics.jsonl (one object per line), ckpt.pt and best.pt (lowest validation loss).
+"""
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import prepare
+from model import GPT, GPTConfig
+
+
+@dataclass
+class TrainConfig:
+    data: str = "data/stdlib"      # folder of token shards, made by prepare.py
+    out: str = ""                  # run folder; default runs/RESIDUAL
+    config: str = ""               # config.json of an earlier run to replay; flags given beside it win
+    resume: bool = False           # continue the run in --out from its last checkpoint
+    overwrite: bool = False        # replace the run in --out
+    batch_size: int = 16           # sequences per optimizer step, over all processes and accumulation steps
+    grad_accum: int = 1            # forward and backward passes per optimizer step
+    max_iters: int = 0             # end after this many optimizer steps; with none of the three, 420
+    max_tokens: float = 0          # end after this many training tokens
+    max_flops: float = 0           # end after this many matmul FLOPs
+    lr: float = 3e-3               # peak learning rate
+    gate_lr: float = 1e-3          # peak learning rate of the residual's gates (nag: alpha, beta, w, b, p, g)
+    min_lr: float = 0.1            # final learning rate / peak
+    warmup: float = 0.05           # share of the steps with a rising learning rate
+    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay
+    decay: float = 0.2             # wsd: share of the steps with a falling learning rate
+    weight_decay: float = 0.1      # of matrices only
+    beta1: float = 0.9             # AdamW's first momentum
+    beta2: float = 0.95            # AdamW's second momentum
+    grad_clip: float = 1.0         # largest global gradient norm; 0 switches clipping off
+    eval_interval: int = 100       # steps between checkpoint and evaluation
+    eval_windows: int = 128        # fixed validation windows of block_size tokens
+    log_interval: int = 20         # steps between status lines
+    device: str = "auto"           # cpu, cuda, or auto
+    compile: bool | None = None    # torch.compile each block; default: on CUDA only
+
+    def problems(self, world_size=1) -> list[str]:
+        """Every reason why this config can't be run, one sentence each, naming the flags and a remedy."""
+        bad = []
+        for name in ("batch_size", "grad_accum", "eval_interval", "eval_windows", "log_interval"):
+            if getattr(self, name) < 1:
+                bad.append(f"--{name} {getattr(self, name)}: must be 1 or more")
+        for name in ("max_iters", "max_tokens", "max_flops", "lr", "gate_lr", "weight_decay", "grad_clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                bad.append(f"--{name} {getattr(self, name)}: must be a finite number, 0 or more")
+        for name in ("min_lr", "warmup", "decay", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                bad.append(f"--{name} {getattr(self, name)}: must be from 0 to 1")
+        ends = [f"--{name}" for name in ("max_iters", "max_tokens", "max_flops") if getattr(self, name)]
+        if len(ends) > 1:
+            bad.append(f"{' and '.join(ends)}: each ends the run; give one of them")
+        parts = max(1, self.grad_accum) * world_size
+        if self.batch_size % parts:
+            bad.append(f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = {parts}")
+        if self.resume and self.overwrite:
+            bad.append("--resume and --overwrite: contradict each other; give one of them")
+        return bad
+
+
+# On a GPU the small default would measure launch overhead only. GPT-2 small, 0.5M tokens a step; flags that say
+# another size switch this off as a whole.
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512, grad_accum=8, lr=1e-3,
+                     max_iters=2000, eval_interval=250)
+
+PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets; the first name that occurs in the device's name counts
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12,
+    "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12, "5090": 209e12}
+
+
+# ----------------------------------------------------------------------------- flags
+
+class Parser(argparse.ArgumentParser):
+    """argparse that answers a mistake with one sentence."""
+    def error(self, message):
+        raise SystemExit(f"{self.prog}: {message}; {self.prog} --help lists the flags")
+
+    def parse(self, argv=None):
+        known, unknown = self.parse_known_args(argv)
+        if unknown:
+            flag = next((u for u in unknown if u.startswith("--")), unknown[0]).split("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, 1)
+            self.error(f"{flag}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
+        return known
+
+
+def add_flags(parser, *configs):
+    """One --flag per dataclass field. The field's comment is its help; fields not given stay absent from the result."""
+    for config in configs:
+        comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(config), re.M))
+        for field in dataclasses.fields(config):
+            kind = typing.get_type_hints(config)[field.name]
+            how = dict(type=kind)
+            if typing.get_origin(kind) is Literal:
+                how = dict(choices=typing.get_args(kind))
+            elif kind in (bool, bool | None):
+                how = dict(action=argparse.BooleanOptionalAction)
+            parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **how,
+                                help=f"{comments[field.name]} (default {field.default})".replace("%", "%%"))
+
+
+def resolve(argv):
+    """Command line -> (GPTConfig, TrainConfig, dict of all settings given). Reports every problem before it exits."""
+    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                    allow_abbrev=False)
+    add_flags(parser, GPTConfig, TrainConfig)
+    given = vars(parser.parse(argv))
+    source = given.get("config")
+    if given.get("resume") and not source:
+        if not given.get("out"):
+            parser.error("--resume: name the run folder with --out")
+        source = Path(given["out"]) / "config.json"
+    sized = given.keys() & {"n_layer", "n_head", "n_embd", "block_size", "batch_size"}
+    values = load_config(source) if source else CUDA_DEFAULTS if pick_device(given) == "cuda" and not sized else {}
+    # a replay is a new run and a resumed run is not a replay: these four are said anew each time
+    values = {k: v for k, v in values.items() if k not in ("out", "config", "resume", "overwrite", "tokenizer")} | given
+    if any(given.get(end) for end in ("max_iters", "max_tokens", "max_flops")):  # a typed end replaces a stored one
+        values |= {end: given.get(end, 0) for end in ("max_iters", "max_tokens", "max_flops")}
+    make = lambda config: config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
+    gpt, train = make(GPTConfig), make(TrainConfig)
+    train.out = train.out or f"runs/{gpt.residual}"
+    bad = gpt.problems() + train.problems(int(os.environ.get("WORLD_SIZE", 1)))
+    if train.device not in ("auto", "cpu", "cuda"):
+        bad.append(f"--device {train.device}: unknown; choose from auto, cpu, cuda")
+    if train.device == "cuda" and not torch.cuda.is_available():
+        bad.append("--device cuda: torch sees no CUDA device; use --device cpu")
+    if bad:
+        raise SystemExit("\n".join(f"train.py: {sentence}" for sentence in bad))
+    return gpt, train, values
+
+
+def load_config(path):
+    """config.json of a run -> dict. SystemExit where it is missing, broken or holds unknown settings."""
+    try:
+        values = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise SystemExit(f"{path}: no such file; name a run folder that train.py has written")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: can't be read as JSON ({error}); restore it or start a new run")
+    known = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)} | {"tokenizer"}
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}; it is from another version, remove it there")
+    return values
+
+
+def pick_device(values):
+    device = values.get("device", "auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+# ----------------------------------------------------------------------------- data
+
+def read_windows(shards, starts, T):
+    """Windows of T + 1 tokens at the given global positions -> x, y (n, T) int64. No window crosses two shards."""
+    first = np.cumsum([0] + [len(shard) - T for shard in shards])   # global number of each shard's first window
+    which = np.searchsorted(first, starts, side="right") - 1
+    rows = np.stack([shards[i][s - first[i]:s - first[i] + T + 1] for i, s in zip(which, starts)])
+    rows = torch.from_numpy(rows.astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def open_data(data, split, T):
+    """Memory-mapped shards of a split, those too short for one window of T + 1 tokens left out."""
+    shards = [shard for shard in prepare.open_split(data, split) if len(shard) > T]
+    if not shards:
+        raise SystemExit(f"--data {data}: no {split} shard is longer than --block_size {T}; prepare more text, "
+                         f"or use a smaller --block_size")
+    return shards
+
+
+def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
+    """Part `part` of n_parts of the batch of a step. A pure function: any number of processes sees the same batch."""
+    starts = np.random.default_rng((seed, step)).integers(0, sum(len(shard) - T for shard in shards), batch_size)
+    return read_windows(shards, starts.reshape(n_parts, -1)[part], T)
+
+
+def val_windows(data, T, n):
+    """n fixed validation windows, evenly spread: x, y (n, T)."""
+    shards = open_data(data, "val", T)
+    return read_windows(shards, np.linspace(0, sum(len(s) - T for s in shards) - 1, n).astype(int), T)
+
+
+@torch.no_grad()
+def evaluate(model, x, y, token_bytes, batch_size, autocast, rank=0, world_size=1):
+    """Mean loss in nats per token and bits per byte of text, over windows x, y (n, T). token_bytes (V,)."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for i in range(rank * batch_size, len(x), world_size * batch_size):
+        xi, yi = (t[i:i + batch_size].to(model.cos.device) for t in (x, y))
+        with autocast():
+            total += torch.tensor([model(xi, yi)[1].item() * yi.numel(), token_bytes[yi.cpu()].sum().item()])
+    if world_size > 1:
+        total = total.to(model.cos.device)
+        dist.all_reduce(total)
+    nats, n_bytes = total.tolist()
+    return nats / y.numel(), nats / math.log(2) / max(1, n_bytes)
+
+
+# ----------------------------------------------------------------------------- checkpoints
+
+def write_file(path, write):
+    """Write to a temporary name, flush to the disk, rename: at no moment is there half a file under `path`."""
+    tmp = f"{path}.tmp"
+    try:
+        with open(tmp, "wb") as f:
+            write(f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full
+        raise SystemExit(f"{path}: can't be written ({error}); the file of that name is still the previous one")
+
+
+def load_checkpoint(path, config):
+    """-> the checkpoint dict. SystemExit if it is missing, unreadable, or of a model other than config."""
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise SystemExit(f"{path}: no checkpoint there; train without --resume first")
+    except Exception as error:   # torch.load raises half a dozen kinds, none of which a user can act on
+        raise SystemExit(f"{path}: not a readable checkpoint ({type(error).__name__}); restore it or train anew")
+    wanted, found = dataclasses.asdict(config), ckpt["model_config"]
+    differ = [f"{key} {found.get(key)} there, {wanted.get(key)} here"
+              for key in wanted | found if found.get(key) != wanted.get(key)]
+    if differ:
+        raise SystemExit(f"{path}: is a checkpoint of another model ({'; '.join(differ)}); use its own settings")
+    return ckpt
+
+
+def load_run(run, device="cpu", which="ckpt.pt"):
+    """Run folder -> (model in eval mode, config as a flat dict). SystemExit with one sentence if it is no run."""
+    if not (Path(run) / "config.json").is_file():
+        raise SystemExit(f"{run}: not a run folder, it has no config.json; train one with: python train.py --out {run}")
+    values = load_config(Path(run) / "config.json")
+    config = GPTConfig(**{f.name: values[f.name] for f in dataclasses.fields(GPTConfig) if f.name in values})
+    ckpt = load_checkpoint(Path(run) / which, config)
+    model = GPT(config)
+    model.load_state_dict(ckpt["model"])
+    return model.to(device).eval(), values
+
+
+# ----------------------------------------------------------------------------- training
+
+def make_optimizer(model, config):
+    """AdamW with three groups: matrices (decayed), vectors, and the residuals' gates (own learning rate)."""
+    gates = {getattr(residual, name) for residual in model.residuals() for name in residual.gates
+             if hasattr(residual, name)}
+    others = [p for p in model.parameters() if p not in gates]
+    gates = [p for p in model.parameters() if p in gates]   # in a fixed order, which a set has not
+    groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay),
+              dict(params=[p for p in others if p.dim() < 2]),
+              dict(params=gates, lr=config.gate_lr, betas=(0.8, 0.95))]
+    groups = [dict(group, peak=group.get("lr", config.lr)) for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), weight_decay=0.0, fused=True)
+
+
+def lr_share(config, step, n_steps):
+    """Learning rate of a step as a share of its peak: linear warm-up, then cosine or wsd down to min_lr."""
+    warmup = config.warmup * n_steps
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.schedule == "cosine":
+        fall = 0.5 - 0.5 * math.cos(math.pi * (step - warmup) / max(1, n_steps - warmup))
+    else:
+        fall = max(0.0, 1 - (n_steps - step) / max(1, config.decay * n_steps))
+    return 1 - (1 - config.min_lr) * fall
+
+
+def stopping(stop, device, world_size, step, config):
+    """Whether a signal has come, to any process: all of them must leave the loop at the same step."""
+    if world_size > 1:
+        if step % config.log_interval:
+            return False
+        told = torch.tensor(stop[0] if stop else 0, device=device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        if told.item() and not stop:
+            stop.append(told.item())
+    return bool(stop)
+
+
+def main(argv=None):
+    gpt, config, values = resolve(argv)
+
+    # processes: torchrun says in the environment who we are
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    device = pick_device(vars(config))
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if world_size > 1:
+        dist.init_process_group("nccl" if "cuda" in device else "gloo")
+    say = print if rank == 0 else lambda *args, **kwargs: None
+    # compute capability, since is_bf16_supported() also answers yes where bf16 is emulated
+    bf16 = "cuda" in device and torch.cuda.get_device_capability()[0] >= 8
+    autocast = (lambda: torch.autocast("cuda", torch.bfloat16)) if bf16 else contextlib.nullcontext
+
+    # data
+    if config.data == TrainConfig.data and not Path(config.data).exists():
+        say(f"{config.data} is not there yet: preparing it from the Python standard library")
+        if rank == 0:
+            prepare.main(["stdlib", "--out", config.data])
+    if world_size > 1:
+        dist.barrier()
+    meta = prepare.load_meta(config.data)
+    if "vocab_size" not in values:
+        gpt.vocab_size = -(-meta["vocab_size"] // 64) * 64   # a multiple of 64 makes for faster matrix products
+    if gpt.vocab_size < meta["vocab_size"]:
+        raise SystemExit(f"--vocab_size {gpt.vocab_size}: the tokens of --data {config.data} need {meta['vocab_size']}")
+    T = gpt.block_size
+    shards, val = open_data(config.data, "train", T), val_windows(config.data, T, config.eval_windows)
+    encoding = prepare.get_tokenizer(meta["tokenizer"])
+    token_bytes = torch.zeros(gpt.vocab_size, dtype=torch.long)   # end-of-text and padding stand for no byte of text
+    for i in range(meta["vocab_size"]):
+        if i != encoding.eot_token:
+            token_bytes[i] = len(encoding.decode_single_token_bytes(i))
+
+    # model and optimizer
+    out = Path(config.out)
+    if (out / "ckpt.pt").exists() and not config.resume and not config.overwrite:
+        raise SystemExit(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
+                         f"another --out keeps it")
+    ckpt = load_checkpoint(out / "ckpt.pt", gpt) if config.resume else None
+    model = GPT(gpt).to(device)
+    optimizer = make_optimizer(model, config)
+    step, best_val, since = 0, math.inf, torch.zeros(2, dtype=torch.float64)   # since: see the status line
+    if ckpt:
+        model.load_state_dict(ckpt["model"])
+        optimizer.load_state_dict(ckpt["optimizer"])
+        torch.set_rng_state(ckpt["rng"])
+        step, best_val, since = ckpt["step"], ckpt["best_val"], ckpt["since"]
+    since = since.to(device)   # sum and number of the losses after the last status line
+    if config.compile if config.compile is not None else "cuda" in device:
+        for block in model.blocks:   # the blocks share one graph, so the time to compile doesn't grow with depth
+            block.compile()
+    ddp = DistributedDataParallel(model) if world_size > 1 else model
+
+    # length of the run
+    parts = config.grad_accum * world_size   # of a batch
+    tokens_per_step, flops_per_token = config.batch_size * T, 3 * model.flops_per_token()
+    n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
+               or math.ceil(config.max_flops / tokens_per_step / flops_per_token) or 420)
+    peak = next((f for name, f in PEAK_FLOPS.items() if "cuda" in device and name in torch.cuda.get_device_name()), None)
+    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; {n_steps} steps of "
+        f"{tokens_per_step:,} tokens on {world_size} x {torch.cuda.get_device_name() if 'cuda' in device else 'CPU'}")
+    if "cuda" in device and not peak:
+        say("the peak FLOP/s of this device is unknown, so the MFU is not shown; add it to PEAK_FLOPS in train.py")
+
+    # run folder
+    if rank == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        lines = []
+        if ckpt:   # what an interrupted run logged after its last checkpoint will be logged again
+            lines = [line for line in (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+                     if line.endswith("\n") and json.loads(line)["step"] < step + ("loss" in json.loads(line))]
+        write_file(out / "metrics.jsonl", lambda f: f.write("".join(lines).encode()))
+        settings = dataclasses.asdict(gpt) | dataclasses.asdict(config) | {"tokenizer": meta["tokenizer"]}
+        write_file(out / "config.json", lambda f: f.write(json.dumps(settings, indent=2).encode() + b"\n"))
+        metrics = open(out / "metrics.jsonl", "a", buffering=1)
+
+    def save():
+        if rank == 0:
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best_val=best_val,
+                         since=since, rng=torch.get_rng_state(), model_config=dataclasses.asdict(gpt))
+            write_file(out / "ckpt.pt", lambda f: torch.save(state, f))
+
+    def log(**values):
+        if rank == 0:
+            metrics.write(json.dumps(values) + "\n")
+
+    stop = []   # signals that have asked us to end; a second one doesn't wait for the step
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number) if stop else stop.append(number))
+
+    def check(loss, norm):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise SystemExit(f"step {step}: loss {loss}, gradient norm {norm} at learning rate "
+                             f"{optimizer.param_groups[0]['lr']:.2e}; stopped. {out / 'ckpt.pt'} holds the last good state, "
+                             f"of step {saved}: resume it with a lower --lr, or train anew")
+
+    timed, clock, first = 0, time.perf_counter(), step   # steps since the clock started
+    while True:
+        # checkpoint first: an evaluation that runs out of memory must not cost the run
+        if step % config.eval_interval == 0 or step == n_steps or stopping(stop, device, world_size, step, config):
+            if step > first:
+                check(loss.item(), norm.item())
+            save()
+            saved = step
+            if stop:
+                break
+            paused = time.perf_counter()
+            model.eval()
+            val_loss, bpb = evaluate(model, *val, token_bytes, config.batch_size, autocast, rank, world_size)
+            model.train()
+            say(f"step {step:5d} | validation loss {val_loss:.4f} | {bpb:.4f} bits per byte", flush=True)
+            log(step=step, tokens=step * tokens_per_step, val_loss=val_loss, val_bpb=bpb)
+            if val_loss < best_val:
+                best_val = val_loss
+                if rank == 0:
+                    write_file(out / "best.pt", lambda f: f.write((out / "ckpt.pt").read_bytes()))
+            clock += time.perf_counter() - paused
+        if step == n_steps:
+            break
+
+        # one step
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * lr_share(config, step, n_steps)
+        loss = torch.zeros((), device=device)
+        for micro in range(config.grad_accum):
+            x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
+            if max(x.max(), y.max()) >= meta["vocab_size"]:
+                raise SystemExit(f"--data {config.data}: holds a token id beyond the {meta['vocab_size']} of its tokenizer "
+                                 f"{meta['tokenizer']}; prepare the data anew")
+            last = micro == config.grad_accum - 1   # processes exchange gradients once a step
+            with contextlib.nullcontext() if last or world_size == 1 else ddp.no_sync():
+                with autocast():
+                    part = ddp(x.to(device), y.to(device))[1] / config.grad_accum
+                part.backward()
+            loss += part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        if world_size > 1:
+            dist.all_reduce(loss)
+            loss /= world_size
+        if device == "cpu":   # on a GPU, looking at every loss would stall it: see the status line
+            check(loss.item(), norm.item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step, timed, since = step + 1, timed + 1, since + torch.stack((loss, torch.ones_like(loss))).double()
+
+        # status line
+        if step % config.log_interval == 0 or step == n_steps:
+            mean, share = (since[0] / since[1]).item(), lr_share(config, step - 1, n_steps)   # .item() waits for the GPU
+            check(mean, norm.item())
+            seconds, since = time.perf_counter() - clock, torch.zeros_like(since)
+            tok_s = timed * tokens_per_step / seconds
+            log(step=step, tokens=step * tokens_per_step, flops=step * tokens_per_step * flops_per_token, loss=mean,
+                lr=config.lr * share, grad_norm=norm.item(), tok_s=tok_s)
+            mfu = f" | {tok_s * flops_per_token / peak / world_size:.1%} MFU" if peak else ""
+            eta = (n_steps - step) * tokens_per_step / tok_s
+            say(f"step {step:5d} | loss {mean:.4f} | lr {config.lr * share:.2e} | gradient {norm.item():.2f} | "
+                f"{tok_s:,.0f} tokens/s{mfu} | {eta // 60:.0f}:{eta % 60:02.0f} to go", flush=True)
+            timed, clock = 0, time.perf_counter()
+        elif step == first + 1:   # the first step warms up and compiles: not timed
+            timed, clock = 0, time.perf_counter()
+
+    if world_size > 1:
+        dist.destroy_process_group()
+    if stop:
+        say(f"stopped at step {step}, everything is saved; continue with: python train.py --out {out} --resume")
+        return 128 + stop[0]
+    say(f"done: {out} holds the run; best validation loss {best_val:.4f}\n"
+        f"next: python sample.py {out} --prompt \"def \"   or: python analyze.py {out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
