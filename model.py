@@ -1,9 +1,9 @@
 """
 A GPT in which the residual connection is a part that you can swap.
 
-A Transformer with L blocks is 2L *sublayers* (attention, MLP, attention, MLP, ...) around a *stream*. A residual
-says what a sublayer reads from the stream and how its update is written back. That is all that the variants of
-this file differ in:
+A Transformer with L blocks is 2L *sublayers* (attention, MLP, attention, MLP, ...) around a *stream*. A
+residual says what a sublayer reads from the stream and how its update is written back. That is all that the
+variants of this file differ in:
 
     stream = ends.start(embedding)
     for sublayer, residual in sublayers:
@@ -77,7 +77,8 @@ def rms_norm(x, gain=None):
 
 
 def widen(x):
-    """Half precision to fp32; fp32 and fp64 as they are. The stream's own arithmetic is never done in bf16."""
+    """Half precision to fp32; fp32 and fp64 as they are. The stream's own arithmetic is never done in
+    bf16."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -85,8 +86,9 @@ def widen(x):
 
 class Residual(nn.Module):
     """
-    The protocol, with the answers that most residuals share. A model of L blocks makes 2L + 1 of these: number
-    l = 1 .. 2L belongs to sublayer l (odd l: attention, even l: MLP), number 2L + 1 opens and closes the stream.
+    The protocol, with the answers that most residuals share. A model of L blocks makes 2L + 1 of these:
+    number l = 1 .. 2L belongs to sublayer l (odd l: attention, even l: MLP), number 2L + 1 opens and closes
+    the stream.
 
         start(embedding)       (B, T, C) -> stream
         read(stream)           -> (B, T, C), the sublayer's input
@@ -130,9 +132,10 @@ class Row:
     n_final: bool = True          # a norm before the head
 
 
-# Each preset is a function of (config, l) because some treat their first blocks differently. The block of sublayer l
-# is (l + 1) // 2, counted from 1. Sources and equations: README. lns and `init`: its authors warn against the scaled
-# init, which does the same job a second time; deepnorm's bound on the update holds with its init gain only.
+# Each preset is a function of (config, l) because some treat their first blocks differently. The block of
+# sublayer l is (l + 1) // 2, counted from 1. Sources and equations: README. lns and `init`: its authors warn
+# against the scaled init, which does the same job a second time; deepnorm's bound on the update holds with
+# its init gain only.
 PRESETS = {
     "pre": lambda c, l: Row(n_in=True),
     "post": lambda c, l: Row(n_out=True, n_final=False),
@@ -151,8 +154,9 @@ PRESETS = {
 
 class Additive(Residual):
     """
-    x <- N_out(a x + b N_post(F(s N_in(x)))), every N an RMSNorm with a learned gain. The stream is the tensor x.
-    Most residuals of the literature are a row of this one table (PRESETS): PreNorm, PostNorm, LayerNorm Scaling, ...
+    x <- N_out(a x + b N_post(F(s N_in(x)))), every N an RMSNorm with a learned gain. The stream is the tensor
+    x. Most residuals of the literature are a row of this one table (PRESETS): PreNorm, PostNorm, LayerNorm
+    Scaling, ...
     """
     def __init__(self, preset, config, l):
         super().__init__()
@@ -162,7 +166,8 @@ class Additive(Residual):
         n_in, n_post, n_out = (row.n_final, False, False) if is_end else (row.n_in, row.n_post, row.n_out)
         gain = lambda wanted: nn.Parameter(torch.ones(config.n_embd)) if wanted else None
         self.n_in, self.n_post, self.n_out = gain(n_in), gain(n_post), gain(n_out)
-        # constants that depend on depth are tensors: a Python float would make torch.compile start over per layer
+        # constants that depend on depth are tensors: a Python float would make torch.compile start over per
+        # layer
         constant = lambda value: torch.tensor(value) if value != 1.0 and not is_end else None
         self.register_buffer("a", constant(row.a), persistent=False)
         self.register_buffer("s", constant(row.s), persistent=False)
@@ -203,11 +208,11 @@ class Additive(Residual):
 
 class NAG(Residual):
     """
-    Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24; specs in the README). The stream
-    is a pair: a direction r (B, T, C), always of norm sqrt(C), and the log of the norm it stands for, s (B, T, 1).
-    A write turns r by the angle atan(alpha m) towards the part of the update that is orthogonal to r; how far is
-    known from r alone, *before* the sublayer runs. A token that would hardly turn may skip it: Mixture-of-Depths
-    without a router.
+    Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24; specs in the README).
+    The stream is a pair: a direction r (B, T, C), always of norm sqrt(C), and the log of the norm it stands
+    for, s (B, T, 1). A write turns r by the angle atan(alpha m) towards the part of the update that is
+    orthogonal to r; how far is known from r alone, *before* the sublayer runs. A token that would hardly turn
+    may skip it: Mixture-of-Depths without a router.
     """
     gates = ("alpha", "beta", "w", "b", "p", "g")
 
@@ -219,14 +224,15 @@ class NAG(Residual):
             self.g = nn.Parameter(torch.tensor(self.initial_g()))   # log of the encoding gain, eq. 18
             return
         rng = torch.Generator().manual_seed(config.seed * 1000 + l)
-        self.alpha = nn.Parameter(torch.tensor(l ** -config.nag_power))           # step size, any sign, eqs. 23, 24
-        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))              # exponent softplus(beta) = 1
+        self.alpha = nn.Parameter(torch.tensor(l ** -config.nag_power))  # step size, any sign, eqs. 23, 24
+        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))  # exponent softplus(beta) = 1
         self.w = nn.Parameter(torch.randn(n, C, generator=rng) * C ** -0.5)       # preferred directions
         self.b = nn.Parameter(torch.zeros(n))
         self.p = nn.Parameter(torch.zeros(n))                                     # logits of their weights
 
     def initial_g(self):
-        """The g that gives the first logits a standard deviation of nag_temp: at g = 0 they are nearly all equal."""
+        """The g that gives the first logits a standard deviation of nag_temp: at g = 0 they are nearly all
+        equal."""
         c, root = self.config, self.config.n_embd ** 0.5
         # at initialisation m is close to 1/2, so sublayer l adds log(1 + (alpha_l / 2)^2) / 2 to the log-norm
         growth = sum(0.5 * math.log1p(0.25 * l ** (-2 * c.nag_power)) for l in range(1, 2 * c.n_layer + 1))
@@ -263,7 +269,7 @@ class NAG(Residual):
         shrink = growth.rsqrt()
         step = a * shrink * (f.square().mean(-1, keepdim=True) + EPS).rsqrt()
         turned = torch.addcmul(r * shrink, f, step)           # (r + a u) / sqrt(1 + a^2), eq. 16
-        if r.dtype in (torch.bfloat16, torch.float16):        # rounding would add up over depth: measure the norm
+        if r.dtype in (torch.bfloat16, torch.float16):  # rounding would add up over depth: measure the norm
             turned = rms_norm(turned).to(r.dtype)
         return turned, s + 0.5 * growth.log()                 # eq. 17
 
@@ -274,7 +280,8 @@ class NAG(Residual):
     def head_weight(self, weight):
         if self.config.nag_head == "linear":
             return weight
-        return rms_norm(weight - weight.mean(-1, keepdim=True))  # rows of norm sqrt(C): <r, row> / C is a cosine
+        # rows of norm sqrt(C): <r, row> / C is a cosine
+        return rms_norm(weight - weight.mean(-1, keepdim=True))
 
     def as_tensor(self, stream):
         return stream[0] * stream[1].exp()
@@ -290,7 +297,8 @@ RESIDUALS = {**{name: partial(Additive, name) for name in PRESETS}, "nag": NAG}
 # ----------------------------------------------------------------------------- sublayers
 
 def rotate(x, rope):
-    """Rotary position embedding of x (..., nh, hs): channel pairs turn by an angle that grows with the position."""
+    """Rotary position embedding of x (..., nh, hs): channel pairs turn by an angle that grows with the
+    position."""
     cos, sin = rope                               # (T, 1, hs / 2)
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)
@@ -312,15 +320,17 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, rows=None):
         """
-        x (B, T, C) -> (B, T, C). With rows, the (N,) kept tokens of the B T tokens: -> (N, C), and nothing but their
-        keys and values is computed of the others. With a cache (keys, values, start): the tokens continue it.
+        x (B, T, C) -> (B, T, C). With rows, the (N,) kept tokens of the B T tokens: -> (N, C), and nothing
+        but their keys and values is computed of the others. With a cache (keys, values, start): the tokens
+        continue it.
         """
         B, T, C = x.shape
         if rows is None:
             q, k, v = map(self.heads, self.c_attn(x).split(C, dim=-1))               # (B, T, nh, hs) each
             q, k = rotate(rms_norm(q), rope), rotate(rms_norm(k), rope)
             keys, values, start = extend(cache, k, v)
-            # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a mask
+            # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a
+            # mask
             mask = causal_mask(torch.arange(start, start + T, device=x.device), keys) if start and T > 1 else None
             y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, is_causal=T > 1 and not start)
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -330,7 +340,8 @@ class Attention(nn.Module):
         q = self.heads(F.linear(x.flatten(0, 1)[rows], w_q))                         # (N, nh, hs)
         sequence, place = rows // T, rows % T
         q = rotate(rms_norm(q), (rope[0][place], rope[1][place]))
-        # attention wants a rectangle: the kept tokens of a sequence move to its left, the slots they leave stay zero
+        # attention wants a rectangle: the kept tokens of a sequence move to its left, the slots they leave
+        # stay zero
         count = torch.bincount(sequence, minlength=B)
         slot = torch.arange(len(rows), device=x.device) - (count.cumsum(0) - count)[sequence]
         K = int(count.max())
@@ -341,7 +352,8 @@ class Attention(nn.Module):
 
 
 def extend(cache, k, v):
-    """Append k, v (B, T, nh, hs) to the cache, if any. -> all keys and values (B, nh, S, hs), and where T starts."""
+    """Append k, v (B, T, nh, hs) to the cache, if any. -> all keys and values (B, nh, S, hs), and where T
+    starts."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     if cache is None:
         return k, v, 0
@@ -382,7 +394,8 @@ class MLP(nn.Module):
 
 
 def mlp_shape(config):
-    """(hidden units, outputs of c_fc). swiglu has three matrices where gelu has two, so two thirds of the units."""
+    """(hidden units, outputs of c_fc). swiglu has three matrices where gelu has two, so two thirds of the
+    units."""
     if config.activation == "swiglu":
         hidden = max(1, round(config.mlp_ratio * config.n_embd * 2 / 3))
         return hidden, 2 * hidden
@@ -404,7 +417,8 @@ def put(stream, rows, kept):
 
 
 def step(stream, residual, sublayer, rope, cache=None, tau=None):
-    """One sublayer. With a threshold tau, the tokens that the residual wants to skip are gathered away first."""
+    """One sublayer. With a threshold tau, the tokens that the residual wants to skip are gathered away
+    first."""
     keep = None if tau is None else residual.keep(stream, tau)                       # (B, T)
     if keep is None:
         return residual.write(stream, sublayer(residual.read(stream), rope, cache))
@@ -414,7 +428,8 @@ def step(stream, residual, sublayer, rope, cache=None, tau=None):
 
 
 class Block(nn.Module):
-    """Two sublayers, each with its residual. i counts blocks from 0, so the sublayers are 2i + 1 and 2i + 2."""
+    """Two sublayers, each with its residual. i counts blocks from 0, so the sublayers are 2i + 1 and 2i +
+    2."""
     def __init__(self, config, i):
         super().__init__()
         self.attn, self.attn_residual = Attention(config), RESIDUALS[config.residual](config, 2 * i + 1)
@@ -446,8 +461,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        # Every matrix is drawn from its own generator, seeded by its name: two variants with the same seed start from
-        # the same values wherever they share a parameter, however many parameters either has besides.
+        # Every matrix is drawn from its own generator, seeded by its name: two variants with the same seed
+        # start from the same values wherever they share a parameter, however many parameters either has
+        # besides.
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 rng = torch.Generator().manual_seed(self.config.seed + (zlib.crc32(name.encode()) << 20))
@@ -482,7 +498,8 @@ class GPT(nn.Module):
         return F.linear(x, self.ends.head_weight(self.lm_head.weight))
 
     def forward(self, idx, targets=None, cache=None, tau=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None without targets)."""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None without
+        targets)."""
         logits = self.head(self.hidden(idx, cache, tau))
         if targets is None:
             return logits, None
@@ -491,8 +508,8 @@ class GPT(nn.Module):
     def walk(self, idx, without=()):
         """
         The forward pass one sublayer at a time, for measurements. Yields (l, stream before, stream after) for
-        l = 1 .. 2L, then (2L + 1, last stream, logits). The sublayers numbered in `without` are skipped: they do not run,
-        and the stream passes them unchanged.
+        l = 1 .. 2L, then (2L + 1, last stream, logits). The sublayers numbered in `without` are skipped: they
+        do not run, and the stream passes them unchanged.
         """
         rope, stream = self.rope(0, idx.shape[1]), self.ends.start(self.wte(idx))
         for l, (residual, sublayer) in enumerate(self.sublayers(), start=1):
@@ -503,11 +520,13 @@ class GPT(nn.Module):
     @torch.no_grad()
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None,
                       n_vocab=None, tau=None):
-        """Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0 is greedy."""
+        """Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0 is
+        greedy."""
         cache = KVCache(self, idx.shape[0])
         for _ in range(max_new_tokens):
             if cache.length == 0 or cache.length == self.config.block_size:
-                # empty or full: (re)start from the newest tokens. Keeping half makes that rare enough to cost little
+                # empty or full: (re)start from the newest tokens. Keeping half makes that rare enough to cost
+                # little
                 keep = self.config.block_size if cache.length == 0 else self.config.block_size // 2
                 cache.length, fresh = 0, idx[:, -max(1, keep):]
             logits = self.head(self.hidden(fresh, cache, tau)[:, -1])[:, :n_vocab]
@@ -527,8 +546,9 @@ class GPT(nn.Module):
 
     def flops_per_token(self, T=None):
         """
-        Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a training step is
-        three times that. Attention scores count in full, as torch.utils.flop_counter does, though half are masked.
+        Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a
+        training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
+        though half are masked.
         """
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
         T = c.block_size if T is None else T
@@ -552,7 +572,8 @@ class KVCache:
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """logits (B, V) -> one token id each (B, 1). top_k and top_p (the smallest set with that probability) combine."""
+    """logits (B, V) -> one token id each (B, 1). top_k and top_p (the smallest set with that probability)
+    combine."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature

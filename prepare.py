@@ -65,11 +65,12 @@ def load_meta(data_dir):
         fail(f"no data in --data {data_dir}; type: python prepare.py {command} --out {data_dir}")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-        assert meta["tokenizer"] in ("bytes", "gpt2") and isinstance(meta["vocab_size"], int)
-        return meta
-    except (ValueError, KeyError, TypeError, AssertionError):
-        fail(f"{path} does not name the tokenizer (bytes or gpt2) and vocab_size of its shards; "
-             "delete that folder and run prepare.py again, or give another --data")
+        if (meta["tokenizer"], meta["vocab_size"]) in (("bytes", 257), ("gpt2", 50257)):
+            return meta
+    except (ValueError, KeyError, TypeError):
+        pass
+    fail(f"{path} does not name the tokenizer (bytes or gpt2) and vocab_size of its shards; "
+         "delete that folder and run prepare.py again, or give another --data")
 
 def open_split(data_dir, split):
     """All shards of a split ("train" or "val") in order: train_000000.bin, fineweb_train_000001.bin, ..."""
@@ -87,8 +88,8 @@ def pieces(path, start, stop):
             block = f.read(min(CHUNK, stop - start))
             start += len(block) or fail(f"{path} shrank while it was read; type the same command again")
             text = rest + decoder.decode(block, final=start == stop)
-            # Cut where non-space meets space. No GPT-2 token crosses that, so the tokens are the whole text's;
-            # only a run of CHUNK characters without such a place (no prose has one) is cut by force.
+            # Cut where non-space meets space. No GPT-2 token crosses that, so the tokens are those of the
+            # whole text; only a run of CHUNK characters without such a place is cut by force.
             edge = re.match(r".*\S(?=\s)", text, re.S) if start < stop else None
             cut = edge.end() if edge else len(text)
             yield text[:cut]
@@ -145,7 +146,7 @@ def hold_out_tails(paths, fraction):
 # ------------------------------------------------------------------ tokens to shards
 
 def meter(label, total, first=0):
-    """A function that, told how many bytes are done, prints progress: often on a terminal, rarely in a log."""
+    """A function that, told the bytes done, prints progress: often on a terminal, rarely in a log."""
     began = last = time.time()
     def update(done):
         nonlocal last
@@ -153,7 +154,7 @@ def meter(label, total, first=0):
         if now - last > (0.5 if tty else 30):
             last, rate = now, max(done - first, 1) / (now - began)
             print(f"{label}: {done / 1e6:.0f} of {total / 1e6:.0f} MB, {rate / 1e6:.1f} MB/s, "
-                  f"{max(total - done, 0) / rate:.0f} s left".ljust(79), end="\r" if tty else "\n", flush=True)
+                  f"{max(total - done, 0) / rate:.0f} s left".ljust(79), end="\n\r"[tty], flush=True)
     return update
 
 def check_out(out, tokenizer, ours):
@@ -229,8 +230,8 @@ def download(url, path, check):
         if have < total:
             raise ConnectionError("the connection was closed")
     except (OSError, http.client.HTTPException) as e:
-        if getattr(e, "errno", None) in DISK_FULL:
-            raise
+        if getattr(e, "errno", None) in DISK_FULL or isinstance(e, PermissionError):
+            raise  # of our file, not of the network
         if getattr(e, "code", None) != 416 or not have:  # 416: all of it is here already
             fail(f"cannot download {url} ({getattr(e, 'reason', e)}; {have} bytes are here); "
                  "check the network and type the same command again, it continues there")
@@ -321,7 +322,7 @@ def main(argv=None):
         command.add_argument("--tokenizer", default=default, help=f"bytes or gpt2 (default {default})")
         command.add_argument("--out", type=Path, default=Path("data", name), help=f"default data/{name}")
         if run is fineweb:
-            command.add_argument("--shards", type=int, default=1, help="training shards, 1 to 103 (default 1)")
+            command.add_argument("--shards", type=int, default=1, help="1 to 103 training shards (default 1)")
         if run is text:
             command.add_argument("--input", nargs="+", required=True, help="UTF-8 files, or folders of them")
     args = parser.parse_args(argv)
@@ -342,7 +343,7 @@ def main(argv=None):
         fail("an input file changed while it was read; type the same command again")
     except OSError as e:
         if e.errno in DISK_FULL:
-            fail(f"no room to write to {args.out} ({e.strerror}); free some disk space or choose another --out")
+            fail(f"no room to write to {args.out} ({e.strerror}); free disk space or choose another --out")
         fail(f"{e.filename or args.out}: {e.strerror or e}; make that path usable or give another one")
     print(f"{meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens ({meta['tokenizer']}) in "
           f"{args.out}; next: python train.py --data {args.out}")

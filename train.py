@@ -1,12 +1,13 @@
 """
 Pretrain a GPT with any residual, on a CPU, one GPU or many.
 
-    python train.py                                          # a small default that a laptop trains in two minutes
-    python train.py --residual nag --out runs/nag            # every field of GPTConfig and TrainConfig is a flag
-    python train.py --out runs/nag --resume                  # continue a run, bit for bit
-    torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
+    python train.py                                          # a small default that a laptop trains in two
+    minutes python train.py --residual nag --out runs/nag            # every field of GPTConfig and
+    TrainConfig is a flag python train.py --out runs/nag --resume                  # continue a run, bit for
+    bit torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
 
-A run folder holds config.json, metrics.jsonl (one object per line), ckpt.pt and best.pt (lowest validation loss).
+A run folder holds config.json, metrics.jsonl (one object per line), ckpt.pt and best.pt (lowest validation
+loss).
 """
 import argparse
 import contextlib
@@ -85,12 +86,13 @@ class TrainConfig:
         return bad
 
 
-# On a GPU the small default would measure launch overhead only. GPT-2 small, 0.5M tokens a step; flags that say
-# another size switch this off as a whole.
+# On a GPU the small default would measure launch overhead only. GPT-2 small, 0.5M tokens a step; flags that
+# say another size switch this off as a whole.
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512, grad_accum=8, lr=1e-3,
                      max_iters=2000, eval_interval=250)
 
-PEAK_FLOPS = {  # dense bf16, from the vendors' data sheets; the first name that occurs in the device's name counts
+# dense bf16, from the vendors' data sheets; the first name that occurs in the device's name counts
+PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12,
     "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12, "5090": 209e12}
 
@@ -112,7 +114,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(parser, *configs):
-    """One --flag per dataclass field. The field's comment is its help; fields not given stay absent from the result."""
+    """One --flag per dataclass field. The field's comment is its help; fields not given stay absent from the
+    result."""
     for config in configs:
         comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(config), re.M))
         for field in dataclasses.fields(config):
@@ -127,7 +130,8 @@ def add_flags(parser, *configs):
 
 
 def resolve(argv):
-    """Command line -> (GPTConfig, TrainConfig, dict of all settings given). Reports every problem before it exits."""
+    """Command line -> (GPTConfig, TrainConfig, dict of all settings given). Reports every problem before it
+    exits."""
     parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     allow_abbrev=False)
     add_flags(parser, GPTConfig, TrainConfig)
@@ -141,7 +145,8 @@ def resolve(argv):
     values = load_config(source) if source else CUDA_DEFAULTS if pick_device(given) == "cuda" and not sized else {}
     # a replay is a new run and a resumed run is not a replay: these four are said anew each time
     values = {k: v for k, v in values.items() if k not in ("out", "config", "resume", "overwrite", "tokenizer")} | given
-    if any(given.get(end) for end in ("max_iters", "max_tokens", "max_flops")):  # a typed end replaces a stored one
+    # a typed end replaces a stored one
+    if any(given.get(end) for end in ("max_iters", "max_tokens", "max_flops")):
         values |= {end: given.get(end, 0) for end in ("max_iters", "max_tokens", "max_flops")}
     make = lambda config: config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
     gpt, train = make(GPTConfig), make(TrainConfig)
@@ -179,8 +184,10 @@ def pick_device(values):
 # ----------------------------------------------------------------------------- data
 
 def read_windows(shards, starts, T):
-    """Windows of T + 1 tokens at the given global positions -> x, y (n, T) int64. No window crosses two shards."""
-    first = np.cumsum([0] + [len(shard) - T for shard in shards])   # global number of each shard's first window
+    """Windows of T + 1 tokens at the given global positions -> x, y (n, T) int64. No window crosses two
+    shards."""
+    # global number of each shard's first window
+    first = np.cumsum([0] + [len(shard) - T for shard in shards])
     which = np.searchsorted(first, starts, side="right") - 1
     rows = np.stack([shards[i][s - first[i]:s - first[i] + T + 1] for i, s in zip(which, starts)])
     rows = torch.from_numpy(rows.astype(np.int64))
@@ -197,7 +204,8 @@ def open_data(data, split, T):
 
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
-    """Part `part` of n_parts of the batch of a step. A pure function: any number of processes sees the same batch."""
+    """Part `part` of n_parts of the batch of a step. A pure function: any number of processes sees the same
+    batch."""
     starts = np.random.default_rng((seed, step)).integers(0, sum(len(shard) - T for shard in shards), batch_size)
     return read_windows(shards, starts.reshape(n_parts, -1)[part], T)
 
@@ -226,7 +234,8 @@ def evaluate(model, x, y, token_bytes, batch_size, autocast, rank=0, world_size=
 # ----------------------------------------------------------------------------- checkpoints
 
 def write_file(path, write):
-    """Write to a temporary name, flush to the disk, rename: at no moment is there half a file under `path`."""
+    """Write to a temporary name, flush to the disk, rename: at no moment is there half a file under
+    `path`."""
     tmp = f"{path}.tmp"
     try:
         with open(tmp, "wb") as f:
@@ -255,7 +264,8 @@ def load_checkpoint(path, config):
 
 
 def load_run(run, device="cpu", which="ckpt.pt"):
-    """Run folder -> (model in eval mode, config as a flat dict). SystemExit with one sentence if it is no run."""
+    """Run folder -> (model in eval mode, config as a flat dict). SystemExit with one sentence if it is no
+    run."""
     if not (Path(run) / "config.json").is_file():
         raise SystemExit(f"{run}: not a run folder, it has no config.json; train one with: python train.py --out {run}")
     values = load_config(Path(run) / "config.json")
@@ -331,13 +341,15 @@ def main(argv=None):
         dist.barrier()
     meta = prepare.load_meta(config.data)
     if "vocab_size" not in values:
-        gpt.vocab_size = -(-meta["vocab_size"] // 64) * 64   # a multiple of 64 makes for faster matrix products
+        # a multiple of 64 makes for faster matrix products
+        gpt.vocab_size = -(-meta["vocab_size"] // 64) * 64
     if gpt.vocab_size < meta["vocab_size"]:
         raise SystemExit(f"--vocab_size {gpt.vocab_size}: the tokens of --data {config.data} need {meta['vocab_size']}")
     T = gpt.block_size
     shards, val = open_data(config.data, "train", T), val_windows(config.data, T, config.eval_windows)
     encoding = prepare.get_tokenizer(meta["tokenizer"])
-    token_bytes = torch.zeros(gpt.vocab_size, dtype=torch.long)   # end-of-text and padding stand for no byte of text
+    # end-of-text and padding stand for no byte of text
+    token_bytes = torch.zeros(gpt.vocab_size, dtype=torch.long)
     for i in range(meta["vocab_size"]):
         if i != encoding.eot_token:
             token_bytes[i] = len(encoding.decode_single_token_bytes(i))
@@ -358,7 +370,8 @@ def main(argv=None):
         step, best_val, since = ckpt["step"], ckpt["best_val"], ckpt["since"]
     since = since.to(device)   # sum and number of the losses after the last status line
     if config.compile if config.compile is not None else "cuda" in device:
-        for block in model.blocks:   # the blocks share one graph, so the time to compile doesn't grow with depth
+        # the blocks share one graph, so the time to compile doesn't grow with depth
+        for block in model.blocks:
             block.compile()
     ddp = DistributedDataParallel(model) if world_size > 1 else model
 
@@ -456,7 +469,8 @@ def main(argv=None):
 
         # status line
         if step % config.log_interval == 0 or step == n_steps:
-            mean, share = (since[0] / since[1]).item(), lr_share(config, step - 1, n_steps)   # .item() waits for the GPU
+            # .item() waits for the GPU
+            mean, share = (since[0] / since[1]).item(), lr_share(config, step - 1, n_steps)
             check(mean, norm.item())
             seconds, since = time.perf_counter() - clock, torch.zeros_like(since)
             tok_s = timed * tokens_per_step / seconds
