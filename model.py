@@ -247,7 +247,7 @@ class NAG(Residual):
         """alpha m(r), signed (B, T, 1): the relative size of the write that r is about to get, eq. 13."""
         with torch.autocast(r.device.type, enabled=False):   # the skip decision hangs on it: not in bf16
             near = torch.sigmoid(F.linear(r.to(self.w.dtype), self.w, self.b))    # (B, T, n)
-            base = F.linear(near, self.p.softmax(0)[None])                        # (B, T, 1), in (0, 1)
+            base = (near @ self.p.softmax(0)).unsqueeze(-1)  # (B, T, 1), in (0, 1)
             # as exp(beta log), with a floor: 0 ** beta has an infinite slope, and has ended runs of others
             m = torch.exp(F.softplus(self.beta) * base.clamp_min(1e-6).log())
             return widen(self.alpha * m)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The default CPU run with several residuals at equal tokens: a sweep of four learning rates with one seed, then two
+# more seeds at each residual's best rate. About an hour on two cores; prints a table, writes results/compare.json.
+#   bash results/compare.sh [residual ...]          PYTHON=.venv/bin/python by default
+set -eu
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+RESIDUALS=${*:-pre nag lns}
+RATES="1.5e-3 3e-3 6e-3 1.2e-2"
+export OMP_NUM_THREADS=1   # two runs side by side use two cores better than one run on both
+
+run() {  # residual, learning rate, seed; a finished run is not repeated
+  out=runs/compare/$1-lr$2-seed$3
+  [ -f "$out/done" ] && return
+  "$PYTHON" train.py --residual "$1" --lr "$2" --seed "$3" --out "$out" --overwrite > /dev/null && touch "$out/done"
+}
+export -f run; export PYTHON
+
+"$PYTHON" prepare.py stdlib > /dev/null
+for r in $RESIDUALS; do for lr in $RATES; do echo "$r $lr 1"; done; done | xargs -P 2 -L 1 bash -c 'run "$@"' _
+"$PYTHON" results/compare.py $RESIDUALS --best | while read -r r lr; do echo "$r $lr 2"; echo "$r $lr 3"; done |
+  xargs -P 2 -L 1 bash -c 'run "$@"' _
+"$PYTHON" results/compare.py $RESIDUALS
