@@ -1,0 +1,34 @@
+# make         a virtual environment, data, a small trained model, a sample of it and figures (about 4 minutes on a CPU)
+# make test    the tests (about 6 minutes on two cores); make test-slow runs the long ones too
+PYTHON ?= python3
+BIN = .venv/bin
+
+all: figures/depth.json
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt pytest
+	touch $@
+
+data/stdlib/meta.json: | .venv/installed
+	$(BIN)/python prepare.py stdlib --out data/stdlib
+
+# The model and the PreNorm baseline, so that the figures have something to compare. An interrupted run is continued.
+runs/%/done: data/stdlib/meta.json | .venv/installed
+	$(BIN)/python train.py --residual $* --out runs/$* `test -f runs/$*/ckpt.pt && echo --resume`
+	touch $@
+
+figures/depth.json: runs/pre/done runs/nag/done
+	$(BIN)/python sample.py runs/nag --prompt "def " --max_new_tokens 200
+	$(BIN)/python analyze.py runs/pre runs/nag --out figures
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q tests
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -q tests --slow
+
+clean:
+	rm -rf figures runs data
+
+.PHONY: all test test-slow clean

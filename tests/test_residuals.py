@@ -1,0 +1,846 @@
+"""
+Every residual of model.py: generic properties of all of them, then the algebra that each one promises. Float64
+throughout; where an identity is exact only without the epsilon inside the roots, `no_eps` takes that out.
+"""
+import dataclasses
+import io
+import itertools
+import math
+import zlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import kernels
+import model as M
+from model import GPT, GPTConfig, RESIDUALS
+
+NAMES = list(RESIDUALS)
+TINY = dict(n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=64)
+every = pytest.mark.parametrize("name", NAMES)
+additive = pytest.mark.parametrize("name", list(M.PRESETS))
+
+
+# ----------------------------------------------------------------------------- helpers
+
+def build(residual="pre", dtype=torch.float64, **flags):
+    """A tiny GPT, made under `dtype` so that constants such as 1 / sqrt(3) have its precision, too."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return GPT(GPTConfig(residual=residual, **{**TINY, **flags}))
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def perturb(model, scale=0.2, only=lambda name, p: True):
+    """Add noise that depends on a parameter's name and shape only, so that shared parameters stay shared."""
+    for name, p in model.named_parameters():
+        if only(name, p):
+            rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            p.add_(scale * torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p.dtype))
+    return model
+
+
+def ids(B=2, T=12, V=TINY["vocab_size"], seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, idx=None):
+    with torch.no_grad():
+        return model(ids() if idx is None else idx)[0]
+
+
+def same(a, b, tol=1e-11):
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+def rms(x):
+    return x.square().mean(-1, keepdim=True).sqrt()
+
+
+def streams(model, idx=None):
+    """The stream as one vector per token before sublayer 1, after sublayer 1, ..., after sublayer 2L."""
+    with torch.no_grad():
+        return [model.ends.as_tensor(before) for _, before, _ in model.walk(ids() if idx is None else idx)]
+
+
+def only_matrices(name, p):
+    return name.endswith((".weight", "wte.weight", "lm_head.weight"))
+
+
+@pytest.fixture
+def no_eps(monkeypatch):
+    monkeypatch.setattr(kernels, "EPS", 0.0)
+    monkeypatch.setattr(M, "EPS", 0.0)
+
+
+# ----------------------------------------------------------------------------- all residuals
+
+@every
+def test_causal(name):
+    model, idx, t = perturb(build(name)), ids(), 5
+    other = idx.clone()
+    other[:, t] = (other[:, t] + 1) % TINY["vocab_size"]
+    change = (logits(model, idx) - logits(model, other)).abs().amax(-1)                  # (B, T)
+    assert change[:, :t].max() < 1e-12
+    assert change[:, t:].min() > 1e-9
+
+
+@every
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_gradients_reach_every_parameter(name, activation):
+    model = perturb(build(name, activation=activation))
+    model(ids(8, 16), ids(8, 16, seed=1))[1].backward()
+    for key, p in model.named_parameters():
+        assert p.grad is not None and p.grad.isfinite().all(), key
+        parts = p.grad.chunk(3) if "c_attn" in key else p.grad.chunk(2) if "c_fc" in key else [p.grad]
+        assert all(part.abs().max() > 1e-12 for part in parts), key
+
+
+def test_every_residual_is_a_function_of_its_own():
+    """With the same shared weights no two of them give the same logits, at their own initial values of the rest."""
+    out = {name: logits(perturb(build(name, n_layer=4), only=only_matrices)) for name in NAMES}
+    for a, b in itertools.combinations(NAMES, 2):
+        assert (out[a] - out[b]).abs().max() > 1e-3, (a, b)
+
+
+SHAPES = [{}, dict(activation="swiglu"), dict(activation="relu2"), dict(tie=True),
+          dict(activation="swiglu", mlp_ratio=2.7, n_layer=1, vocab_size=70, nag_directions=5, nag_head="linear")]
+
+
+@every
+@pytest.mark.parametrize("flags", SHAPES, ids=str)
+def test_parameter_and_flop_counts(name, flags):
+    model = build(name, **flags)
+    assert model.num_params() == sum(p.numel() for p in model.parameters())
+    for T in (1, 7, 16):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:   # others go uncounted on CPUs
+            model(ids(2, T, 64))
+        assert counter.get_total_flops() == pytest.approx(2 * T * model.flops_per_token(T), rel=1e-9)
+    assert model.flops_per_token() == model.flops_per_token(model.config.block_size)
+
+
+@every
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_training_step_is_three_forward_passes(name, activation):
+    """Exactly: the embedding is trained, so that even the first matrix has an input that wants a gradient."""
+    model = build(name, activation=activation)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids(), ids(seed=1))[1].backward()
+    assert counter.get_total_flops() == pytest.approx(3 * 24 * model.flops_per_token(12), rel=1e-9)
+
+
+@every
+def test_save_and_load(name):
+    model, file = perturb(build(name, tie=name in ("post", "nag"))), io.BytesIO()
+    torch.save({"model": model.state_dict(), "config": dataclasses.asdict(model.config)}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    saved["config"]["seed"] += 1
+    fresh = build(**saved["config"])
+    assert not torch.equal(logits(fresh), logits(model))
+    fresh.load_state_dict(saved["model"])
+    assert torch.equal(logits(fresh), logits(model))
+
+
+@every
+@pytest.mark.parametrize("depth", [1, 64])
+def test_depths_1_and_64_run(name, depth):
+    model = build(name, torch.float32, n_layer=depth, n_embd=8)
+    loss = model(ids(), ids(seed=1))[1]
+    loss.backward()
+    assert loss.isfinite() and 0 < loss < 10
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert model.wte.weight.grad.abs().max() > 0
+
+
+# What init a variant has, beyond N(0, 0.02): factors on (c_proj, the values of c_attn, c_fc) for L blocks
+INITS = {"scaled": lambda L: ((2 * L) ** -0.5, 1, 1), "plain": lambda L: (1, 1, 1),
+         "deepnorm": lambda L: ((8 * L) ** -0.25,) * 3}
+INIT_OF = dict(lns="plain", nag="plain", deepnorm="deepnorm", **{name: "scaled" for name in (
+    "pre", "post", "peri", "reordered", "mixln", "keel", "rezero", "skipinit", "layerscale")})
+
+
+@every
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_same_seed_same_shared_weights(name, activation):
+    plain = dict(build("lns", activation=activation).named_parameters())
+    mine = {k: p for k, p in build(name, activation=activation).named_parameters() if only_matrices(k, p)}
+    assert mine.keys() == {k for k, p in plain.items() if only_matrices(k, p)}
+    for key, p in mine.items():
+        pieces = zip(p.chunk(3), plain[key].chunk(3)) if "c_attn" in key else [(p, plain[key])]
+        for i, (a, b) in enumerate(pieces):
+            factor = (a.flatten()[0] / b.flatten()[0]).item()
+            same(a, factor * b)
+            if name in INIT_OF:
+                proj, value, fc = INITS[INIT_OF[name]](3)
+                right = proj if "c_proj" in key else fc if "c_fc" in key else value if "c_attn" in key and i == 2 else 1
+                assert factor == pytest.approx(right, abs=1e-12), key
+            if factor == 1:
+                assert torch.equal(a, b), key
+    assert plain["blocks.0.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.2)
+
+
+@every
+def test_construction_depends_on_the_config_alone(name):
+    torch.manual_seed(1)
+    first = build(name, torch.float32)
+    torch.manual_seed(2)
+    torch.randn(7)
+    second = build(name, torch.float32)
+    third = build(name, torch.float32, seed=5)
+    state = second.state_dict()
+    assert all(torch.equal(p, state[key]) for key, p in first.state_dict().items())
+    assert not torch.equal(third.wte.weight, first.wte.weight)
+    # no two matrices of one model are equal either
+    for (a, p), (b, q) in itertools.combinations([(k, p) for k, p in first.named_parameters() if p.dim() == 2], 2):
+        n = min(p.shape[0], q.shape[0])
+        assert p.shape[1] != q.shape[1] or not torch.allclose(p[:n], q[:n]), (a, b)
+
+
+@every
+def test_cached_decoding_equals_the_full_forward(name):
+    model, idx = perturb(build(name)), ids(2, 16)
+    cache, out = M.KVCache(model, 2), []
+    with torch.no_grad():
+        for piece in idx.split([5, 1, 4, 1, 1, 4], dim=1):
+            out.append(model(piece, cache=cache)[0])
+    same(torch.cat(out, dim=1), logits(model, idx))
+
+
+@every
+def test_gradcheck_of_read_and_write(name):
+    for l in (1, 2, 3):
+        model = perturb(build(name, n_embd=6, n_head=1, n_layer=2, nag_directions=3))
+        residual = next(r for i, (r, _) in enumerate(model.sublayers(), 1) if i == l)
+        keys, values = zip(*residual.named_parameters()) if list(residual.parameters()) else ((), ())
+        rng = torch.Generator().manual_seed(l)
+        x, f = (torch.randn(2, 2, 6, generator=rng, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+        class Through(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner, self.ends = residual, model.ends
+
+            def forward(self, x, f):
+                stream = self.ends.start(x)
+                after = self.inner.write(stream, f)
+                return self.inner.read(stream), *(after if isinstance(after, tuple) else (after,))
+
+        through = Through()
+
+        def function(x, f, *parameters):
+            named = {"inner." + k: p for k, p in zip(keys, parameters)}
+            return torch.func.functional_call(through, named, (x, f))
+
+        assert torch.autograd.gradcheck(function, (x, f, *(p.detach().requires_grad_() for p in values)))
+
+
+# ----------------------------------------------------------------------------- config
+
+# flag: (the other flags it needs to matter, another value)
+FLIPS = dict(residual=({}, "post"), n_layer=({}, 4), n_head=({}, 4), n_embd=({}, 32), block_size=({}, 17),
+             vocab_size=({}, 65), activation=({}, "relu2"), mlp_ratio=({}, 3.0), tie=({}, True), seed=({}, 2),
+             mixln_alpha=(dict(residual="mixln"), 0.7), layerscale_init=(dict(residual="layerscale"), 0.2),
+             nag_directions=(dict(residual="nag"), 8), nag_power=(dict(residual="nag"), 0.6),
+             nag_head=(dict(residual="nag"), "linear"), nag_temp=(dict(residual="nag"), 0.4))
+
+
+def test_no_flag_is_dead():
+    assert FLIPS.keys() == {f.name for f in dataclasses.fields(GPTConfig)}
+
+    def visible(**flags):
+        model = build(**flags)
+        try:
+            longest = model(ids(1, 17))[0].shape
+        except ValueError as e:
+            longest = str(e)
+        return longest, {k: p.shape for k, p in model.named_parameters()}, logits(model).numpy().tobytes()
+
+    for name, (needs, value) in FLIPS.items():
+        assert visible(**needs) == visible(**needs)
+        assert visible(**needs) != visible(**{**needs, name: value}), name
+
+
+def test_residual_flags_leave_the_other_residuals_alone():
+    for name, (needs, value) in FLIPS.items():
+        if needs:
+            assert torch.equal(logits(build("peri")), logits(build("peri", **{name: value}))), name
+
+
+BAD = dict(residual="prenorm", n_layer=0, n_head=3, n_embd=0, block_size=0, vocab_size=-1, mixln_alpha=1.5,
+           nag_temp=0.0, nag_directions=0, mlp_ratio=-1.0, activation="tanh", nag_head="cosine")
+
+
+def test_all_problems_are_reported_at_once():
+    with pytest.raises(ValueError) as e:
+        GPT(GPTConfig(**BAD))
+    for name in BAD:
+        assert f"--{name} " in str(e.value), name
+    assert "Traceback" not in str(e.value) and len(str(e.value).splitlines()) >= len(BAD) - 1
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_each_problem_by_itself(name):
+    with pytest.raises(ValueError) as e:
+        GPT(GPTConfig(**{**TINY, name: BAD[name]}))
+    assert f"--{name} {BAD[name]}" in str(e.value)
+
+
+@pytest.mark.parametrize("bad", [dict(n_embd=18, n_head=6), dict(n_embd=15, n_head=1), dict(n_embd=16, n_head=16),
+                                 dict(mixln_alpha=math.nan), dict(mlp_ratio=0.01), dict(nag_temp=-1.0),
+                                 dict(nag_temp=math.nan), dict(mlp_ratio=math.nan)], ids=str)
+def test_more_bad_configs(bad):
+    with pytest.raises(ValueError) as e:
+        GPT(GPTConfig(**{**TINY, **bad}))
+    assert all(f"--{name} {value}" in str(e.value) for name, value in bad.items())
+
+
+def test_heads_that_are_suggested_fit():
+    for C in range(1, 65):
+        for h in range(1, 20):
+            problems = GPTConfig(n_embd=C, n_head=h).problems()
+            if problems and "try --n_head " in problems[0]:
+                for suggestion in problems[0].split("try --n_head ")[1].split(" or "):
+                    assert not GPTConfig(n_embd=C, n_head=int(suggestion)).problems()
+            assert bool(problems) == (C % (2 * h) != 0)
+
+
+@pytest.mark.parametrize("n_embd", [64, 128, 192, 768])
+def test_swiglu_has_the_parameters_of_gelu(n_embd):
+    count = [c.num_params() for c in (build(n_embd=n_embd, n_layer=1, activation=a) for a in ("gelu", "swiglu"))]
+    mlp = 8 * n_embd ** 2
+    assert abs(count[1] - count[0]) < 0.005 * mlp
+
+
+# ----------------------------------------------------------------------------- torch.compile
+
+# Graphs for 6 blocks. mixln: post blocks and pre blocks. keel: the first block is of its own kind. lns: the first
+# block has s = 1, and so no s.
+GRAPHS = dict(mixln=2, keel=2, lns=2)
+
+
+def compiled(name, backend):
+    import torch._dynamo
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, idx = build(name, torch.float32, n_layer=6), ids()
+    plain, loss = model(idx, idx)
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    for _ in range(2):
+        model.zero_grad()
+        out, loss = model(idx, idx)
+        loss.backward()
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+    for p, g in zip(model.parameters(), gradients):
+        torch.testing.assert_close(p.grad, g, rtol=1e-3, atol=1e-5)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@every
+def test_blocks_share_their_compiled_graph(name):
+    assert compiled(name, "eager") == GRAPHS.get(name, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pre", "nag"])
+def test_blocks_share_their_compiled_graph_with_inductor(name):
+    assert compiled(name, "inductor") == 1
+
+
+# ----------------------------------------------------------------------------- the additive family
+
+def table(name, N, block, kind, alpha=0.25):
+    """n_in, n_post, n_out, a, s, final norm of x <- N_out(a x + b N_post(F(s N_in(x)))), from the papers."""
+    pre, post = (1, 0, 0, 1, 1, 1), (0, 0, 1, 1, 1, 0)
+    if name in ("pre", "skipinit", "layerscale"):
+        return pre
+    if name == "post":
+        return post
+    if name == "mixln":
+        return (post if block <= math.floor(alpha * N) else pre)[:5] + (1,)
+    if name == "keel" and block == 1:
+        return pre[:5] + (0,) if kind == "attn" else post
+    return dict(peri=(1, 1, 0, 1, 1, 1), reordered=(0, 1, 0, 1, 1, 1), lns=(1, 0, 0, 1, block ** -0.5, 1),
+                deepnorm=(0, 0, 1, (2 * N) ** 0.25, 1, 0), keel=(1, 0, 1, 2 * N, 1, 0),
+                rezero=(0, 0, 0, 1, 1, 0))[name]
+
+
+def gained_norm(x, gain):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + kernels.EPS) * gain
+
+
+@torch.no_grad()
+def reference(model, name, idx):
+    """The additive family written down once more, from the table above. -> streams, logits"""
+    N, x = model.config.n_layer, model.wte(idx)
+    rope, seen = model.rope(0, idx.shape[1]), [model.wte(idx)]
+    for block in range(1, N + 1):
+        b = model.blocks[block - 1]
+        for kind, sublayer, r in (("attn", b.attn, b.attn_residual), ("mlp", b.mlp, b.mlp_residual)):
+            n_in, n_post, n_out, a, s, final = table(name, N, block, kind)
+            h = s * gained_norm(x, r.n_in) if n_in else x
+            u = sublayer(h, rope)
+            u = gained_norm(u, r.n_post) if n_post else u
+            x = a * x + (u if r.b is None else r.b * u)
+            x = gained_norm(x, r.n_out) if n_out else x
+            assert [bool(g is not None) for g in (r.n_in, r.n_post, r.n_out)] == [bool(n) for n in (n_in, n_post, n_out)]
+            seen.append(x)
+    h = gained_norm(x, model.ends.n_in) if final else x
+    return seen, h @ model.lm_head.weight.T
+
+
+@additive
+@pytest.mark.parametrize("n_layer", [1, 5])
+def test_additive_family_is_its_table(name, n_layer):
+    model = perturb(build(name, n_layer=n_layer))
+    seen, out = reference(model, name, ids())
+    for mine, right in zip(streams(model), seen, strict=True):
+        same(mine, right)
+    same(logits(model), out)
+    for r in model.residuals():                          # b where the paper has one, and nowhere else
+        shape = {"rezero": (), "skipinit": (), "layerscale": (16,)}.get(name) if r is not model.ends else None
+        assert shape == (None if r.b is None else tuple(r.b.shape))
+
+
+def take_over(model, other, strict=True):
+    """model with the parameters of other."""
+    left = model.load_state_dict(other.state_dict(), strict=strict)
+    assert not left.unexpected_keys
+    return model
+
+
+def test_lns_with_s_1_is_pre():
+    pre = perturb(build("pre", n_layer=5))
+    lns = take_over(build("lns", n_layer=5), pre)
+    assert (logits(lns) - logits(pre)).abs().max() > 1e-3
+    changed = 0
+    for r in lns.residuals():
+        if r.s is not None:
+            r.s.fill_(1.0)
+            changed += 1
+    assert changed == 8                                  # both sublayers of blocks 2 .. 5; block 1 has s = 1
+    same(logits(lns), logits(pre))
+
+
+def test_lns_is_pre_with_gains_1_over_sqrt_block():
+    pre = perturb(build("pre", n_layer=5))
+    lns = take_over(build("lns", n_layer=5), pre)
+    with torch.no_grad():
+        for l, (r, _) in enumerate(pre.sublayers(), start=1):
+            r.n_in.mul_(((l + 1) // 2) ** -0.5)
+    same(logits(lns), logits(pre))
+
+
+def test_lns_leaves_attention_weights_alone(no_eps, monkeypatch):
+    """Queries and keys are normalised: s_l reaches the values only."""
+    lns, seen = perturb(build("lns", n_layer=5)), []
+    original = F.scaled_dot_product_attention
+    monkeypatch.setattr(M.F, "scaled_dot_product_attention", lambda q, k, v, *rest, **options: (
+        seen.append((q, k, v)), original(q, k, v, *rest, **options))[1])
+    logits(lns)
+    lns.blocks[3].attn_residual.s.mul_(0.37)
+    logits(lns)
+    assert len(seen) == 10
+    for (q, k, v), (q2, k2, v2) in zip(seen[:4], seen[5:9]):
+        same(q2, q)
+        same(k2, k)
+    same(v2, 0.37 * v)
+    assert (seen[4][0] - seen[9][0]).abs().max() > 1e-3  # the next block's stream is another one
+
+
+def test_mixln_alpha_0_is_pre():
+    same(logits(perturb(build("mixln", mixln_alpha=0.0, n_layer=4))), logits(perturb(build("pre", n_layer=4))))
+
+
+def test_mixln_alpha_1_is_post(no_eps):
+    """mixln keeps its final norm, which changes nothing that post norm with gain 1 has normalised already."""
+    mix, post = (perturb(build(name, mixln_alpha=1.0, n_layer=4)) for name in ("mixln", "post"))
+    with torch.no_grad():
+        mix.blocks[-1].mlp_residual.n_out.fill_(1)
+        post.blocks[-1].mlp_residual.n_out.fill_(1)
+        mix.ends.n_in.fill_(1)
+    assert mix.num_params() == post.num_params() + 16
+    for a, b in zip(streams(mix), streams(post), strict=True):
+        same(a, b)
+    same(logits(mix), logits(post))
+
+
+@pytest.mark.parametrize("alpha, n_layer, count", [(0.25, 12, 3), (0.25, 6, 1), (0.25, 3, 0), (0.06, 32, 1), (0.5, 3, 1)])
+def test_mixln_share_of_post_blocks(alpha, n_layer, count):
+    kinds = [[r.n_out is not None and r.n_in is None for r in (b.attn_residual, b.mlp_residual)]
+             for b in build("mixln", n_layer=n_layer, mixln_alpha=alpha).blocks]
+    assert kinds == [[True] * 2] * count + [[False] * 2] * (n_layer - count)
+
+
+def test_deepnorm_with_a_1_and_standard_init_is_post():
+    post = perturb(build("post"))
+    deep = take_over(build("deepnorm"), post)
+    assert (logits(deep) - logits(post)).abs().max() > 1e-3
+    for r, _ in deep.sublayers():
+        r.a.fill_(1.0)
+    same(logits(deep), logits(post))
+
+
+def test_deepnorm_constants_at_12_blocks():
+    deep, plain = build("deepnorm", n_layer=12), build("lns", n_layer=12)
+    for (r, mine), (_, his) in zip(deep.sublayers(), plain.sublayers(), strict=True):
+        assert r.a.item() == pytest.approx(2.213, abs=1e-3) and r.a.item() == pytest.approx(24 ** 0.25, rel=1e-12)
+        ratio = lambda a, b: (a / b).detach().mean().item()
+        assert ratio(mine.c_proj.weight, his.c_proj.weight) == pytest.approx(0.3195, abs=1e-4)
+        assert ratio(mine.value_weight(), his.value_weight()) == pytest.approx(96 ** -0.25, rel=1e-9)
+    assert torch.equal(deep.blocks[3].attn.c_attn.weight[:32], plain.blocks[3].attn.c_attn.weight[:32])  # q and k
+
+
+def test_peri_triangle_bound(no_eps):
+    """With unit gains a sublayer adds a vector of norm sqrt(C), however large its weights are."""
+    model = perturb(build("peri", n_layer=6), scale=3.0, only=only_matrices)
+    seen = streams(model)
+    for k, x in enumerate(seen):
+        assert (x.norm(dim=-1) <= seen[0].norm(dim=-1) + k * 4 + 1e-9).all()
+    for x, y in itertools.pairwise(seen):
+        same(rms(y - x), torch.ones(2, 12, 1, dtype=torch.float64))
+
+
+def test_post_norm_has_rms_1_after_every_sublayer(no_eps):
+    one = torch.ones(2, 12, 1, dtype=torch.float64)
+    for name, flags, last in ("post", {}, 8), ("deepnorm", {}, 8), ("mixln", dict(mixln_alpha=0.5), 4):
+        seen = streams(perturb(build(name, n_layer=4, **flags), only=only_matrices))
+        for x in seen[1:last + 1]:
+            same(rms(x), one, 1e-12)
+        assert (rms(seen[0]) - one).abs().max() > 0.1
+        assert last == 8 or (rms(seen[last + 1]) - one).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["rezero", "skipinit"])
+def test_b_0_is_the_identity_that_can_be_left(name):
+    model = build(name)
+    assert all(r.b.shape == () and r.b == 0 for r, _ in model.sublayers())
+    for x in streams(model):
+        assert torch.equal(x, model.wte(ids()))
+    assert torch.equal(logits(model), model.head(model.ends.finish(model.wte(ids()))))
+    model(ids(), ids(seed=1))[1].backward()
+    for r, sublayer in model.sublayers():
+        assert r.b.grad.abs() > 1e-10
+        assert all(p.grad.abs().max() == 0 for p in sublayer.parameters())
+    assert not any("n_" in key for key, _ in model.named_parameters()) or name == "skipinit"
+
+
+def test_layerscale_1_is_pre():
+    pre = perturb(build("pre"))
+    scale = take_over(build("layerscale"), pre, strict=False)
+    assert (logits(scale) - logits(pre)).abs().max() > 1e-3
+    with torch.no_grad():
+        for r, _ in scale.sublayers():
+            assert r.b.shape == (16,) and (r.b == 0.1).all()
+            r.b.fill_(1.0)
+    same(logits(scale), logits(pre))
+
+
+def test_layerscale_is_linear_near_0():
+    def change(eps):
+        seen = streams(perturb(build("layerscale", layerscale_init=eps), only=only_matrices))
+        return seen[-1] - seen[0]
+    ratio = change(1e-5).norm() / change(1e-6).norm()
+    assert ratio == pytest.approx(10, abs=2e-3)
+    same(change(1e-8) * 1e8, change(1e-7) * 1e7, 1e-4)
+
+
+def test_keel_limit_of_a_large_a():
+    model = perturb(build("keel", n_layer=4))
+    for l, (r, _) in enumerate(model.sublayers(), start=1):
+        assert (r.a is None) == (l <= 2) and (l <= 2 or r.a == 8.0)
+        if l > 2:
+            r.a.fill_(1e9)
+    seen = streams(model)
+    for l, (r, _) in enumerate(model.sublayers(), start=1):
+        limit = gained_norm(seen[l - 1], r.n_out if l > 2 else 1.0)
+        difference = (seen[l] - limit).abs().max()
+        assert difference < 1e-6 * 1e-2 if l > 2 else difference > 1e-3
+
+
+def test_keel_relative_update_is_bounded(no_eps):
+    """|R(a x + u) - x| / |x| <= 2 |u| / (a |x|) for a normalised x and unit gains."""
+    model = build("keel", n_layer=4)
+    r, rng = model.blocks[2].mlp_residual, torch.Generator().manual_seed(0)
+    x, u = (torch.randn(50, 16, generator=rng, dtype=torch.float64) for _ in range(2))
+    x, u = x / rms(x), u * torch.logspace(-3, 2, 50, dtype=torch.float64)[:, None]
+    moved = (r.write(x, u) - x).norm(dim=-1) / x.norm(dim=-1)
+    bound = 2 * u.norm(dim=-1) / (8 * x.norm(dim=-1))
+    assert (moved <= bound).all() and (moved[:20] > bound[:20] / 8).all()
+
+
+def test_keel_first_block():
+    first, second = build("keel").blocks[:2]
+    assert [first.attn_residual.n_in is not None, first.attn_residual.n_out is not None] == [True, False]
+    assert [first.mlp_residual.n_in is not None, first.mlp_residual.n_out is not None] == [False, True]
+    for r in (second.attn_residual, second.mlp_residual):
+        assert r.n_in is not None and r.n_out is not None and r.n_post is None and r.a == 2 * 3
+
+
+@pytest.mark.parametrize("name, n_layer, b, growth", [
+    ("pre", 12, None, 25), ("pre", 48, None, 97), ("skipinit", 12, 24 ** -0.5, 2.0), ("skipinit", 48, 96 ** -0.5, 2.0),
+    ("skipinit", 12, 1 / 24, 1.04), ("skipinit", 48, 1 / 96, 1.01), ("lns", 12, None, 7.2), ("lns", 48, None, 9.9),
+    ("peri", 12, None, 25), ("post", 12, None, 1)])
+def test_norm_growth_with_unit_variance_branches(name, n_layer, b, growth):
+    """The mean square of a stream that starts at 1, with random orthogonal maps as sublayers."""
+    C, rng = 128, torch.Generator().manual_seed(0)
+    model = build(name, n_layer=n_layer, n_embd=C, vocab_size=1)
+    x = torch.randn(256, C, generator=rng, dtype=torch.float64)
+    with torch.no_grad():
+        for r, _ in model.sublayers():
+            if b is not None:
+                r.b.fill_(b)
+            h = r.read(x) * (7.0 if name == "peri" else 1.0)      # whose norm after the sublayer undoes any scale
+            x = r.write(x, h @ torch.linalg.qr(torch.randn(C, C, generator=rng, dtype=torch.float64))[0])
+    assert x.square().mean().item() == pytest.approx(growth, rel=0.04)
+
+
+# ----------------------------------------------------------------------------- NAG
+
+def direction(*shape, seed=0):
+    """Random directions: mean zero, norm sqrt(C)."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = x - x.mean(-1, keepdim=True)
+    return x / rms(x)
+
+
+def nag(l=3, scale=0.5, **flags):
+    """The residual of sublayer l, perturbed."""
+    model = perturb(build("nag", n_layer=(l + 1) // 2, **flags), scale)
+    return list(model.sublayers())[l - 1][0]
+
+
+def m_of(residual, r):
+    return residual.gain(r) / residual.alpha
+
+
+def test_nag_write_is_a_rotation(no_eps):
+    """Orthogonal update, norm kept exactly, cosine and gain as the paper has them, m as eq. 13 has it."""
+    for seed in range(5):
+        residual = nag(seed + 1)
+        r, f = direction(4, 7, 16, seed=seed), 3 * direction(4, 7, 16, seed=seed + 50) + 0.7
+        s = torch.linspace(-2, 3, 28, dtype=torch.float64).view(4, 7, 1)
+        with torch.no_grad():
+            turned, s2 = residual.write((r, s), f)
+            m = (residual.p.softmax(0) * torch.sigmoid(r @ residual.w.T + residual.b)).sum(-1, keepdim=True)
+            a = residual.alpha * m ** F.softplus(residual.beta)
+        same(residual.gain(r).detach(), a)
+        grown = turned * (1 + a * a).sqrt()              # r + a u
+        u = (grown - r) / a
+        assert (u * r).mean(-1).abs().max() < 1e-12
+        same(rms(u), torch.ones_like(s))
+        same(turned.norm(dim=-1), torch.full((4, 7), 4.0, dtype=torch.float64), 1e-12)
+        same((turned * r).mean(-1, keepdim=True), 1 / (1 + a * a).sqrt())
+        same((s2 - s).exp(), (1 + a * a).sqrt())
+        assert turned.mean(-1).abs().max() < 1e-12       # f had a mean; the direction gets none
+        # u is what remains of the centred f: r and u span it
+        centred = f - f.mean(-1, keepdim=True)
+        same((centred * r).mean(-1, keepdim=True) * r + (centred * u).mean(-1, keepdim=True) * u, centred)
+        assert ((centred * u).mean(-1) > 0).all()
+
+
+def test_nag_lanes_are_the_additive_form(no_eps):
+    """R <- R + rho alpha m u over 40 sublayers, with rho = rms(R): (r, s) is (R / rho, log rho)."""
+    model, idx = perturb(build("nag", n_layer=20)), ids()
+    rope, root = model.rope(0, 12), 4.0
+    with torch.no_grad():
+        R = model.wte(idx)
+        R = (R - R.mean(-1, keepdim=True)) * model.ends.g.exp()
+        walk = list(model.walk(idx))
+        for (residual, sublayer), (_, _, (r, s)) in zip(model.sublayers(), walk):
+            rho = rms(R)
+            f = sublayer(R / rho, rope)
+            f = f - f.mean(-1, keepdim=True)
+            f = f - (f * R).sum(-1, keepdim=True) / (R * R).sum(-1, keepdim=True) * R
+            u = root * f / f.norm(dim=-1, keepdim=True)
+            m = (residual.p.softmax(0) * torch.sigmoid((R / rho) @ residual.w.T + residual.b)).sum(-1, keepdim=True)
+            R = R + rho * residual.alpha * m ** F.softplus(residual.beta) * u
+            same(rms(R).log(), s, 1e-10)
+            same(R / rms(R), r, 1e-10)
+        E = model.lm_head.weight - model.lm_head.weight.mean(-1, keepdim=True)
+        cosine = F.normalize(R, dim=-1) @ F.normalize(E, dim=-1).T
+        same(logits(model), rms(R) * cosine, 1e-9)
+    assert len(walk) == 41
+
+
+def test_nag_directions_do_not_see_the_scale_of_the_embedding(no_eps):
+    model, c = perturb(build("nag", n_layer=6)), 7.5
+    with torch.no_grad():
+        before = [after for _, after, _ in model.walk(ids())]
+        model.wte.weight.mul_(c)
+        after = [after for _, after, _ in model.walk(ids())]
+    for (r, s), (r2, s2) in zip(before, after, strict=True):
+        same(r2, r)
+        same(s2, s + math.log(c))
+
+
+def test_nag_stays_centred_and_of_norm_sqrt_c_in_the_model():
+    """With the epsilon of real life: it costs norm where an update is tiny, and nothing else."""
+    model = build("nag", n_layer=20)
+    perturb(model, 0.5, only=lambda key, p: "wte" in key)
+    for _, (r, s), _ in model.walk(ids()):
+        assert r.mean(-1).abs().max() < 1e-12
+        assert (rms(r) - 1).abs().max() < 5e-3
+    perturb(model, 0.5)
+    for _, (r, s), _ in model.walk(ids()):
+        assert (rms(r) - 1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("power", [0.25, 0.5, 1.0])
+def test_nag_initial_values(power):
+    model = build("nag", nag_power=power, nag_directions=7)
+    for l, (r, _) in enumerate(model.sublayers(), start=1):
+        assert r.alpha.shape == () and r.alpha.item() == pytest.approx(l ** -power, rel=1e-12)
+        assert F.softplus(r.beta).item() == pytest.approx(1, rel=1e-12)
+        assert r.w.shape == (7, 16) and r.b.shape == (7,) and r.p.shape == (7,) and not r.b.any() and not r.p.any()
+        assert r.w.std().item() == pytest.approx(16 ** -0.5, rel=0.3)
+    assert len({r.w[0, 0].item() for r, _ in model.sublayers()}) == 6
+
+
+@pytest.mark.parametrize("p, gain", [(0.25, 34), (0.5, 5.0), (0.75, 2.5), (1.0, 1.9)])
+def test_nag_total_growth(p, gain):
+    """The table of the specs for m = 1 at 24 sublayers; 2L + 1 telescopes at p = 1/2."""
+    model = build("nag", n_layer=12, nag_power=p)
+    with torch.no_grad():
+        stream = direction(1, 2, 16), torch.zeros(1, 2, 1, dtype=torch.float64)
+        for r, _ in model.sublayers():
+            r.b.fill_(1e3)                               # every sigmoid is 1
+            stream = r.write(stream, direction(1, 2, 16, seed=1))
+    assert stream[1].exp().max().item() == pytest.approx(gain, rel=0.03)
+    assert p != 0.5 or stream[1].exp().max().item() == pytest.approx(5, rel=1e-9)
+
+
+def test_nag_m_is_between_0_and_1():
+    for seed in range(5):
+        residual = nag(seed + 1, scale=1.0)
+        m = m_of(residual, direction(20, 16, seed=seed))
+        assert (m > 0).all() and (m < 1).all() and m.std() > 0.01
+
+
+@pytest.mark.parametrize("beta", [-3.0, 0.54, 3.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nag_closed_gate_has_finite_gradients(beta, dtype):
+    residual = build("nag", dtype).blocks[1].mlp_residual
+    with torch.no_grad():
+        residual.b.fill_(-1e4)                           # every sigmoid is exactly 0
+        residual.beta.fill_(beta)
+    r, f = (direction(3, 16, seed=i).to(dtype).requires_grad_() for i in range(2))
+    turned, s = residual.write((r, torch.zeros(3, 1, dtype=dtype)), f)
+    (turned.sin().sum() + s.sum()).backward()
+    assert turned.isfinite().all() and s.isfinite().all()
+    for key, p in [*residual.named_parameters(), ("r", r), ("f", f)]:
+        assert p.grad.isfinite().all(), key
+    assert m_of(residual, r.detach()).max().item() == pytest.approx(1e-6 ** math.log1p(math.exp(beta)), rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nag_update_of_0(dtype):
+    """f = 0, and f parallel to r or to the ones, have no orthogonal part: R = r exp(s) stays, gradients are finite."""
+    residual = nag().to(dtype)
+    r = direction(3, 16).to(dtype)
+    s = torch.tensor([[0.5], [-1.0], [2.0]], dtype=dtype)
+    for f in torch.zeros(3, 16, dtype=dtype), 2 * r, torch.full((3, 16), 4.0, dtype=dtype):
+        x, f = r.clone().requires_grad_(), f.clone().requires_grad_()
+        turned, s2 = residual.write((x, s), f)
+        same(turned * s2.exp(), r * s.exp(), 1e-10 if dtype is torch.float64 else 1e-2)
+        residual.zero_grad()
+        (turned.sin().sum() + s2.sum()).backward()
+        for key, p in [*residual.named_parameters(), ("r", x), ("f", f)]:
+            assert p.grad.isfinite().all() and p.grad.abs().max() < 1e5, key
+
+
+def test_nag_does_not_see_the_scale_of_f():
+    residual, r = nag(), direction(4, 16)
+    s, f = torch.zeros(4, 1, dtype=torch.float64), direction(4, 16, seed=1) + 0.3
+    a, b, minus = (residual.write((r, s), f * c)[0] for c in (1e3, 1e5, -1e3))
+    same(a, b, 1e-9)
+    assert (a - minus).abs().max() > 0.1
+    same(residual.write((r, s), f)[0], b, 1e-5)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(nag_directions=5, n_layer=4, n_embd=8), dict(tie=True)], ids=str)
+def test_nag_parameter_count(flags):
+    model = build("nag", **flags)
+    L, C, n = model.config.n_layer, model.config.n_embd, model.config.nag_directions
+    plain = sum(p.numel() for key, p in build("pre", **flags).named_parameters() if ".n_" not in key)
+    assert model.num_params() == plain + 2 * L * (C * n + 2 * n + 2) + 1
+
+
+@pytest.mark.parametrize("head", ["cos", "linear"])
+@pytest.mark.parametrize("depth", [2, 12, 48])
+def test_nag_initial_logits(head, depth):
+    out = logits(build("nag", n_layer=depth, nag_head=head, n_embd=64, vocab_size=320), ids(2, 16, 320))
+    assert 0.3 < out.std(-1).mean() < 1 and out.std(-1).mean() == pytest.approx(0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("head", ["cos", "linear"])
+def test_nag_temperature_sets_the_initial_logits(head):
+    small, large = (logits(build("nag", nag_head=head, nag_temp=t)) for t in (0.5, 1.5))
+    same(3 * small, large, 1e-10)
+
+
+def test_nag_cos_logits_are_bounded():
+    model = perturb(build("nag", n_layer=4), 1.0)
+    with torch.no_grad():
+        *_, (_, (r, s), out) = model.walk(ids())
+        assert (out.abs() <= s.exp() * (1 + 1e-9)).all()
+        # and the bound is reached by a row along r
+        model.lm_head.weight[5] = 3 * r[1, 7] + 0.2
+        out = logits(model)
+    assert out[1, 7, 5].item() == pytest.approx(s[1, 7].exp().item(), rel=1e-5)
+
+
+def test_nag_logits_do_not_see_the_scale_and_mean_of_head_rows(no_eps):
+    model = perturb(build("nag"))
+    out = logits(model)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(torch.linspace(0.5, 3, 64, dtype=torch.float64)[:, None]).add_(0.3)
+    same(out, logits(model))
+
+
+def test_nag_stream_in_bf16_keeps_its_norm():
+    """192 sublayers, the direction rounded to bf16 after each."""
+    model = build("nag", torch.float32, n_layer=96, n_embd=64)
+    stream = direction(2, 8, 64).bfloat16(), torch.zeros(2, 8, 1)
+    with torch.no_grad():
+        for l, (residual, _) in enumerate(model.sublayers(), start=1):
+            stream = residual.write(stream, direction(2, 8, 64, seed=l).bfloat16())
+            assert stream[0].dtype == torch.bfloat16 and stream[1].dtype == torch.float32
+            assert (rms(stream[0].double()) - 1).abs().max() < 5e-3
+        assert stream[1].max() > 0.5
+        # the norm is measured, not predicted: an error of the past is gone
+        off = residual.write((stream[0] * 1.1, stream[1]), stream[0].roll(3, -1))[0]
+        assert (rms(off.double()) - 1).abs().max() < 5e-3
+
+
+@every
+def test_bf16_autocast(name):
+    """As train.py runs it on a GPU. NAG's stream stays fp32 and so needs no repair."""
+    model = build(name, torch.float32, n_layer=24, n_embd=32)
+    with torch.no_grad():
+        for _, before, _ in model.walk(ids()):
+            pass
+        exact = logits(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            for _, stream, out in model.walk(ids()):
+                if name == "nag":
+                    assert stream[0].dtype == stream[1].dtype == torch.float32
+                    assert (rms(stream[0]) - 1).abs().max() < 5e-3
+    assert (out - exact).norm() / exact.norm() < 0.05
+
+
+@every
+def test_a_model_converted_to_bf16_runs(name):
+    model = build(name, torch.float32).bfloat16()
+    exact = logits(build(name, torch.float32))
+    assert (logits(model).float() - exact).norm() / exact.norm() < 0.05
