@@ -1,17 +1,12 @@
 """
 Row-wise operations whose backward is worth deriving by hand.
 
-Autograd keeps and re-reads an intermediate for every primitive, so a chain of n element-wise operations costs about
-3n passes over (B, T, C) memory. Each op here has a reference of a few lines that *is* the definition, and a Function
-with the same forward and a hand-derived backward. Passes over a (B, T, C) tensor, read or written, forward + backward:
+In eager mode every primitive reads and writes whole (B, T, C) tensors, and autograd adds a few more for each of
+them: at small widths these passes, not the matrix products, are what a residual costs. Each op here has a reference
+of a few lines that *is* the definition, and a Function with the same forward and a backward derived by hand.
 
-    op            reference, eager    by hand
-    rms_norm           7 + 20          5 + 11
-    rotate_normed     14 + 34          9 + 15
-    nag_write         26 + 60         15 + 27
-
-The wrapper takes the reference under torch.compile, which fuses it by itself, and on a GPU; it takes the Function in
-eager mode on a CPU. The tests hold the two equal in float64 and check the gradients against finite differences.
+The wrapper takes the Function in eager mode on a CPU; elsewhere it takes the reference, which torch.compile fuses.
+The tests hold the two equal in float64 and check the gradients against finite differences.
 """
 import torch
 import torch.nn.functional as F
@@ -22,7 +17,7 @@ EPS = 1e-6  # inside every root; torch's own default depends on the dtype and is
 
 def by_hand(x):
     """Whether to use the hand-derived backward for x: in eager mode, on a CPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def mean(x):
@@ -60,7 +55,7 @@ def rms_norm(x, gain=None):
 # ----------------------------------------------------------------------------- queries and keys
 
 def turn_(y, x, sin, sign=1):
-    """Add sign * (the rotation's sine part of x) to y in place, half by half: cheaper than rolling a copy of x."""
+    """y += sign * (the sine part of x's rotation), in place and half by half: cheaper than rolling a copy of x."""
     h = x.shape[-1] // 2
     y[..., :h].addcmul_(x[..., h:], sin[..., :h], value=sign)
     y[..., h:].addcmul_(x[..., :h], sin[..., h:], value=sign)
@@ -90,8 +85,8 @@ class RotateNormed(torch.autograd.Function):
 
 def rotate_normed(x, cos, sin):
     """
-    RMSNorm over the last dimension, then the rotary embedding: channel i and i + hs/2 are a pair that turns by an angle
-    proportional to the position. x (..., nh, hs); cos (T, nh, hs), sin likewise, its first half negated.
+    RMSNorm over the last dimension, then the rotary embedding: channels i and i + hs/2 are a pair that turns by an
+    angle proportional to the position. x (..., nh, hs); cos (T, nh, hs), sin likewise, its first half negated.
     """
     return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, cos, sin)
 
@@ -111,21 +106,22 @@ class NagWrite(torch.autograd.Function):
         o = f - mean(f)
         t = mean(o * r)
         o = o.addcmul_(r, t, value=-1)
-        scale, shrink = mean(o.square()).add_(EPS).rsqrt_(), (1 + a * a).rsqrt_()   # 1 / rms(o), 1 / sqrt(1 + a^2)
+        scale = mean(o.square()).add_(EPS).rsqrt_()                   # 1 / rms(o)
+        shrink = (1 + a * a).rsqrt_()                                 # 1 / sqrt(1 + a^2)
         ctx.save_for_backward(r, o, a, t, scale, shrink)
         return (r * shrink).addcmul_(o, a * scale * shrink)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        # r' = shrink r + step o, with o orthogonal to r and the mean of r zero; every factor is one number per token
+        # r' = shrink r + step o, where o is orthogonal to r and r has mean zero; factors are one number per token
         r, o, a, t, scale, shrink = ctx.saved_tensors
         step = a * scale * shrink
         g_r, g_o = mean(grad * r), mean(grad * o)                     # <grad, .> / C
         pull = -step * scale * scale * g_o                            # through the 1 / rms(o) inside step
-        along = step * g_r                                            # the part of dL/do along r, which o can't have
+        along = step * g_r                                            # what dL/do has along r, and o can't have
         d_o = (grad * step).addcmul_(o, pull)
-        d_r = (grad * shrink).addcmul_(d_o, t, value=-1).addcmul_(o, along, value=-1).addcmul_(r, along * t, value=-1)
+        d_r = (grad * shrink).addcmul_(d_o, t.neg()).addcmul_(o, along.neg()).addcmul_(r, -along * t)
         d_f = d_o.addcmul_(r, along, value=-1).sub_(mean(grad) * step)
         d_a = (scale * g_o - a * g_r) * (shrink ** 3 * r.shape[-1])
         return d_r, d_f, d_a
@@ -134,6 +130,6 @@ class NagWrite(torch.autograd.Function):
 def nag_write(r, f, a):
     """
     Turn the direction r by the angle atan(a) towards the part of f that is orthogonal to it (NAG eqs. 10-16).
-    r (..., C) of norm sqrt(C) and mean zero, f (..., C) any vector, a (..., 1) -> (..., C), again of norm sqrt(C).
+    r (..., C) of norm sqrt(C) and mean zero, f (..., C) any vector, a (..., 1) -> (..., C) of norm sqrt(C) again.
     """
     return (NagWrite.apply if by_hand(r) else nag_write_reference)(r, f, a)

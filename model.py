@@ -35,7 +35,7 @@ class GPTConfig:
     n_embd: int = 128             # width of the stream
     block_size: int = 128         # longest context, in tokens
     vocab_size: int = 320         # tokens; train.py takes it from the data, rounded up to a multiple of 64
-    activation: Literal["gelu", "relu2", "swiglu"] = "gelu"  # of the MLP; swiglu keeps the parameter count of gelu
+    activation: Literal["gelu", "relu2", "swiglu"] = "gelu"  # of the MLP; swiglu has no more parameters
     mlp_ratio: float = 4.0        # width of the MLP's hidden layer / n_embd
     tie: bool = False             # the head shares the embedding's weights
     seed: int = 1337              # of the initial weights and, in train.py, of the data order
@@ -43,7 +43,7 @@ class GPTConfig:
     layerscale_init: float = 0.1  # layerscale: initial value of the per-channel gain
     nag_directions: int = 32      # nag: preferred directions per sublayer (C)
     nag_power: float = 0.5        # nag: initial step size of sublayer l is l ** -nag_power
-    nag_head: Literal["cos", "linear"] = "cos"  # nag: logits are exp(s) * cosine, or exp(s) * an ordinary head
+    nag_head: Literal["cos", "linear"] = "cos"  # nag: logits exp(s) x cosine, or exp(s) x linear
     nag_temp: float = 0.5         # nag: standard deviation of the logits at initialisation
 
     def problems(self) -> list[str]:
@@ -57,14 +57,14 @@ class GPTConfig:
         if self.n_head >= 1 and self.n_embd % (2 * self.n_head):  # RoPE rotates pairs of channels in a head
             fits = [h for h in range(1, self.n_embd // 2 + 1) if self.n_embd % (2 * h) == 0]
             near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:4])
-            bad.append(f"--n_head {self.n_head} --n_embd {self.n_embd}: n_embd must be an even multiple of n_head; "
-                       + (f"with this n_embd try --n_head {' or '.join(map(str, near))}" if near else "use an even n_embd"))
+            bad.append(f"--n_head {self.n_head} --n_embd {self.n_embd}: n_embd must be an even multiple of "
+                       f"n_head; try --n_head {' or '.join(map(str, near)) or '1 with an even --n_embd'}")
         if self.mlp_ratio * self.n_embd < 1:
-            bad.append(f"--mlp_ratio {self.mlp_ratio}: leaves the MLP without a hidden unit; use a larger one")
+            bad.append(f"--mlp_ratio {self.mlp_ratio}: leaves the MLP no hidden unit; use a larger one")
         if not 0 <= self.mixln_alpha <= 1:
             bad.append(f"--mixln_alpha {self.mixln_alpha}: is a share of the blocks; use a value from 0 to 1")
         if self.nag_temp <= 0:
-            bad.append(f"--nag_temp {self.nag_temp}: is a standard deviation; use a value above 0, such as 0.5")
+            bad.append(f"--nag_temp {self.nag_temp}: is a standard deviation; use one above 0, such as 0.5")
         return bad
 
 
@@ -137,7 +137,8 @@ PRESETS = {
     "peri": lambda c, l: Row(n_in=True, n_post=True),
     "reordered": lambda c, l: Row(n_post=True),
     "lns": lambda c, l: Row(n_in=True, s=((l + 1) // 2) ** -0.5, init="plain"),
-    "mixln": lambda c, l: (Row(n_out=True) if (l + 1) // 2 <= int(c.mixln_alpha * c.n_layer) else Row(n_in=True)),
+    "mixln": lambda c, l: (Row(n_out=True) if (l + 1) // 2 <= int(c.mixln_alpha * c.n_layer) else
+                           Row(n_in=True, n_final=c.mixln_alpha < 1)),
     "deepnorm": lambda c, l: Row(n_out=True, a=(2 * c.n_layer) ** 0.25, init="deepnorm", n_final=False),
     "keel": lambda c, l: (Row(n_in=True) if l == 1 else Row(n_out=True, n_final=False) if l == 2 else
                           Row(n_in=True, n_out=True, a=2.0 * c.n_layer, n_final=False)),
@@ -259,7 +260,7 @@ class NAG(Residual):
         r, s = stream
         a = self.gain(r)
         turned = nag_write(widen(r), widen(f), a)
-        if r.dtype in (torch.bfloat16, torch.float16):  # rounding would add up over depth: measure the norm anew
+        if r.dtype in (torch.bfloat16, torch.float16):  # rounding would add up: measure the norm
             turned = rms_norm(turned).to(r.dtype)
         return turned, s + 0.5 * torch.log1p(a * a)  # the log of the factor sqrt(1 + a^2), eqs. 15, 17
 
@@ -313,8 +314,10 @@ class Attention(nn.Module):
             keys, values, start = extend(cache, k, v)
             # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a
             # mask
-            mask = causal_mask(torch.arange(start, start + T, device=x.device), keys) if start and T > 1 else None
-            y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, is_causal=T > 1 and not start)
+            later = start > 0 and T > 1
+            mask = causal_mask(torch.arange(start, start + T, device=x.device), keys) if later else None
+            causal = T > 1 and not later
+            y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, is_causal=causal)
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         w_q, w_kv = self.c_attn.weight.split((C, 2 * C))
         k, v = map(self.heads, F.linear(x, w_kv).split(C, dim=-1))
@@ -328,7 +331,7 @@ class Attention(nn.Module):
         slot = torch.arange(len(rows), device=x.device) - (count.cumsum(0) - count)[sequence]
         K = int(count.max())
         padded = q.new_zeros(B, K, *q.shape[1:]).index_put((sequence, slot), q)      # (B, K, nh, hs)
-        position = torch.zeros(B, K, dtype=torch.long, device=x.device).index_put((sequence, slot), place + start)
+        position = place.new_zeros(B, K).index_put((sequence, slot), place + start)
         y = F.scaled_dot_product_attention(padded.transpose(1, 2), keys, values, causal_mask(position, keys))
         return self.c_proj(y.transpose(1, 2)[sequence, slot].flatten(-2))
 
@@ -437,7 +440,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         hs = config.n_embd // config.n_head
         angle = torch.outer(torch.arange(config.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
-        # (block_size, nh, hs), the same for every head: a whole row at a time is much faster than 32 numbers at a time
+        # (block_size, nh, hs), the same for every head: whole rows are faster than 32 numbers at a time
         table = lambda *halves: torch.cat(halves, dim=-1)[:, None].repeat(1, config.n_head, 1)
         self.register_buffer("cos", table(angle.cos(), angle.cos()), persistent=False)
         self.register_buffer("sin", table(-angle.sin(), angle.sin()), persistent=False)
@@ -520,13 +523,15 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, **options):
         """idx (B, T) -> (B, T + max_new_tokens). Options: see stream_tokens."""
-        return torch.cat([idx, *self.stream_tokens(idx, max_new_tokens, temperature, top_k, **options)], dim=1)
+        fresh = self.stream_tokens(idx, max_new_tokens, temperature, top_k, **options)
+        return torch.cat([idx, *fresh], dim=1)
 
     def num_params(self):
         """Number of parameters, by formula; a tied head counts once."""
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
         blocks = c.n_layer * c.n_embd * (4 * c.n_embd + fan_out + hidden)
-        return blocks + c.vocab_size * c.n_embd * (1 if c.tie else 2) + sum(r.cost()[0] for r in self.residuals())
+        tables = c.vocab_size * c.n_embd * (1 if c.tie else 2)
+        return blocks + tables + sum(residual.cost()[0] for residual in self.residuals())
 
     def flops_per_token(self, T=None):
         """
@@ -548,7 +553,7 @@ class KVCache:
     def __init__(self, model, batch_size):
         c, weight = model.config, model.lm_head.weight
         shape = c.n_layer, batch_size, c.n_head, c.block_size, c.n_embd // c.n_head
-        self.keys, self.values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
         self.length = 0
 
     def layer(self, i):

@@ -80,7 +80,7 @@ class TrainConfig:
             bad.append(f"{' and '.join(ends)}: each ends the run; give one of them")
         parts = max(1, self.grad_accum) * world_size
         if self.batch_size % parts:
-            bad.append(f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = {parts}")
+            bad.append(f"--batch_size {self.batch_size}: not a multiple of grad_accum x processes = {parts}")
         if self.resume and self.overwrite:
             bad.append("--resume and --overwrite: contradict each other; give one of them")
         return bad
@@ -88,13 +88,14 @@ class TrainConfig:
 
 # On a GPU the small default would measure launch overhead only. GPT-2 small, 0.5M tokens a step; flags that
 # say another size switch this off as a whole.
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512, grad_accum=8, lr=1e-3,
-                     max_iters=2000, eval_interval=250)
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512, grad_accum=8,
+                     lr=1e-3, max_iters=2000, eval_interval=250)
 
 # dense bf16, from the vendors' data sheets; the first name that occurs in the device's name counts
 PEAK_FLOPS = {
-    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A10G": 70e12,
-    "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12, "5090": 209e12}
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
+    "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12,
+    "5090": 209e12}
 
 
 # ----------------------------------------------------------------------------- flags
@@ -132,7 +133,7 @@ def add_flags(parser, *configs):
 def resolve(argv):
     """Command line -> (GPTConfig, TrainConfig, dict of all settings given). Reports every problem before it
     exits."""
-    parser = Parser(prog="train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser("train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                     allow_abbrev=False)
     add_flags(parser, GPTConfig, TrainConfig)
     given = vars(parser.parse(argv))
@@ -142,14 +143,15 @@ def resolve(argv):
             parser.error("--resume: name the run folder with --out")
         source = Path(given["out"]) / "config.json"
     sized = given.keys() & {"n_layer", "n_head", "n_embd", "block_size", "batch_size"}
-    values = load_config(source) if source else CUDA_DEFAULTS if pick_device(given) == "cuda" and not sized else {}
+    defaults = CUDA_DEFAULTS if pick_device(given) == "cuda" and not sized else {}
+    values = load_config(source) if source else defaults
     # a replay is a new run and a resumed run is not a replay: these four are said anew each time
-    values = {k: v for k, v in values.items() if k not in ("out", "config", "resume", "overwrite", "tokenizer")} | given
+    anew = ("out", "config", "resume", "overwrite", "tokenizer")
+    values = {key: value for key, value in values.items() if key not in anew} | given
     # a typed end replaces a stored one
     if any(given.get(end) for end in ("max_iters", "max_tokens", "max_flops")):
         values |= {end: given.get(end, 0) for end in ("max_iters", "max_tokens", "max_flops")}
-    make = lambda config: config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
-    gpt, train = make(GPTConfig), make(TrainConfig)
+    gpt, train = from_dict(GPTConfig, values), from_dict(TrainConfig, values)
     train.out = train.out or f"runs/{gpt.residual}"
     bad = gpt.problems() + train.problems(int(os.environ.get("WORLD_SIZE", 1)))
     if train.device not in ("auto", "cpu", "cuda"):
@@ -161,6 +163,11 @@ def resolve(argv):
     return gpt, train, values
 
 
+def from_dict(config, values):
+    """An instance of a config class from those of the values that are fields of it."""
+    return config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
+
+
 def load_config(path):
     """config.json of a run -> dict. SystemExit where it is missing, broken or holds unknown settings."""
     try:
@@ -169,10 +176,10 @@ def load_config(path):
         raise SystemExit(f"{path}: no such file; name a run folder that train.py has written")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: can't be read as JSON ({error}); restore it or start a new run")
-    known = {f.name for config in (GPTConfig, TrainConfig) for f in dataclasses.fields(config)} | {"tokenizer"}
+    known = {f.name for f in (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))} | {"tokenizer"}
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}; it is from another version, remove it there")
+        raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}, of another version; remove it there")
     return values
 
 
@@ -198,15 +205,16 @@ def open_data(data, split, T):
     """Memory-mapped shards of a split, those too short for one window of T + 1 tokens left out."""
     shards = [shard for shard in prepare.open_split(data, split) if len(shard) > T]
     if not shards:
-        raise SystemExit(f"--data {data}: no {split} shard is longer than --block_size {T}; prepare more text, "
-                         f"or use a smaller --block_size")
+        raise SystemExit(f"--data {data}: no {split} shard is longer than --block_size {T}; prepare more "
+                         f"text or use a smaller --block_size")
     return shards
 
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
     """Part `part` of n_parts of the batch of a step. A pure function: any number of processes sees the same
     batch."""
-    starts = np.random.default_rng((seed, step)).integers(0, sum(len(shard) - T for shard in shards), batch_size)
+    n_windows = sum(len(shard) - T for shard in shards)
+    starts = np.random.default_rng((seed, step)).integers(0, n_windows, batch_size)
     return read_windows(shards, starts.reshape(n_parts, -1)[part], T)
 
 
@@ -244,7 +252,8 @@ def write_file(path, write):
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full
-        raise SystemExit(f"{path}: can't be written ({error}); the file of that name is still the previous one")
+        raise SystemExit(f"{path}: can't be written ({error}); make room, then go on with --resume: a "
+                         f"file of that name is still the previous one")
 
 
 def load_checkpoint(path, config):
@@ -254,12 +263,12 @@ def load_checkpoint(path, config):
     except FileNotFoundError:
         raise SystemExit(f"{path}: no checkpoint there; train without --resume first")
     except Exception as error:   # torch.load raises half a dozen kinds, none of which a user can act on
-        raise SystemExit(f"{path}: not a readable checkpoint ({type(error).__name__}); restore it or train anew")
+        raise SystemExit(f"{path}: no readable checkpoint ({type(error).__name__}); restore it or train anew")
     wanted, found = dataclasses.asdict(config), ckpt["model_config"]
     differ = [f"{key} {found.get(key)} there, {wanted.get(key)} here"
               for key in wanted | found if found.get(key) != wanted.get(key)]
     if differ:
-        raise SystemExit(f"{path}: is a checkpoint of another model ({'; '.join(differ)}); use its own settings")
+        raise SystemExit(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
     return ckpt
 
 
@@ -267,9 +276,9 @@ def load_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> (model in eval mode, config as a flat dict). SystemExit with one sentence if it is no
     run."""
     if not (Path(run) / "config.json").is_file():
-        raise SystemExit(f"{run}: not a run folder, it has no config.json; train one with: python train.py --out {run}")
+        raise SystemExit(f"{run}: no run folder, lacks config.json; make one: python train.py --out {run}")
     values = load_config(Path(run) / "config.json")
-    config = GPTConfig(**{f.name: values[f.name] for f in dataclasses.fields(GPTConfig) if f.name in values})
+    config = from_dict(GPTConfig, values)
     ckpt = load_checkpoint(Path(run) / which, config)
     model = GPT(config)
     model.load_state_dict(ckpt["model"])
@@ -303,11 +312,9 @@ def lr_share(config, step, n_steps):
     return 1 - (1 - config.min_lr) * fall
 
 
-def stopping(stop, device, world_size, step, config):
+def stopping(stop, device, world_size):
     """Whether a signal has come, to any process: all of them must leave the loop at the same step."""
     if world_size > 1:
-        if step % config.log_interval:
-            return False
         told = torch.tensor(stop[0] if stop else 0, device=device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
         if told.item() and not stop:
@@ -344,7 +351,8 @@ def main(argv=None):
         # a multiple of 64 makes for faster matrix products
         gpt.vocab_size = -(-meta["vocab_size"] // 64) * 64
     if gpt.vocab_size < meta["vocab_size"]:
-        raise SystemExit(f"--vocab_size {gpt.vocab_size}: the tokens of --data {config.data} need {meta['vocab_size']}")
+        raise SystemExit(f"--vocab_size {gpt.vocab_size}: too few for --data {config.data}; "
+                         f"it needs {meta['vocab_size']} or more")
     T = gpt.block_size
     shards, val = open_data(config.data, "train", T), val_windows(config.data, T, config.eval_windows)
     encoding = prepare.get_tokenizer(meta["tokenizer"])
@@ -380,19 +388,22 @@ def main(argv=None):
     tokens_per_step, flops_per_token = config.batch_size * T, 3 * model.flops_per_token()
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
                or math.ceil(config.max_flops / tokens_per_step / flops_per_token) or 420)
-    peak = next((f for name, f in PEAK_FLOPS.items() if "cuda" in device and name in torch.cuda.get_device_name()), None)
-    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; {n_steps} steps of "
-        f"{tokens_per_step:,} tokens on {world_size} x {torch.cuda.get_device_name() if 'cuda' in device else 'CPU'}")
+    device_name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; "
+        f"{n_steps} steps of {tokens_per_step:,} tokens on {world_size} x {device_name}")
     if "cuda" in device and not peak:
-        say("the peak FLOP/s of this device is unknown, so the MFU is not shown; add it to PEAK_FLOPS in train.py")
+        say(f"the peak FLOP/s of {device_name} is unknown, so no MFU is shown; PEAK_FLOPS in train.py lists them")
 
     # run folder
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         lines = []
         if ckpt:   # what an interrupted run logged after its last checkpoint will be logged again
-            lines = [line for line in (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-                     if line.endswith("\n") and json.loads(line)["step"] < step + ("loss" in json.loads(line))]
+            for line in (out / "metrics.jsonl").read_text().splitlines(keepends=True):
+                # a training line is about the step before, a validation line comes after the checkpoint
+                if line.endswith("\n") and json.loads(line)["step"] < step + ("loss" in json.loads(line)):
+                    lines.append(line)
         write_file(out / "metrics.jsonl", lambda f: f.write("".join(lines).encode()))
         settings = dataclasses.asdict(gpt) | dataclasses.asdict(config) | {"tokenizer": meta["tokenizer"]}
         write_file(out / "config.json", lambda f: f.write(json.dumps(settings, indent=2).encode() + b"\n"))
@@ -400,8 +411,9 @@ def main(argv=None):
 
     def save():
         if rank == 0:
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step, best_val=best_val,
-                         since=since, rng=torch.get_rng_state(), model_config=dataclasses.asdict(gpt))
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
+                         best_val=best_val, since=since, rng=torch.get_rng_state(),
+                         model_config=dataclasses.asdict(gpt))
             write_file(out / "ckpt.pt", lambda f: torch.save(state, f))
 
     def log(**values):
@@ -414,14 +426,14 @@ def main(argv=None):
 
     def check(loss, norm):
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise SystemExit(f"step {step}: loss {loss}, gradient norm {norm} at learning rate "
-                             f"{optimizer.param_groups[0]['lr']:.2e}; stopped. {out / 'ckpt.pt'} holds the last good state, "
-                             f"of step {saved}: resume it with a lower --lr, or train anew")
+            raise SystemExit(f"step {step}: loss {loss}, gradient norm {norm} at learning rate {lr:.2e}; "
+                             f"{out}/ckpt.pt holds the last good state, of step {saved}: resume with a lower --lr")
 
-    timed, clock, first = 0, time.perf_counter(), step   # steps since the clock started
+    timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
     while True:
         # checkpoint first: an evaluation that runs out of memory must not cost the run
-        if step % config.eval_interval == 0 or step == n_steps or stopping(stop, device, world_size, step, config):
+        ask = world_size == 1 or step % config.log_interval == 0   # asking other processes takes time
+        if step % config.eval_interval == 0 or step == n_steps or ask and stopping(stop, device, world_size):
             if step > first:
                 check(loss.item(), norm.item())
             save()
@@ -443,14 +455,15 @@ def main(argv=None):
             break
 
         # one step
+        share = lr_share(config, step, n_steps)
         for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * lr_share(config, step, n_steps)
-        loss = torch.zeros((), device=device)
+            group["lr"] = group["peak"] * share
+        lr, loss = config.lr * share, torch.zeros((), device=device)
         for micro in range(config.grad_accum):
             x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
             if max(x.max(), y.max()) >= meta["vocab_size"]:
-                raise SystemExit(f"--data {config.data}: holds a token id beyond the {meta['vocab_size']} of its tokenizer "
-                                 f"{meta['tokenizer']}; prepare the data anew")
+                raise SystemExit(f"--data {config.data}: holds a token id beyond the "
+                                 f"{meta['vocab_size']} of its tokenizer {meta['tokenizer']}; prepare the data anew")
             last = micro == config.grad_accum - 1   # processes exchange gradients once a step
             with contextlib.nullcontext() if last or world_size == 1 else ddp.no_sync():
                 with autocast():
@@ -474,11 +487,12 @@ def main(argv=None):
             check(mean, norm.item())
             seconds, since = time.perf_counter() - clock, torch.zeros_like(since)
             tok_s = timed * tokens_per_step / seconds
-            log(step=step, tokens=step * tokens_per_step, flops=step * tokens_per_step * flops_per_token, loss=mean,
-                lr=config.lr * share, grad_norm=norm.item(), tok_s=tok_s)
+            tokens = step * tokens_per_step
+            log(step=step, tokens=tokens, flops=tokens * flops_per_token, loss=mean, lr=lr,
+                grad_norm=norm.item(), tok_s=tok_s)
             mfu = f" | {tok_s * flops_per_token / peak / world_size:.1%} MFU" if peak else ""
             eta = (n_steps - step) * tokens_per_step / tok_s
-            say(f"step {step:5d} | loss {mean:.4f} | lr {config.lr * share:.2e} | gradient {norm.item():.2f} | "
+            say(f"step {step:5d} | loss {mean:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
                 f"{tok_s:,.0f} tokens/s{mfu} | {eta // 60:.0f}:{eta % 60:02.0f} to go", flush=True)
             timed, clock = 0, time.perf_counter()
         elif step == first + 1:   # the first step warms up and compiles: not timed
@@ -487,7 +501,7 @@ def main(argv=None):
     if world_size > 1:
         dist.destroy_process_group()
     if stop:
-        say(f"stopped at step {step}, everything is saved; continue with: python train.py --out {out} --resume")
+        say(f"stopped at step {step}, all is saved; continue with: python train.py --out {out} --resume")
         return 128 + stop[0]
     say(f"done: {out} holds the run; best validation loss {best_val:.4f}\n"
         f"next: python sample.py {out} --prompt \"def \"   or: python analyze.py {out}")
