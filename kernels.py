@@ -1,18 +1,23 @@
 """
 Row-wise operations whose backward is worth deriving by hand.
 
-In eager mode every primitive reads and writes whole (B, T, C) tensors, and autograd adds a few more for each of
-them: at small widths these passes, not the matrix products, are what a residual costs. Each op here has a reference
-of a few lines that *is* the definition, and a Function with the same forward and a backward derived by hand.
+In eager mode every primitive reads and writes whole (B, T, C) tensors, and autograd adds a few more for each
+of them: at small widths these passes, not the matrix products, are what a residual costs. Each op here has a
+reference of a few lines that *is* the definition, and a Function with the same forward and a backward derived
+by hand.
 
-The wrapper takes the Function in eager mode on a CPU; elsewhere it takes the reference, which torch.compile fuses.
-The tests hold the two equal in float64 and check the gradients against finite differences.
+The wrapper takes the Function in eager mode on a CPU; elsewhere it takes the reference, which torch.compile
+fuses. The tests hold the two equal in float64 and check the gradients against finite differences.
 """
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 EPS = 1e-6  # inside every root; torch's own default depends on the dtype and is 8e-3 in bf16
+
+# The same for NAG's updates, which are often weak (rms 1e-3 and less at initialisation) and must be brought to full
+# size all the same: with EPS, r would lose up to a percent of its norm in every sublayer.
+TINY = 1e-10
 
 
 def by_hand(x):
@@ -55,7 +60,8 @@ def rms_norm(x, gain=None):
 # ----------------------------------------------------------------------------- queries and keys
 
 def turn_(y, x, sin, sign=1):
-    """y += sign * (the sine part of x's rotation), in place and half by half: cheaper than rolling a copy of x."""
+    """y += sign * (the sine part of x's rotation), in place and half by half: cheaper than rolling a copy of
+    x."""
     h = x.shape[-1] // 2
     y[..., :h].addcmul_(x[..., h:], sin[..., :h], value=sign)
     y[..., h:].addcmul_(x[..., :h], sin[..., h:], value=sign)
@@ -85,8 +91,9 @@ class RotateNormed(torch.autograd.Function):
 
 def rotate_normed(x, cos, sin):
     """
-    RMSNorm over the last dimension, then the rotary embedding: channels i and i + hs/2 are a pair that turns by an
-    angle proportional to the position. x (..., nh, hs); cos (T, nh, hs), sin likewise, its first half negated.
+    RMSNorm over the last dimension, then the rotary embedding: channels i and i + hs/2 are a pair that turns
+    by an angle proportional to the position. x (..., nh, hs); cos (T, nh, hs), sin likewise, its first half
+    negated.
     """
     return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, cos, sin)
 
@@ -96,7 +103,7 @@ def rotate_normed(x, cos, sin):
 def nag_write_reference(r, f, a):
     f = f - mean(f)
     f = f - r * mean(f * r)                                 # orthogonal to r, since |r|^2 = C
-    step = a * (mean(f.square()) + EPS).rsqrt()
+    step = a * (mean(f.square()) + TINY).rsqrt()
     return torch.addcmul(r, f, step) * (1 + a * a).rsqrt()
 
 
@@ -106,7 +113,7 @@ class NagWrite(torch.autograd.Function):
         o = f - mean(f)
         t = mean(o * r)
         o = o.addcmul_(r, t, value=-1)
-        scale = mean(o.square()).add_(EPS).rsqrt_()                   # 1 / rms(o)
+        scale = mean(o.square()).add_(TINY).rsqrt_()                  # 1 / rms(o)
         shrink = (1 + a * a).rsqrt_()                                 # 1 / sqrt(1 + a^2)
         ctx.save_for_backward(r, o, a, t, scale, shrink)
         return (r * shrink).addcmul_(o, a * scale * shrink)
@@ -114,12 +121,13 @@ class NagWrite(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        # r' = shrink r + step o, where o is orthogonal to r and r has mean zero; factors are one number per token
+        # r' = shrink r + step o, where o is orthogonal to r and r has mean zero; factors are one number per
+        # token
         r, o, a, t, scale, shrink = ctx.saved_tensors
         step = a * scale * shrink
         g_r, g_o = mean(grad * r), mean(grad * o)                     # <grad, .> / C
         pull = -step * scale * scale * g_o                            # through the 1 / rms(o) inside step
-        along = step * g_r                                            # what dL/do has along r, and o can't have
+        along = step * g_r  # what dL/do has along r, and o can't have
         d_o = (grad * step).addcmul_(o, pull)
         d_r = (grad * shrink).addcmul_(d_o, t.neg()).addcmul_(o, along.neg()).addcmul_(r, -along * t)
         d_f = d_o.addcmul_(r, along, value=-1).sub_(mean(grad) * step)
@@ -130,6 +138,7 @@ class NagWrite(torch.autograd.Function):
 def nag_write(r, f, a):
     """
     Turn the direction r by the angle atan(a) towards the part of f that is orthogonal to it (NAG eqs. 10-16).
-    r (..., C) of norm sqrt(C) and mean zero, f (..., C) any vector, a (..., 1) -> (..., C) of norm sqrt(C) again.
+    r (..., C) of norm sqrt(C) and mean zero, f (..., C) any vector, a (..., 1) -> (..., C) of norm sqrt(C)
+    again.
     """
     return (NagWrite.apply if by_hand(r) else nag_write_reference)(r, f, a)

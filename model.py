@@ -13,11 +13,12 @@ variants of this file differ in:
 What a stream is, is the residual's own business: a tensor (PreNorm), a direction and a log-norm (NAG), ...
 Read from top to bottom: config, norm, residuals, attention, MLP, block, GPT.
 """
+import dataclasses
 import math
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
@@ -49,6 +50,12 @@ class GPTConfig:
     def problems(self) -> list[str]:
         """Every reason why this config can't be built, one sentence each, naming the flags and a remedy."""
         bad = []
+        for field in dataclasses.fields(self):
+            value, choices = getattr(self, field.name), get_args(field.type)
+            if choices and value not in choices:
+                bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(choices)}")
+            elif isinstance(value, float) and not math.isfinite(value):
+                bad.append(f"--{field.name} {value}: must be a finite number")
         if self.residual not in RESIDUALS:
             bad.append(f"--residual {self.residual}: unknown; choose from {', '.join(RESIDUALS)}")
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "nag_directions"):
@@ -59,11 +66,11 @@ class GPTConfig:
             near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:4])
             bad.append(f"--n_head {self.n_head} --n_embd {self.n_embd}: n_embd must be an even multiple of "
                        f"n_head; try --n_head {' or '.join(map(str, near)) or '1 with an even --n_embd'}")
-        if self.mlp_ratio * self.n_embd < 1:
+        if not self.mlp_ratio * self.n_embd >= 1:
             bad.append(f"--mlp_ratio {self.mlp_ratio}: leaves the MLP no hidden unit; use a larger one")
         if not 0 <= self.mixln_alpha <= 1:
             bad.append(f"--mixln_alpha {self.mixln_alpha}: is a share of the blocks; use a value from 0 to 1")
-        if self.nag_temp <= 0:
+        if not self.nag_temp > 0:
             bad.append(f"--nag_temp {self.nag_temp}: is a standard deviation; use one above 0, such as 0.5")
         return bad
 
@@ -227,8 +234,7 @@ class NAG(Residual):
         self.p = nn.Parameter(torch.zeros(n))                                     # logits of their weights
 
     def initial_g(self):
-        """The g that gives the first logits a standard deviation of nag_temp: at g = 0 they are nearly all
-        equal."""
+        """The g that gives the first logits a standard deviation of nag_temp; with g = 0 they all but agree."""
         c, root = self.config, self.config.n_embd ** 0.5
         # at initialisation m is close to 1/2, so sublayer l adds log(1 + (alpha_l / 2)^2) / 2 to the log-norm
         growth = sum(0.5 * math.log1p(0.25 * l ** (-2 * c.nag_power)) for l in range(1, 2 * c.n_layer + 1))
@@ -236,10 +242,10 @@ class NAG(Residual):
         return math.log(c.nag_temp / logit_std) - growth - math.log(INIT_STD)
 
     def start(self, x):  # (B, T, C) -> (B, T, C), (B, T, 1)
-        x = widen(x)
-        x = x - x.mean(-1, keepdim=True)   # else a mean stays that no (centred) update could ever change
-        rho = x.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
-        return x / rho, rho.log() + self.g
+        wide = widen(x)
+        wide = wide - wide.mean(-1, keepdim=True)  # else a mean stays that no (centred) update could ever change
+        rho = wide.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
+        return (wide / rho).to(x.dtype), rho.log() + widen(self.g)  # the log-norm is never stored in bf16
 
     def read(self, stream):
         return stream[0]
@@ -247,11 +253,11 @@ class NAG(Residual):
     def gain(self, r):
         """alpha m(r), signed (B, T, 1): the relative size of the write that r is about to get, eq. 13."""
         with torch.autocast(r.device.type, enabled=False):   # the skip decision hangs on it: not in bf16
-            near = torch.sigmoid(F.linear(r.to(self.w.dtype), self.w, self.b))    # (B, T, n)
-            base = (near @ self.p.softmax(0)).unsqueeze(-1)  # (B, T, 1), in (0, 1)
+            alpha, beta, w, b, p = map(widen, (self.alpha, self.beta, self.w, self.b, self.p))
+            near = torch.sigmoid(F.linear(widen(r), w, b))  # (B, T, n)
+            base = F.linear(near, p.softmax(0)[None])       # (B, T, 1), in (0, 1)
             # as exp(beta log), with a floor: 0 ** beta has an infinite slope, and has ended runs of others
-            m = torch.exp(F.softplus(self.beta) * base.clamp_min(1e-6).log())
-            return widen(self.alpha * m)
+            return alpha * torch.exp(F.softplus(beta) * base.clamp_min(1e-6).log())
 
     def keep(self, stream, tau):
         return self.gain(stream[0]).abs().squeeze(-1) > tau
@@ -266,7 +272,7 @@ class NAG(Residual):
 
     def finish(self, stream):
         r, s = stream
-        return r * (s.exp() / self.config.n_embd if self.config.nag_head == "cos" else s.exp())
+        return (r * (s.exp() / self.config.n_embd if self.config.nag_head == "cos" else s.exp())).to(r.dtype)
 
     def head_weight(self, weight):
         if self.config.nag_head == "linear":

@@ -176,7 +176,8 @@ def load_config(path):
         raise SystemExit(f"{path}: no such file; name a run folder that train.py has written")
     except (OSError, ValueError) as error:
         raise SystemExit(f"{path}: can't be read as JSON ({error}); restore it or start a new run")
-    known = {f.name for f in (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))} | {"tokenizer"}
+    fields = (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))
+    known = {field.name for field in fields} | {"tokenizer"}
     unknown = [key for key in values if key not in known]
     if unknown:
         raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}, of another version; remove it there")
@@ -393,7 +394,7 @@ def main(argv=None):
     say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; "
         f"{n_steps} steps of {tokens_per_step:,} tokens on {world_size} x {device_name}")
     if "cuda" in device and not peak:
-        say(f"the peak FLOP/s of {device_name} is unknown, so no MFU is shown; PEAK_FLOPS in train.py lists them")
+        say(f"the peak FLOP/s of {device_name} is not in PEAK_FLOPS, so no MFU is shown")
 
     # run folder
     if rank == 0:
@@ -427,7 +428,7 @@ def main(argv=None):
     def check(loss, norm):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise SystemExit(f"step {step}: loss {loss}, gradient norm {norm} at learning rate {lr:.2e}; "
-                             f"{out}/ckpt.pt holds the last good state, of step {saved}: resume with a lower --lr")
+                             f"{out}/ckpt.pt holds the good state of step {saved}: resume with a lower --lr")
 
     timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
     while True:
@@ -463,7 +464,7 @@ def main(argv=None):
             x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
             if max(x.max(), y.max()) >= meta["vocab_size"]:
                 raise SystemExit(f"--data {config.data}: holds a token id beyond the "
-                                 f"{meta['vocab_size']} of its tokenizer {meta['tokenizer']}; prepare the data anew")
+                                 f"{meta['vocab_size']} of tokenizer {meta['tokenizer']}; prepare it anew")
             last = micro == config.grad_accum - 1   # processes exchange gradients once a step
             with contextlib.nullcontext() if last or world_size == 1 else ddp.no_sync():
                 with autocast():

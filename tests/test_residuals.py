@@ -6,10 +6,12 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 import zlib
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -183,7 +185,7 @@ def test_same_seed_same_shared_weights(name, activation):
                 assert factor == pytest.approx(right, abs=1e-12), key
             if factor == 1:
                 assert torch.equal(a, b), key
-    assert plain["blocks.0.mlp.c_fc.weight"].std() == pytest.approx(0.02, rel=0.2)
+    assert plain["blocks.0.mlp.c_fc.weight"].std().item() == pytest.approx(0.02, rel=0.2)
 
 
 @every
@@ -211,6 +213,22 @@ def test_cached_decoding_equals_the_full_forward(name):
         for piece in idx.split([5, 1, 4, 1, 1, 4], dim=1):
             out.append(model(piece, cache=cache)[0])
     same(torch.cat(out, dim=1), logits(model, idx))
+
+
+@every
+def test_gradients_do_not_depend_on_who_derived_them(name, no_eps, monkeypatch):
+    """Autograd through the references, as torch.compile has it, against the backward passes derived by hand."""
+    model = perturb(build(name))
+
+    def gradients():
+        model.zero_grad()
+        model(ids(), ids(seed=1))[1].backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    mine = gradients()
+    monkeypatch.setattr(kernels, "by_hand", lambda x: False)
+    for a, b in zip(mine, gradients(), strict=True):
+        assert (a - b).norm() <= 1e-10 * b.norm() + 1e-15
 
 
 @every
@@ -279,7 +297,7 @@ BAD = dict(residual="prenorm", n_layer=0, n_head=3, n_embd=0, block_size=0, voca
 
 def test_all_problems_are_reported_at_once():
     with pytest.raises(ValueError) as e:
-        GPT(GPTConfig(**BAD))
+        GPT(GPTConfig(**{**BAD, "n_embd": 15}))
     for name in BAD:
         assert f"--{name} " in str(e.value), name
     assert "Traceback" not in str(e.value) and len(str(e.value).splitlines()) >= len(BAD) - 1
@@ -306,8 +324,9 @@ def test_heads_that_are_suggested_fit():
         for h in range(1, 20):
             problems = GPTConfig(n_embd=C, n_head=h).problems()
             if problems and "try --n_head " in problems[0]:
-                for suggestion in problems[0].split("try --n_head ")[1].split(" or "):
-                    assert not GPTConfig(n_embd=C, n_head=int(suggestion)).problems()
+                remedy = problems[0].split("try --n_head ")[1]
+                for suggestion in re.findall(r"\d+", remedy):
+                    assert "even --n_embd" in remedy or not GPTConfig(n_embd=C, n_head=int(suggestion)).problems()
             assert bool(problems) == (C % (2 * h) != 0)
 
 
@@ -326,10 +345,9 @@ GRAPHS = dict(mixln=2, keel=2, lns=2)
 
 
 def compiled(name, backend):
-    import torch._dynamo
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, idx = build(name, torch.float32, n_layer=6), ids()
+    model, idx = perturb(build(name, n_layer=6), only=only_matrices), ids()
     plain, loss = model(idx, idx)
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -340,9 +358,9 @@ def compiled(name, backend):
         model.zero_grad()
         out, loss = model(idx, idx)
         loss.backward()
-    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-5)
+    same(out, plain, 1e-9)
     for p, g in zip(model.parameters(), gradients):
-        torch.testing.assert_close(p.grad, g, rtol=1e-3, atol=1e-5)
+        assert (p.grad - g).norm() <= 1e-6 * g.norm() + 1e-15
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -462,17 +480,10 @@ def test_mixln_alpha_0_is_pre():
     same(logits(perturb(build("mixln", mixln_alpha=0.0, n_layer=4))), logits(perturb(build("pre", n_layer=4))))
 
 
-def test_mixln_alpha_1_is_post(no_eps):
-    """mixln keeps its final norm, which changes nothing that post norm with gain 1 has normalised already."""
+def test_mixln_alpha_1_is_post():
     mix, post = (perturb(build(name, mixln_alpha=1.0, n_layer=4)) for name in ("mixln", "post"))
-    with torch.no_grad():
-        mix.blocks[-1].mlp_residual.n_out.fill_(1)
-        post.blocks[-1].mlp_residual.n_out.fill_(1)
-        mix.ends.n_in.fill_(1)
-    assert mix.num_params() == post.num_params() + 16
-    for a, b in zip(streams(mix), streams(post), strict=True):
-        same(a, b)
     same(logits(mix), logits(post))
+    assert mix.num_params() == post.num_params()
 
 
 @pytest.mark.parametrize("alpha, n_layer, count", [(0.25, 12, 3), (0.25, 6, 1), (0.25, 3, 0), (0.06, 32, 1), (0.5, 3, 1)])
@@ -532,7 +543,7 @@ def test_b_0_is_the_identity_that_can_be_left(name):
     for r, sublayer in model.sublayers():
         assert r.b.grad.abs() > 1e-10
         assert all(p.grad.abs().max() == 0 for p in sublayer.parameters())
-    assert not any("n_" in key for key, _ in model.named_parameters()) or name == "skipinit"
+    assert not any(".n_" in key for key, _ in model.named_parameters()) or name == "skipinit"
 
 
 def test_layerscale_1_is_pre():
@@ -555,8 +566,8 @@ def test_layerscale_is_linear_near_0():
     same(change(1e-8) * 1e8, change(1e-7) * 1e7, 1e-4)
 
 
-def test_keel_limit_of_a_large_a():
-    model = perturb(build("keel", n_layer=4))
+def test_keel_limit_of_a_large_a(no_eps):
+    model = perturb(build("keel", n_layer=4), 0.1)
     for l, (r, _) in enumerate(model.sublayers(), start=1):
         assert (r.a is None) == (l <= 2) and (l <= 2 or r.a == 8.0)
         if l > 2:
@@ -565,7 +576,7 @@ def test_keel_limit_of_a_large_a():
     for l, (r, _) in enumerate(model.sublayers(), start=1):
         limit = gained_norm(seen[l - 1], r.n_out if l > 2 else 1.0)
         difference = (seen[l] - limit).abs().max()
-        assert difference < 1e-6 * 1e-2 if l > 2 else difference > 1e-3
+        assert difference < 1e-8 if l > 2 else difference > 1e-3
 
 
 def test_keel_relative_update_is_bounded(no_eps):
@@ -594,6 +605,11 @@ def test_keel_first_block():
 def test_norm_growth_with_unit_variance_branches(name, n_layer, b, growth):
     """The mean square of a stream that starts at 1, with random orthogonal maps as sublayers."""
     C, rng = 128, torch.Generator().manual_seed(0)
+
+    def orthogonal():
+        q, r = torch.linalg.qr(torch.randn(C, C, generator=rng, dtype=torch.float64))
+        return q * r.diagonal().sign()                   # without the signs it isn't uniform: it leans to -1
+
     model = build(name, n_layer=n_layer, n_embd=C, vocab_size=1)
     x = torch.randn(256, C, generator=rng, dtype=torch.float64)
     with torch.no_grad():
@@ -601,7 +617,7 @@ def test_norm_growth_with_unit_variance_branches(name, n_layer, b, growth):
             if b is not None:
                 r.b.fill_(b)
             h = r.read(x) * (7.0 if name == "peri" else 1.0)      # whose norm after the sublayer undoes any scale
-            x = r.write(x, h @ torch.linalg.qr(torch.randn(C, C, generator=rng, dtype=torch.float64))[0])
+            x = r.write(x, h @ orthogonal())
     assert x.square().mean().item() == pytest.approx(growth, rel=0.04)
 
 
@@ -684,16 +700,21 @@ def test_nag_directions_do_not_see_the_scale_of_the_embedding(no_eps):
         same(s2, s + math.log(c))
 
 
-def test_nag_stays_centred_and_of_norm_sqrt_c_in_the_model():
-    """With the epsilon of real life: it costs norm where an update is tiny, and nothing else."""
-    model = build("nag", n_layer=20)
-    perturb(model, 0.5, only=lambda key, p: "wte" in key)
-    for _, (r, s), _ in model.walk(ids()):
-        assert r.mean(-1).abs().max() < 1e-12
-        assert (rms(r) - 1).abs().max() < 5e-3
-    perturb(model, 0.5)
-    for _, (r, s), _ in model.walk(ids()):
-        assert (rms(r) - 1).abs().max() < 1e-4
+def test_nag_stays_centred_and_of_norm_sqrt_c(no_eps):
+    for model in build("nag", n_layer=20), perturb(build("nag", n_layer=20), 0.5):
+        for _, (r, _), _ in model.walk(ids()):
+            assert r.mean(-1).abs().max() < 1e-12
+            same(rms(r), torch.ones(2, 12, 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("T", [128, 1024])
+def test_nag_norm_at_the_default_size(T):
+    """The epsilon costs norm where an update is tiny, such as the mean of many random values at initialisation."""
+    model = GPT(GPTConfig(residual="nag", n_layer=4, block_size=T))
+    with torch.no_grad():
+        for _, (r, _), _ in model.walk(ids(1, T, 320)):
+            assert r.mean(-1).abs().max() < 1e-5
+            assert (rms(r) - 1).abs().max() < 5e-3
 
 
 @pytest.mark.parametrize("power", [0.25, 0.5, 1.0])
@@ -828,15 +849,15 @@ def test_bf16_autocast(name):
     """As train.py runs it on a GPU. NAG's stream stays fp32 and so needs no repair."""
     model = build(name, torch.float32, n_layer=24, n_embd=32)
     with torch.no_grad():
-        for _, before, _ in model.walk(ids()):
-            pass
-        exact = logits(model)
+        exact = [before for _, before, _ in model.walk(ids())]
         with torch.autocast("cpu", torch.bfloat16):
-            for _, stream, out in model.walk(ids()):
-                if name == "nag":
-                    assert stream[0].dtype == stream[1].dtype == torch.float32
-                    assert (rms(stream[0]) - 1).abs().max() < 5e-3
-    assert (out - exact).norm() / exact.norm() < 0.05
+            mine = [before for _, before, _ in model.walk(ids())]
+        for stream, right in zip(mine, exact, strict=True):
+            if name == "nag":
+                assert stream[0].dtype == stream[1].dtype == torch.float32
+                assert (rms(stream[0]) - rms(right[0])).abs().max() < 1e-3
+        mine, exact = map(model.ends.as_tensor, (mine[-1], exact[-1]))
+        assert (mine - exact).norm() / exact.norm() < 0.05
 
 
 @every
