@@ -78,6 +78,7 @@ def only_matrices(name, p):
 @pytest.fixture
 def no_eps(monkeypatch):
     monkeypatch.setattr(kernels, "EPS", 0.0)
+    monkeypatch.setattr(kernels, "TINY", 0.0)
     monkeypatch.setattr(M, "EPS", 0.0)
 
 
