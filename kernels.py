@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 
 EPS = 1e-6  # inside every root; torch's own default depends on the dtype and is 8e-3 in bf16
 
-# The same for NAG's updates, which are often weak (rms 1e-3 and less at initialisation) and must be brought to full
-# size all the same: with EPS, r would lose up to a percent of its norm in every sublayer.
+# The same for NAG's updates, which are often weak (rms 1e-3 and less at initialisation) and must be brought
+# to full size all the same: with EPS, r would lose up to a percent of its norm in every sublayer.
 TINY = 1e-10
 
 

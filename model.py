@@ -234,7 +234,8 @@ class NAG(Residual):
         self.p = nn.Parameter(torch.zeros(n))                                     # logits of their weights
 
     def initial_g(self):
-        """The g that gives the first logits a standard deviation of nag_temp; with g = 0 they all but agree."""
+        """The g that gives the first logits a standard deviation of nag_temp; with g = 0 they all but
+        agree."""
         c, root = self.config, self.config.n_embd ** 0.5
         # at initialisation m is close to 1/2, so sublayer l adds log(1 + (alpha_l / 2)^2) / 2 to the log-norm
         growth = sum(0.5 * math.log1p(0.25 * l ** (-2 * c.nag_power)) for l in range(1, 2 * c.n_layer + 1))
@@ -243,7 +244,8 @@ class NAG(Residual):
 
     def start(self, x):  # (B, T, C) -> (B, T, C), (B, T, 1)
         wide = widen(x)
-        wide = wide - wide.mean(-1, keepdim=True)  # else a mean stays that no (centred) update could ever change
+        # else a mean stays that no (centred) update could ever change
+        wide = wide - wide.mean(-1, keepdim=True)
         rho = wide.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
         return (wide / rho).to(x.dtype), rho.log() + widen(self.g)  # the log-norm is never stored in bf16
 
