@@ -116,23 +116,29 @@ class Stat(NamedTuple):
 
 STATS = {
     "stream_norm": Stat(
-        stream_norm, "Norm of the stream", "root mean square before sublayer l", "A stream that grows makes every later "
-        "update a smaller part of it (PreNorm dilution). The last point is the stream that the head reads.", log=True),
+        stream_norm, "Norm of the stream", "root mean square before sublayer l",
+        "A stream that grows makes every later update a smaller part of it (PreNorm dilution). The last point is "
+        "the stream that the head reads.", log=True),
     "relative_update": Stat(
-        relative_update, "Relative update", "|change| / |stream|", "How much of the stream each sublayer rewrites: near 0 "
-        "it hardly does anything, at 1 the change is as large as what was there.", log=True),
+        relative_update, "Relative update", "|change| / |stream|",
+        "How much of the stream each sublayer rewrites: near 0 it hardly does anything, at 1 the change is as large "
+        "as what was there.", log=True),
     "cosine": Stat(
-        cosine, "Rotation", "cosine of stream before and after", "1: the sublayer leaves the direction of the stream, all "
-        "that a norm lets later layers see, as it was. Lower: it turns it."),
+        cosine, "Rotation", "cosine of stream before and after",
+        "1: the sublayer leaves the direction of the stream, all that a norm lets later layers see, as it was. "
+        "Lower: it turns it."),
     "gradient_norm": Stat(
-        gradient_norm, "Gradient per sublayer", "norm of the loss gradient", "How strongly the loss pulls on each "
-        "sublayer's weights. An even line means that all depths still learn.", log=True),
+        gradient_norm, "Gradient per sublayer", "norm of the loss gradient",
+        "How strongly the loss pulls on each sublayer's weights. An even line: all depths still learn.", log=True),
     "removal": Stat(
-        removal, "What a sublayer is worth", "loss increase when removed (nats/token)", "Each point is the model with that "
-        "one sublayer taken out, no retraining. Near 0: it could be deleted.", log=True),
+        removal, "What a sublayer is worth", "loss increase when removed (nats/token)",
+        "Each point is the model with that one sublayer taken out, no retraining. Near 0: it could be deleted.",
+        log=True),
 }
-LOSS_CURVE = Stat(None, "Loss curves", "loss (nats/token)", "Thin lines: training loss, averaged since the last point. "
-                  "Dots: loss on the fixed validation windows. Compare runs on the same data only.")
+LOSS_CURVE = Stat(
+    None, "Loss curves", "loss (nats/token)",
+    "Thin lines: training loss, averaged since the last point. Dots: loss on the fixed validation windows. Compare "
+    "runs on the same data only.")
 
 
 # ----------------------------------------------------------------------------- figures
@@ -182,8 +188,8 @@ def draw_loss(axes, runs):
     for i, (label, run) in enumerate(runs.items()):
         train, val = read_metrics(run)
         axes.plot([x["tokens"] for x in train], [x["loss"] for x in train], color=f"C{i % 10}", lw=0.8)
-        axes.plot([x["tokens"] for x in val], [x["val_loss"] for x in val], "o-", color=f"C{i % 10}", ms=4, lw=1.4,
-                  label=label)
+        axes.plot([x["tokens"] for x in val], [x["val_loss"] for x in val], "o-", color=f"C{i % 10}", ms=4,
+                  lw=1.4, label=label)
     axes.set_xlabel("training tokens")
 
 
@@ -196,13 +202,14 @@ def parse(argv):
     parser.add_argument("--out", default="figures", help="folder of the results (default figures)")
     parser.add_argument("--windows", type=int, default=16, help="validation windows (default 16)")
     parser.add_argument("--batch_size", type=int, default=8, help="windows per forward pass (default 8)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=", ".join((*STATS, "loss_curve")))
+    names = ", ".join((*STATS, "loss_curve"))
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"some of: {names}")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument("--best", action="store_true", help="the best checkpoints instead of the last ones")
     args = parser.parse(argv)
     for name in args.only:
         if name not in STATS and name != "loss_curve":
-            parser.error(f"--only {name}: no such statistic; choose from {', '.join((*STATS, 'loss_curve'))}")
+            parser.error(f"--only {name}: no such statistic; choose from {names}")
     for name in ("windows", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be 1 or more")
@@ -230,11 +237,13 @@ def main(argv=None):
     wanted = args.only or [*STATS, "loss_curve"]
     results = {}
     for label, (model, config) in loaded.items():
-        x, y = (t.to(model.cos.device) for t in val_windows(config["data"], config["block_size"], args.windows))
+        windows = val_windows(config["data"], config["block_size"], args.windows)
+        x, y = (t.to(model.cos.device) for t in windows)
         # batches of one size, so that their means can be averaged
         size = math.gcd(args.windows, args.batch_size)
         batches = list(zip(x.split(size), y.split(size)))
-        results[label] = {"config": {key: config[key] for key in ("residual", "n_layer", "n_head", "n_embd", "data")}}
+        shown = ("residual", "n_layer", "n_head", "n_embd", "data")
+        results[label] = {"config": {key: config[key] for key in shown}}
         for name in wanted:
             if name in STATS:
                 results[label][name] = STATS[name].measure(model, batches)

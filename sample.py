@@ -27,7 +27,7 @@ def parse(argv):
     parser.add_argument("--prompt_file", help="UTF-8 file with the text to continue")
     parser.add_argument("--max_new_tokens", type=int, default=300, help="tokens per sample (default 300)")
     parser.add_argument("--num_samples", type=int, default=1, help="samples, one after the other (default 1)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default 0.8)")
     parser.add_argument("--top_k", type=int, help="draw from the k likeliest tokens only")
     parser.add_argument("--top_p", type=float, help="draw from the fewest tokens with this probability only")
     parser.add_argument("--seed", type=int, default=1337, help="of the sampling (default 1337)")
@@ -52,7 +52,7 @@ def parse(argv):
         except UnicodeDecodeError:
             parser.error(f"--prompt_file {args.prompt_file}: is not UTF-8 text; convert it first")
         except OSError as error:
-            parser.error(f"--prompt_file {args.prompt_file}: can't be read ({error.strerror}); check the path")
+            parser.error(f"--prompt_file {args.prompt_file}: {error.strerror}; check the path")
     return args
 
 
@@ -86,8 +86,8 @@ def main(argv=None):
     encoding = prepare.get_tokenizer(config["tokenizer"])
     prompt = encoding.encode_ordinary(args.prompt or "") or [encoding.eot_token]
     if len(prompt) > config["block_size"]:
-        print(f"sample.py: the prompt has {len(prompt)} tokens; the model sees the last {config['block_size']}",
-              file=sys.stderr)
+        print(f"sample.py: the prompt has {len(prompt)} tokens, the model sees the last "
+              f"{config['block_size']}", file=sys.stderr)
     generator = torch.Generator(device).manual_seed(args.seed)
     bf16 = device == "cuda" and torch.cuda.get_device_capability()[0] >= 8
     total, seconds = 0, 0.0
