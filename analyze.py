@@ -117,28 +117,28 @@ class Stat(NamedTuple):
 STATS = {
     "stream_norm": Stat(
         stream_norm, "Norm of the stream", "root mean square before sublayer l",
-        "A stream that grows makes every later update a smaller part of it (PreNorm dilution). The last point is "
-        "the stream that the head reads.", log=True),
+        "A stream that grows makes every later update a smaller part of it (PreNorm dilution). The last "
+        "point is the stream that the head reads.", log=True),
     "relative_update": Stat(
         relative_update, "Relative update", "|change| / |stream|",
-        "How much of the stream each sublayer rewrites: near 0 it hardly does anything, at 1 the change is as large "
-        "as what was there.", log=True),
+        "How much of the stream each sublayer rewrites: near 0 it hardly does anything, at 1 the change is "
+        "as large as what was there.", log=True),
     "cosine": Stat(
         cosine, "Rotation", "cosine of stream before and after",
-        "1: the sublayer leaves the direction of the stream, all that a norm lets later layers see, as it was. "
-        "Lower: it turns it."),
+        "1: the sublayer leaves the direction of the stream, all that a norm lets later layers see, as it "
+        "was. Lower: it turns it."),
     "gradient_norm": Stat(
         gradient_norm, "Gradient per sublayer", "norm of the loss gradient",
-        "How strongly the loss pulls on each sublayer's weights. An even line: all depths still learn.", log=True),
+        "How strongly the loss pulls on each sublayer's weights. An even line: all depths learn.", log=True),
     "removal": Stat(
         removal, "What a sublayer is worth", "loss increase when removed (nats/token)",
-        "Each point is the model with that one sublayer taken out, no retraining. Near 0: it could be deleted.",
+        "Each point is the model with that one sublayer taken out, not retrained. Near 0: delete it.",
         log=True),
 }
 LOSS_CURVE = Stat(
     None, "Loss curves", "loss (nats/token)",
-    "Thin lines: training loss, averaged since the last point. Dots: loss on the fixed validation windows. Compare "
-    "runs on the same data only.")
+    "Thin lines: training loss, averaged since the last point. Dots: loss on the fixed validation windows. "
+    "Compare runs on the same data only.")
 
 
 # ----------------------------------------------------------------------------- figures

@@ -12,10 +12,11 @@ rates() {  # four a residual; nag's optimum is higher than the others'
   case $1 in nag) echo "1.5e-3 3e-3 6e-3 1.2e-2" ;; *) echo "7.5e-4 1.5e-3 3e-3 6e-3" ;; esac
 }
 
-run() {  # residual, learning rate, seed; a finished run is not repeated
+run() {  # residual, learning rate, seed; a finished run is not repeated, an interrupted one goes on
   out=runs/compare/$1-lr$2-seed$3
   [ -f "$out/done" ] && return
-  "$PYTHON" train.py --residual "$1" --lr "$2" --seed "$3" --out "$out" --overwrite > /dev/null && touch "$out/done"
+  again=$([ -f "$out/ckpt.pt" ] && echo --resume || true)
+  "$PYTHON" train.py --residual "$1" --lr "$2" --seed "$3" --out "$out" $again > /dev/null && touch "$out/done"
 }
 export -f run; export PYTHON
 
