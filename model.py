@@ -126,10 +126,10 @@ class Row:
     n_in: bool = False
     n_post: bool = False
     n_out: bool = False
-    a: float = 1.0
+    a: float | None = None        # None: 1
     b: float | None = None        # learned if a number is given: its initial value
     b_vector: bool = False        # one b per channel instead of one for all
-    s: float = 1.0
+    s: float | None = None        # None: 1
     init: Literal["scaled", "plain", "deepnorm"] = "scaled"  # see Additive.init_sublayer
     n_final: bool = True          # a norm before the head
 
@@ -144,7 +144,7 @@ PRESETS = {
     "peri": lambda c, l: Row(n_in=True, n_post=True),
     "reordered": lambda c, l: Row(n_post=True),
     "lns": lambda c, l: Row(n_in=True, s=((l + 1) // 2) ** -0.5, init="plain"),
-    "mixln": lambda c, l: (Row(n_out=True) if (l + 1) // 2 <= int(c.mixln_alpha * c.n_layer) else
+    "mixln": lambda c, l: (Row(n_out=True) if (l + 1) // 2 <= int(c.mixln_alpha * c.n_layer + 1e-9) else
                            Row(n_in=True, n_final=c.mixln_alpha < 1)),
     "deepnorm": lambda c, l: Row(n_out=True, a=(2 * c.n_layer) ** 0.25, init="deepnorm", n_final=False),
     "keel": lambda c, l: (Row(n_in=True) if l == 1 else Row(n_out=True, n_final=False) if l == 2 else
@@ -171,7 +171,7 @@ class Additive(Residual):
         self.n_in, self.n_post, self.n_out = gain(n_in), gain(n_post), gain(n_out)
         # constants that depend on depth are tensors: a Python float would make torch.compile start over per
         # layer
-        constant = lambda value: torch.tensor(value) if value != 1.0 and not is_end else None
+        constant = lambda value: None if value is None or is_end else torch.tensor(value)
         self.register_buffer("a", constant(row.a), persistent=False)
         self.register_buffer("s", constant(row.s), persistent=False)
         self.b = None
