@@ -1,0 +1,79 @@
+"""Every command of the README runs as printed, in a copy of the repository, with flags behind it that make it short."""
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model import PRESETS, RESIDUALS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+# What is typed behind each command so that the whole README takes a minute, and the commands that can't run here.
+SHORT = {"train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
+         "sample.py": "--max_new_tokens 20", "analyze.py": "--windows 2"}
+NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
+ELSEWHERE = ("make", "bash results/compare.sh", ". .venv")   # make: the Makefile's own test; compare.sh: an hour
+
+
+def commands():
+    for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S):
+        for line in block.splitlines():
+            line = line.split("  #")[0].strip()
+            if line and not line.startswith(("#", *ELSEWHERE)):
+                yield line
+
+
+def test_commands(tmp_path):
+    for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, tmp_path / name)
+    seen = set()
+    for line in commands():
+        if any(words in line for words in NETWORK):
+            sub = line.split()[2]
+            done = subprocess.run([sys.executable, "prepare.py", sub, "--help"], cwd=tmp_path, capture_output=True, text=True)
+            assert done.returncode == 0 and all(w in done.stdout for w in line.split() if w.startswith("--")), line
+            continue
+        script = next(name for name in ("prepare.py", "train.py", "sample.py", "analyze.py") if name in line)
+        seen.add(script)
+        short = SHORT.get(script, "")
+        if "--resume" in line:   # the size is the run's own
+            short = "--max_tokens 0 --max_iters 6"
+        words = shlex.split(line.replace("--nproc_per_node 8", "--nproc_per_node 2")) + short.split()
+        if words[0] == "torchrun":
+            words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        else:
+            words[0] = sys.executable
+        env = dict(os.environ, OMP_NUM_THREADS="1")
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+    assert seen == {"prepare.py", "train.py", "sample.py", "analyze.py"}
+
+
+def test_makefile_targets_exist():
+    for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S):
+        for target in re.findall(r"^make ?([\w-]*)", block, re.M):
+            done = subprocess.run(["make", "--dry-run", *([target] if target else [])], cwd=ROOT, capture_output=True)
+            assert done.returncode == 0, target
+
+
+def test_table_names_every_residual():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)`", README, re.M)
+    assert {name for name, _ in rows} == set(RESIDUALS)
+    assert all((cls == "Additive") == (name in PRESETS) for name, cls in rows)
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)#]+)\)", README))
+def test_links_exist(path):
+    assert (ROOT / path).exists()
+
+
+def test_readme_is_finished():
+    assert not re.search(r"\b[A-Z]+_(TIME|BPB|TABLE|TEXT)\b", README)
