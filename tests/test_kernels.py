@@ -1,4 +1,5 @@
-"""The hand-derived backwards of kernels.py against their references: values, gradients, finite differences, NaN."""
+"""The hand-derived backwards of kernels.py against their references: values, gradients, finite differences,
+NaN."""
 import pytest
 import torch
 
@@ -52,7 +53,8 @@ def test_strided_inputs_and_expanded_gradients(op):
     function, reference, inputs = make(op)
     strided = [torch.stack((x, x), -1)[..., 0].detach().requires_grad_(x.requires_grad) for x in inputs]
     y = function(*strided)
-    grads = torch.autograd.grad(y.sum(), [x for x in strided if x.requires_grad])   # sum sends an expanded gradient
+    # sum sends an expanded gradient
+    grads = torch.autograd.grad(y.sum(), [x for x in strided if x.requires_grad])
     expected = torch.autograd.grad(reference(*inputs).sum(), [x for x in inputs if x.requires_grad])
     for a, b in zip(grads, expected):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
@@ -68,7 +70,8 @@ def test_inputs_stay_untouched(op):
 
 def test_nag_write_of_nothing_is_finite():
     r = unit_direction(1, 3, 8).requires_grad_()
-    for f in (torch.zeros(1, 3, 8, dtype=torch.float64), r.detach() * 2):   # no update; one without an orthogonal part
+    # no update; one without an orthogonal part
+    for f in (torch.zeros(1, 3, 8, dtype=torch.float64), r.detach() * 2):
         f.requires_grad_()
         a = torch.ones(1, 3, 1, dtype=torch.float64, requires_grad=True)
         y = kernels.nag_write(r, f, a)

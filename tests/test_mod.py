@@ -14,7 +14,8 @@ INF = float("inf")
 
 
 def varied(**flags):
-    """A NAG model whose gains differ a lot between tokens and sublayers; sublayer 4 is shut, sublayer 5 turns back."""
+    """A NAG model whose gains differ a lot between tokens and sublayers; sublayer 4 is shut, sublayer 5 turns
+    back."""
     model = perturb(build("nag", **{"n_layer": 4, **flags}), 0.2)
     with torch.no_grad():
         for l, (r, _) in enumerate(model.sublayers(), start=1):
@@ -42,8 +43,8 @@ def masked(model, idx, tau):
 
 def tau_for(model, idx, rate):
     """
-    A threshold below which about a share `rate` of the dense model's gains lies. It is far from every gain: at sublayer
-    1 equal tokens have equal gains, and a quantile that hits one leaves the decision to rounding.
+    A threshold below which about a share `rate` of the dense model's gains lies. It is far from every gain:
+    at sublayer 1 equal tokens have equal gains, and a quantile that hits one leaves the decision to rounding.
     """
     with torch.no_grad():
         gains = [residual.gain(stream[0]).abs() for (residual, _), (_, stream, _)
@@ -183,7 +184,8 @@ def test_generate_with_skipping_equals_generate_without_a_cache():
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("rate", RATES + [None])
 def test_skipped_tokens_cost_keys_and_values_only(rate, activation):
-    """By the flop counter, forward and backward: queries, scores, output and the MLP run for kept tokens only."""
+    """By the flop counter, forward and backward: queries, scores, output and the MLP run for kept tokens
+    only."""
     model, idx = varied(activation=activation), ids(3, 16)
     tau = INF if rate is None else tau_for(model, idx, rate)
     decisions = masked(model, idx, tau)[1]
@@ -240,7 +242,8 @@ def test_skipping_in_bf16_autocast():
 
 
 def test_threshold_out_of_the_ordinary_trains():
-    """A step with everything skipped still has gradients for embedding and head, and none that isn't finite."""
+    """A step with everything skipped still has gradients for embedding and head, and none that isn't
+    finite."""
     model = varied()
     model(ids(), ids(seed=1), tau=INF)[1].backward()
     assert model.wte.weight.grad.abs().max() > 0 and model.lm_head.weight.grad.abs().max() > 0

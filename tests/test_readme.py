@@ -1,4 +1,5 @@
-"""Every command of the README runs as printed, in a copy of the repository, with flags behind it that make it short."""
+"""Every command of the README runs as printed, in a copy of the repository, with flags behind it that make it
+short."""
 import os
 import re
 import shlex
@@ -14,11 +15,13 @@ from model import PRESETS, RESIDUALS
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
-# What is typed behind each command so that the whole README takes a minute, and the commands that can't run here.
+# What is typed behind each command so that the whole README takes a minute, and the commands that can't run
+# here.
 SHORT = {"train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
          "sample.py": "--max_new_tokens 20", "analyze.py": "--windows 2"}
 NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
-ELSEWHERE = ("make", "bash results/compare.sh", ". .venv")   # make: the Makefile's own test; compare.sh: an hour
+# make: the Makefile's own test; compare.sh: an hour
+ELSEWHERE = ("make", "bash results/compare.sh", ". .venv")
 
 
 def commands():

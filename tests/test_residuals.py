@@ -1,6 +1,7 @@
 """
-Every residual of model.py: generic properties of all of them, then the algebra that each one promises. Float64
-throughout; where an identity is exact only without the epsilon inside the roots, `no_eps` takes that out.
+Every residual of model.py: generic properties of all of them, then the algebra that each one promises.
+Float64 throughout; where an identity is exact only without the epsilon inside the roots, `no_eps` takes that
+out.
 """
 import dataclasses
 import io
@@ -106,7 +107,8 @@ def test_gradients_reach_every_parameter(name, activation):
 
 
 def test_every_residual_is_a_function_of_its_own():
-    """With the same shared weights no two of them give the same logits, at their own initial values of the rest."""
+    """With the same shared weights no two of them give the same logits, at their own initial values of the
+    rest."""
     out = {name: logits(perturb(build(name, n_layer=4), only=only_matrices)) for name in NAMES}
     for a, b in itertools.combinations(NAMES, 2):
         assert (out[a] - out[b]).abs().max() > 1e-3, (a, b)
@@ -122,7 +124,8 @@ def test_parameter_and_flop_counts(name, flags):
     model = build(name, **flags)
     assert model.num_params() == sum(p.numel() for p in model.parameters())
     for T in (1, 7, 16):
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:   # others go uncounted on CPUs
+        # others go uncounted on CPUs
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             model(ids(2, T, 64))
         assert counter.get_total_flops() == pytest.approx(2 * T * model.flops_per_token(T), rel=1e-9)
     assert model.flops_per_token() == model.flops_per_token(model.config.block_size)
@@ -218,7 +221,8 @@ def test_cached_decoding_equals_the_full_forward(name):
 
 @every
 def test_gradients_do_not_depend_on_who_derived_them(name, no_eps, monkeypatch):
-    """Autograd through the references, as torch.compile has it, against the backward passes derived by hand."""
+    """Autograd through the references, as torch.compile has it, against the backward passes derived by
+    hand."""
     model = perturb(build(name))
 
     def gradients():
@@ -340,8 +344,8 @@ def test_swiglu_has_the_parameters_of_gelu(n_embd):
 
 # ----------------------------------------------------------------------------- torch.compile
 
-# Graphs for 6 blocks. mixln: post blocks and pre blocks. keel: the first block is of its own kind. lns: the first
-# block has s = 1, and so no s.
+# Graphs for 6 blocks. mixln: post blocks and pre blocks. keel: the first block is of its own kind. lns: the
+# first block has s = 1, and so no s.
 GRAPHS = dict(mixln=2, keel=2)
 
 
@@ -510,7 +514,8 @@ def test_deepnorm_constants_at_12_blocks():
         ratio = lambda a, b: (a / b).detach().mean().item()
         assert ratio(mine.c_proj.weight, his.c_proj.weight) == pytest.approx(0.3195, abs=1e-4)
         assert ratio(mine.value_weight(), his.value_weight()) == pytest.approx(96 ** -0.25, rel=1e-9)
-    assert torch.equal(deep.blocks[3].attn.c_attn.weight[:32], plain.blocks[3].attn.c_attn.weight[:32])  # q and k
+    # q and k
+    assert torch.equal(deep.blocks[3].attn.c_attn.weight[:32], plain.blocks[3].attn.c_attn.weight[:32])
 
 
 def test_peri_triangle_bound(no_eps):
@@ -617,7 +622,7 @@ def test_norm_growth_with_unit_variance_branches(name, n_layer, b, growth):
         for r, _ in model.sublayers():
             if b is not None:
                 r.b.fill_(b)
-            h = r.read(x) * (7.0 if name == "peri" else 1.0)      # whose norm after the sublayer undoes any scale
+            h = r.read(x) * (7.0 if name == "peri" else 1.0)  # whose norm after the sublayer undoes any scale
             x = r.write(x, h @ orthogonal())
     assert x.square().mean().item() == pytest.approx(growth, rel=0.04)
 
@@ -710,7 +715,8 @@ def test_nag_stays_centred_and_of_norm_sqrt_c(no_eps):
 
 @pytest.mark.parametrize("T", [128, 1024])
 def test_nag_norm_at_the_default_size(T):
-    """The epsilon costs norm where an update is tiny, such as the mean of many random values at initialisation."""
+    """The epsilon costs norm where an update is tiny, such as the mean of many random values at
+    initialisation."""
     model = GPT(GPTConfig(residual="nag", n_layer=4, block_size=T))
     with torch.no_grad():
         for _, (r, _), _ in model.walk(ids(1, T, 320)):
@@ -767,7 +773,8 @@ def test_nag_closed_gate_has_finite_gradients(beta, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nag_update_of_0(dtype):
-    """f = 0, and f parallel to r or to the ones, have no orthogonal part: R = r exp(s) stays, gradients are finite."""
+    """f = 0, and f parallel to r or to the ones, have no orthogonal part: R = r exp(s) stays, gradients are
+    finite."""
     residual = nag().to(dtype)
     r = direction(3, 16).to(dtype)
     s = torch.tensor([[0.5], [-1.0], [2.0]], dtype=dtype)

@@ -37,7 +37,8 @@ def run(tmp_path_factory):
 
 
 def tiny(residual, **options):
-    """A float64 model with every parameter moved off its initial value: a gate of zero would hide a mistake."""
+    """A float64 model with every parameter moved off its initial value: a gate of zero would hide a
+    mistake."""
     config = dict(residual=residual, n_layer=3, n_head=2, n_embd=32, block_size=24, vocab_size=40) | options
     model, rng = GPT(GPTConfig(**config)).double(), torch.Generator().manual_seed(0)
     with torch.no_grad():
