@@ -399,6 +399,8 @@ def main(argv=None):
     # run folder
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
+        for name in ("ckpt.pt", "best.pt") if config.overwrite else ():
+            (out / name).unlink(missing_ok=True)   # else an early end would leave another run's weights here
         lines = []
         if ckpt:   # what an interrupted run logged after its last checkpoint will be logged again
             for line in (out / "metrics.jsonl").read_text().splitlines(keepends=True):
@@ -434,16 +436,18 @@ def main(argv=None):
     while True:
         # checkpoint first: an evaluation that runs out of memory must not cost the run
         ask = world_size == 1 or step % config.log_interval == 0   # asking other processes takes time
-        if step % config.eval_interval == 0 or step == n_steps or ask and stopping(stop, device, world_size):
+        ending = ask and stopping(stop, device, world_size)
+        if step % config.eval_interval == 0 or step == n_steps or ending:
             if step > first:
                 check(loss.item(), norm.item())
             save()
             saved = step
-            if stop:
+            if ending:
                 break
             paused = time.perf_counter()
             model.eval()
-            val_loss, bpb = evaluate(model, *val, token_bytes, config.batch_size, autocast, rank, world_size)
+            at_once = config.batch_size // parts   # as many windows as training has in memory
+            val_loss, bpb = evaluate(model, *val, token_bytes, at_once, autocast, rank, world_size)
             model.train()
             say(f"step {step:5d} | validation loss {val_loss:.4f} | {bpb:.4f} bits per byte", flush=True)
             log(step=step, tokens=step * tokens_per_step, val_loss=val_loss, val_bpb=bpb)
@@ -483,8 +487,7 @@ def main(argv=None):
 
         # status line
         if step % config.log_interval == 0 or step == n_steps:
-            # .item() waits for the GPU
-            mean, share = (since[0] / since[1]).item(), lr_share(config, step - 1, n_steps)
+            mean = (since[0] / since[1]).item()   # waits for the GPU
             check(mean, norm.item())
             seconds, since = time.perf_counter() - clock, torch.zeros_like(since)
             tok_s = timed * tokens_per_step / seconds
@@ -501,7 +504,7 @@ def main(argv=None):
 
     if world_size > 1:
         dist.destroy_process_group()
-    if stop:
+    if ending:
         say(f"stopped at step {step}, all is saved; continue with: python train.py --out {out} --resume")
         return 128 + stop[0]
     say(f"done: {out} holds the run; best validation loss {best_val:.4f}\n"
