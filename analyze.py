@@ -19,7 +19,7 @@ import matplotlib
 import torch
 import torch.nn.functional as F
 
-from train import Parser, load_run, pick_device, val_windows, write_file
+from train import Parser, load_run, pick_device, read_metrics, val_windows, write_file
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
@@ -143,12 +143,6 @@ LOSS_CURVE = Stat(
 
 # ----------------------------------------------------------------------------- figures
 
-def read_metrics(run):
-    """metrics.jsonl -> (training lines, validation lines)."""
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    return [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
-
-
 def save_figure(path, stat, draw):
     """One statistic: draw(axes), then axis names, a legend and a caption that says how to read it."""
     figure, axes = plt.subplots(figsize=(7, 4.6), dpi=130)
@@ -186,7 +180,8 @@ def draw_stat(axes, name, results):
 
 def draw_loss(axes, runs):
     for i, (label, run) in enumerate(runs.items()):
-        train, val = read_metrics(run)
+        lines = read_metrics(run)
+        train, val = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
         axes.plot([x["tokens"] for x in train], [x["loss"] for x in train], color=f"C{i % 10}", lw=0.8)
         axes.plot([x["tokens"] for x in val], [x["val_loss"] for x in val], "o-", color=f"C{i % 10}", ms=4,
                   lw=1.4, label=label)

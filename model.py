@@ -56,6 +56,8 @@ class GPTConfig:
                 bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(choices)}")
             elif isinstance(value, float) and not math.isfinite(value):
                 bad.append(f"--{field.name} {value}: must be a finite number")
+        if not 0 <= self.seed < 2 ** 31:
+            bad.append(f"--seed {self.seed}: must be from 0 to {2 ** 31 - 1}")
         if self.residual not in RESIDUALS:
             bad.append(f"--residual {self.residual}: unknown; choose from {', '.join(RESIDUALS)}")
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "nag_directions"):

@@ -1,13 +1,12 @@
 """
 Pretrain a GPT with any residual, on a CPU, one GPU or many.
 
-    python train.py                                          # a small default that a laptop trains in two
-    minutes python train.py --residual nag --out runs/nag            # every field of GPTConfig and
-    TrainConfig is a flag python train.py --out runs/nag --resume                  # continue a run, bit for
-    bit torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
+    python train.py                                          # a small default, two minutes on a laptop
+    python train.py --residual nag --out runs/nag            # every field of both configs is a flag
+    python train.py --out runs/nag --resume                  # continue a run, bit for bit
+    torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
 
-A run folder holds config.json, metrics.jsonl (one object per line), ckpt.pt and best.pt (lowest validation
-loss).
+A run folder holds config.json, metrics.jsonl (one object a line), ckpt.pt and best.pt (lowest validation loss).
 """
 import argparse
 import contextlib
@@ -178,7 +177,13 @@ def load_config(path):
         raise SystemExit(f"{path}: can't be read as JSON ({error}); restore it or start a new run")
     fields = (*dataclasses.fields(GPTConfig), *dataclasses.fields(TrainConfig))
     known = {field.name for field in fields} | {"tokenizer"}
+    if not isinstance(values, dict):
+        raise SystemExit(f"{path}: holds no settings; restore it or start a new run")
     unknown = [key for key in values if key not in known]
+    for field in fields:   # JSON writes 1.0 as 1 sometimes, so a float may be an int
+        value, kind = values.get(field.name, field.default), type(field.default)
+        if field.default is not None and type(value) not in ((int, float) if kind is float else (kind,)):
+            raise SystemExit(f"{path}: {field.name} is {value!r}, not of type {kind.__name__}; mend it there")
     if unknown:
         raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}, of another version; remove it there")
     return values
@@ -253,6 +258,7 @@ def write_file(path, write):
             os.fsync(f.fileno())
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full
+        Path(tmp).unlink(missing_ok=True)
         raise SystemExit(f"{path}: can't be written ({error}); make room, then go on with --resume: a "
                          f"file of that name is still the previous one")
 
@@ -261,16 +267,27 @@ def load_checkpoint(path, config):
     """-> the checkpoint dict. SystemExit if it is missing, unreadable, or of a model other than config."""
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        found = ckpt["model_config"]
     except FileNotFoundError:
         raise SystemExit(f"{path}: no checkpoint there; train without --resume first")
     except Exception as error:   # torch.load raises half a dozen kinds, none of which a user can act on
         raise SystemExit(f"{path}: no readable checkpoint ({type(error).__name__}); restore it or train anew")
-    wanted, found = dataclasses.asdict(config), ckpt["model_config"]
+    wanted = dataclasses.asdict(config)
     differ = [f"{key} {found.get(key)} there, {wanted.get(key)} here"
               for key in wanted | found if found.get(key) != wanted.get(key)]
     if differ:
         raise SystemExit(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
     return ckpt
+
+
+def read_metrics(run):
+    """The objects of RUN/metrics.jsonl. A line that a crash has cut short is left out."""
+    objects = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (Path(run) / "metrics.jsonl").read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                objects.append(json.loads(line))
+    return objects
 
 
 def load_run(run, device="cpu", which="ckpt.pt"):
@@ -356,6 +373,13 @@ def main(argv=None):
                          f"it needs {meta['vocab_size']} or more")
     T = gpt.block_size
     shards, val = open_data(config.data, "train", T), val_windows(config.data, T, config.eval_windows)
+
+    def check_tokens(x, y):
+        if max(x.max(), y.max()) >= meta["vocab_size"]:
+            raise SystemExit(f"--data {config.data}: holds a token id beyond the {meta['vocab_size']} of "
+                             f"tokenizer {meta['tokenizer']}; prepare it anew")
+
+    check_tokens(*val)
     encoding = prepare.get_tokenizer(meta["tokenizer"])
     # end-of-text and padding stand for no byte of text
     token_bytes = torch.zeros(gpt.vocab_size, dtype=torch.long)
@@ -374,7 +398,10 @@ def main(argv=None):
     step, best_val, since = 0, math.inf, torch.zeros(2, dtype=torch.float64)   # since: see the status line
     if ckpt:
         model.load_state_dict(ckpt["model"])
+        settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
         optimizer.load_state_dict(ckpt["optimizer"])
+        for group, now in zip(optimizer.param_groups, settings):
+            group.update(now)   # the moments are the checkpoint's, learning rates and decay are the flags'
         torch.set_rng_state(ckpt["rng"])
         step, best_val, since = ckpt["step"], ckpt["best_val"], ckpt["since"]
     since = since.to(device)   # sum and number of the losses after the last status line
@@ -389,6 +416,9 @@ def main(argv=None):
     tokens_per_step, flops_per_token = config.batch_size * T, 3 * model.flops_per_token()
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
                or math.ceil(config.max_flops / tokens_per_step / flops_per_token) or 420)
+    if step > n_steps:
+        raise SystemExit(f"--out {out}: is at step {step} already, beyond the end at {n_steps}; "
+                         f"give a later one, such as --max_iters {2 * step}")
     device_name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
     say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; "
@@ -398,15 +428,17 @@ def main(argv=None):
 
     # run folder
     if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SystemExit(f"--out {out}: can't make that folder ({error.strerror}); name another one")
         for name in ("ckpt.pt", "best.pt") if config.overwrite else ():
             (out / name).unlink(missing_ok=True)   # else an early end would leave another run's weights here
         lines = []
         if ckpt:   # what an interrupted run logged after its last checkpoint will be logged again
-            for line in (out / "metrics.jsonl").read_text().splitlines(keepends=True):
-                # a training line is about the step before, a validation line comes after the checkpoint
-                if line.endswith("\n") and json.loads(line)["step"] < step + ("loss" in json.loads(line)):
-                    lines.append(line)
+            lines = [json.dumps(values) + "\n" for values in read_metrics(out)
+                     # a training line is about the step before, a validation line comes after the checkpoint
+                     if values["step"] < step + ("loss" in values)]
         write_file(out / "metrics.jsonl", lambda f: f.write("".join(lines).encode()))
         settings = dataclasses.asdict(gpt) | dataclasses.asdict(config) | {"tokenizer": meta["tokenizer"]}
         write_file(out / "config.json", lambda f: f.write(json.dumps(settings, indent=2).encode() + b"\n"))
@@ -430,7 +462,7 @@ def main(argv=None):
     def check(loss, norm):
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise SystemExit(f"step {step}: loss {loss}, gradient norm {norm} at learning rate {lr:.2e}; "
-                             f"{out}/ckpt.pt holds the good state of step {saved}: resume with a lower --lr")
+                             f"{out}/ckpt.pt holds step {saved}: resume it with a lower --lr")
 
     timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
     while True:
@@ -466,9 +498,7 @@ def main(argv=None):
         lr, loss = config.lr * share, torch.zeros((), device=device)
         for micro in range(config.grad_accum):
             x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
-            if max(x.max(), y.max()) >= meta["vocab_size"]:
-                raise SystemExit(f"--data {config.data}: holds a token id beyond the "
-                                 f"{meta['vocab_size']} of tokenizer {meta['tokenizer']}; prepare it anew")
+            check_tokens(x, y)
             last = micro == config.grad_accum - 1   # processes exchange gradients once a step
             with contextlib.nullcontext() if last or world_size == 1 else ddp.no_sync():
                 with autocast():
@@ -503,6 +533,7 @@ def main(argv=None):
             timed, clock = 0, time.perf_counter()
 
     if world_size > 1:
+        dist.barrier()   # nobody leaves while another is still writing
         dist.destroy_process_group()
     if ending:
         say(f"stopped at step {step}, all is saved; continue with: python train.py --out {out} --resume")
