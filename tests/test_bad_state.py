@@ -1,11 +1,15 @@
-"""Each fails on a bug of train.py found by the helper. For tests/test_train.py of /work/main (uses its style)."""
-import hashlib, json, math, shutil, subprocess, sys
-from pathlib import Path
+"""States that a run folder, its data or its flags can get into, and the one sentence that each must give."""
+import shutil
+import subprocess
+import sys
+
 import numpy as np
-import pytest, torch
-ROOT = Path("/work/main")
-sys.path.insert(0, str(ROOT))
+import pytest
+import torch
+from test_sample import ROOT
+
 import prepare
+
 TINY = "--n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --eval_windows 8".split()
 
 
