@@ -1,4 +1,4 @@
-# make         a virtual environment, data, a small trained model, a sample of it and figures (about 4 minutes on a CPU)
+# make         a virtual environment, data, a small trained model, a sample of it and figures (5 minutes on a CPU)
 # make test    the tests (about 6 minutes on two cores); make test-slow runs the long ones too
 PYTHON ?= python3
 BIN = .venv/bin
