@@ -180,9 +180,9 @@ def load_config(path):
     if not isinstance(values, dict):
         raise SystemExit(f"{path}: holds no settings; restore it or start a new run")
     unknown = [key for key in values if key not in known]
-    for field in fields:   # JSON writes 1.0 as 1 sometimes, so a float may be an int
-        value, kind = values.get(field.name, field.default), type(field.default)
-        if field.default is not None and type(value) not in ((int, float) if kind is float else (kind,)):
+    for field in fields:
+        value, kind = values.get(field.name, field.default), field.type
+        if kind in (int, float, str, bool) and type(value) not in ((int, float) if kind is float else (kind,)):
             raise SystemExit(f"{path}: {field.name} is {value!r}, not of type {kind.__name__}; mend it there")
     if unknown:
         raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}, of another version; remove it there")
