@@ -233,7 +233,7 @@ def main(argv=None):
     results = {}
     for label, (model, config) in loaded.items():
         windows = val_windows(config["data"], config["block_size"], args.windows)
-        x, y = (t.to(model.cos.device) for t in windows)
+        x, y = (t.to(model.turn.device) for t in windows)
         # batches of one size, so that their means can be averaged
         size = math.gcd(args.windows, args.batch_size)
         batches = list(zip(x.split(size), y.split(size)))

@@ -21,8 +21,8 @@ TINY = 1e-10
 
 
 def by_hand(x):
-    """Whether to use the hand-derived backward for x: in eager mode, on a CPU."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether to use the hand-derived backward for x: in eager mode, on a CPU, at 32 bits or more."""
+    return x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling()
 
 
 def mean(x):
@@ -35,21 +35,27 @@ def rms_norm_reference(x, gain):
     return F.rms_norm(x, x.shape[-1:], gain, EPS)
 
 
+def inverse_rms(x, eps):
+    """1 / rms(x) over the last dimension, (..., 1), in one pass and without a copy of x * x."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gain):
-        scale = mean(x.square()).add_(EPS).rsqrt_()         # (..., 1)
-        normed = x * scale
-        ctx.save_for_backward(normed, gain, scale)
-        return normed * gain
+        scale = inverse_rms(x, EPS)
+        ctx.save_for_backward(x, gain, scale)
+        return (x * scale).mul_(gain)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        normed, gain, scale = ctx.saved_tensors
-        both = (grad * normed).flatten(0, -2)               # (N, C)
-        along = torch.mv(both, gain / -gain.numel()).view_as(scale)
-        return (grad * gain).addcmul_(normed, along).mul_(scale), both.sum(0)
+        x, gain, scale = ctx.saved_tensors
+        both = grad * x
+        rows = both.flatten(0, -2)                          # (N, C)
+        d_gain = torch.mv(rows.t(), scale.flatten())
+        along = torch.mv(rows, gain / -gain.numel()).view_as(scale).mul_(scale).mul_(scale)
+        return torch.mul(grad, gain, out=both).addcmul_(x, along).mul_(scale), d_gain
 
 
 def rms_norm(x, gain=None):
@@ -59,43 +65,46 @@ def rms_norm(x, gain=None):
 
 # ----------------------------------------------------------------------------- queries and keys
 
-def turn_(y, x, sin, sign=1):
-    """y += sign * (the sine part of x's rotation), in place and half by half: cheaper than rolling a copy of
-    x."""
-    h = x.shape[-1] // 2
-    y[..., :h].addcmul_(x[..., h:], sin[..., :h], value=sign)
-    y[..., h:].addcmul_(x[..., :h], sin[..., h:], value=sign)
-    return y
+def rotate(x, turn):
+    """Channels 2i and 2i + 1 as a complex number, times that of turn: one pass. Both (..., hs)."""
+    x, turn = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, turn))
+    x, turn = (torch.view_as_complex(each.unflatten(-1, (-1, 2))) for each in (x, turn))
+    return torch.view_as_real(x * turn).flatten(-2)
 
 
-def rotate_normed_reference(x, cos, sin):
-    x = rms_norm_reference(x, None)
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+def rotate_normed_reference(x, turn):
+    x = rms_norm_reference(x, None).unflatten(-1, (-1, 2))
+    (a, b), (cos, sin) = x.unbind(-1), turn.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
 
 
 class RotateNormed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):
-        scale = mean(x.square()).add_(EPS).rsqrt_()          # a rotation and a scaling commute
-        y = turn_(x * cos, x, sin).mul_(scale)
-        ctx.save_for_backward(y, cos, sin, scale)
+    def forward(ctx, x, turn):
+        scale = inverse_rms(x, EPS)                               # a rotation and a scaling commute
+        y = rotate(x, turn).mul_(scale)
+        ctx.save_for_backward(y, turn, scale)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y, cos, sin, scale = ctx.saved_tensors
-        grad = (y * mean(grad * y).neg_()).add_(grad)        # the part along y can't change a normed vector
-        return turn_(grad * cos, grad, sin, sign=-1).mul_(scale), None, None
+        y, turn, scale = ctx.saved_tensors
+        part = grad * y
+        along = mean(part).neg_()
+        torch.addcmul(grad, y, along, out=part)              # the part along y can't change a normed vector
+        back = turn.clone()
+        back[..., 1::2].neg_()                               # the conjugate turns back
+        return rotate(part, back).mul_(scale), None
 
 
-def rotate_normed(x, cos, sin):
+def rotate_normed(x, turn):
     """
-    RMSNorm over the last dimension, then the rotary embedding: channels i and i + hs/2 are a pair that turns
-    by an angle proportional to the position. x (..., nh, hs); cos (T, nh, hs), sin likewise, its first half
-    negated.
+    RMSNorm over the last dimension, then the rotary embedding: channels 2i and 2i + 1 are a pair that turns
+    by an angle proportional to the position. x (..., nh, hs); turn (T, nh, hs) holds cosine and sine of each
+    pair.
     """
-    return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, cos, sin)
+    return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, turn)
 
 
 # ----------------------------------------------------------------------------- NAG's write
@@ -111,12 +120,13 @@ class NagWrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, f, a):
         o = f - mean(f)
-        t = mean(o * r)
-        o = o.addcmul_(r, t, value=-1)
-        scale = mean(o.square()).add_(TINY).rsqrt_()                  # 1 / rms(o)
+        buffer = o * r
+        t = mean(buffer)
+        o.addcmul_(r, t, value=-1)
+        scale = inverse_rms(o, TINY)
         shrink = (1 + a * a).rsqrt_()                                 # 1 / sqrt(1 + a^2)
         ctx.save_for_backward(r, o, a, t, scale, shrink)
-        return (r * shrink).addcmul_(o, a * scale * shrink)
+        return torch.mul(r, shrink, out=buffer).addcmul_(o, a * scale * shrink)
 
     @staticmethod
     @once_differentiable
@@ -124,11 +134,12 @@ class NagWrite(torch.autograd.Function):
         # r' = shrink r + step o, where o is orthogonal to r and r has mean zero; factors are one number per
         # token
         r, o, a, t, scale, shrink = ctx.saved_tensors
-        step = a * scale * shrink
-        g_r, g_o = mean(grad * r), mean(grad * o)                     # <grad, .> / C
+        step, buffer = a * scale * shrink, grad * r
+        g_r = mean(buffer)                                            # <grad, .> / C
+        g_o = mean(torch.mul(grad, o, out=buffer))
         pull = -step * scale * scale * g_o                            # through the 1 / rms(o) inside step
         along = step * g_r  # what dL/do has along r, and o can't have
-        d_o = (grad * step).addcmul_(o, pull)
+        d_o = torch.mul(grad, step, out=buffer).addcmul_(o, pull)
         d_r = (grad * shrink).addcmul_(d_o, t.neg()).addcmul_(o, along.neg()).addcmul_(r, -along * t)
         d_f = d_o.addcmul_(r, along, value=-1).sub_(mean(grad) * step)
         d_a = (scale * g_o - a * g_r) * (shrink ** 3 * r.shape[-1])

@@ -301,7 +301,7 @@ class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys."""
     def __init__(self, config):
         super().__init__()
-        C, self.n_head = config.n_embd, config.n_head
+        C, self.n_head, self.hs = config.n_embd, config.n_head, config.n_embd // config.n_head
         self.c_attn = nn.Linear(C, 3 * C, bias=False)
         self.c_proj = nn.Linear(C, C, bias=False)
 
@@ -309,7 +309,7 @@ class Attention(nn.Module):
         return self.c_attn.weight[2 * self.c_proj.in_features:]
 
     def heads(self, x):
-        return x.unflatten(-1, (self.n_head, -1))                                    # (..., nh, hs)
+        return x.unflatten(-1, (-1, self.hs))                                        # (..., nh, hs)
 
     def forward(self, x, rope, cache=None, rows=None):
         """
@@ -319,8 +319,8 @@ class Attention(nn.Module):
         """
         B, T, C = x.shape
         if rows is None:
-            q, k, v = map(self.heads, self.c_attn(x).split(C, dim=-1))               # (B, T, nh, hs) each
-            q, k = rotate_normed(q, *rope), rotate_normed(k, *rope)
+            qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
+            q, k = rotate_normed(qk, rope).chunk(2, dim=-2)                          # (B, T, nh, hs) each
             keys, values, start = extend(cache, k, v)
             # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a
             # mask
@@ -331,10 +331,11 @@ class Attention(nn.Module):
             return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
         w_q, w_kv = self.c_attn.weight.split((C, 2 * C))
         k, v = map(self.heads, F.linear(x, w_kv).split(C, dim=-1))
-        keys, values, start = extend(cache, rotate_normed(k, *rope), v)
+        rope = rope[:, :self.n_head]
+        keys, values, start = extend(cache, rotate_normed(k, rope), v)
         q = self.heads(F.linear(x.flatten(0, 1)[rows], w_q))                         # (N, nh, hs)
         sequence, place = rows // T, rows % T
-        q = rotate_normed(q, rope[0][place], rope[1][place])
+        q = rotate_normed(q, rope[place])
         # attention wants a rectangle: the kept tokens of a sequence move to its left, the slots they leave
         # stay zero
         count = torch.bincount(sequence, minlength=B)
@@ -450,10 +451,9 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
         hs = config.n_embd // config.n_head
         angle = torch.outer(torch.arange(config.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
-        # (block_size, nh, hs), the same for every head: whole rows are faster than 32 numbers at a time
-        table = lambda *halves: torch.cat(halves, dim=-1)[:, None].repeat(1, config.n_head, 1)
-        self.register_buffer("cos", table(angle.cos(), angle.cos()), persistent=False)
-        self.register_buffer("sin", table(-angle.sin(), angle.sin()), persistent=False)
+        # (block_size, 2 nh, hs), the same for all heads of q and k: long rows are faster than short ones
+        pairs = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(1)           # cos, sin, cos, sin, ...
+        self.register_buffer("turn", pairs[:, None].repeat(1, 2 * config.n_head, 1), persistent=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -475,7 +475,7 @@ class GPT(nn.Module):
             yield block.mlp_residual, block.mlp
 
     def rope(self, start, T):
-        return self.cos[start:start + T], self.sin[start:start + T]
+        return self.turn[start:start + T]
 
     def hidden(self, idx, cache=None, tau=None):
         """idx (B, T) -> what the head reads (B, T, C). tau: skip threshold, a number (Mixture-of-Depths)."""

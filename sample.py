@@ -62,7 +62,7 @@ def sample(model, encoding, prompt, args, generator, tau=None):
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     print(args.prompt or "", end="", flush=True)
-    idx = torch.tensor([prompt], device=model.cos.device)
+    idx = torch.tensor([prompt], device=model.turn.device)
     count, begin = 0, time.perf_counter()
     try:
         for token in model.stream_tokens(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p,

@@ -20,9 +20,8 @@ def make(op, T=5, nh=3, C=8):
         return kernels.RMSNorm.apply, kernels.rms_norm_reference, (rand(2, T, C), rand(C))
     if op == "rotate_normed":
         angle = torch.rand(T, 1, C // 2, dtype=torch.float64)
-        cos = torch.cat((angle.cos(), angle.cos()), -1).repeat(1, nh, 1)
-        sin = torch.cat((-angle.sin(), angle.sin()), -1).repeat(1, nh, 1)
-        return kernels.RotateNormed.apply, kernels.rotate_normed_reference, (rand(2, T, nh, C), cos, sin)
+        turn = torch.stack((angle.cos(), angle.sin()), -1).flatten(-2).repeat(1, nh, 1)
+        return kernels.RotateNormed.apply, kernels.rotate_normed_reference, (rand(2, T, nh, C), turn)
     r = unit_direction(2, T, C).requires_grad_()
     return kernels.NagWrite.apply, kernels.nag_write_reference, (r, rand(2, T, C), rand(2, T, 1))
 
