@@ -18,7 +18,7 @@ import math
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -46,6 +46,15 @@ class GPTConfig:
     nag_power: float = 0.5        # nag: initial step size of sublayer l is l ** -nag_power
     nag_head: Literal["cos", "linear"] = "cos"  # nag: logits exp(s) x cosine, or exp(s) x linear
     nag_temp: float = 0.5         # nag: standard deviation of the logits at initialisation
+    mod: Literal["geometric", "router"] = "geometric"  # who decides what a token skips: its gain, or a router
+    mod_rate: float = 0.0         # Mixture-of-Depths in training: share of sublayer runs to skip; 0: dense
+    mod_on: Literal["gain", "m"] = "gain"  # geometric: skip where |alpha| m, or m alone, is at most tau
+    mod_scope: Literal["global", "kind", "layer"] = "global"  # geometric: what shares one tau
+    mod_kv: Literal["all", "kept"] = "all"  # geometric: tokens whose keys and values attention projects
+    mod_explore: float = 0.01     # geometric: share of the skips that training runs all the same, at random
+    mod_floor: float = 0.05       # geometric: least share of tokens that a sublayer runs in training
+    layer_drop: float = 0.0       # training skips a sublayer for a whole sequence with this probability
+    layer_drop_rule: Literal["constant", "linear"] = "constant"  # linear: rises over depth
 
     def problems(self) -> list[str]:
         """Every reason why this config can't be built, one sentence each, naming the flags and a remedy."""
@@ -72,12 +81,29 @@ class GPTConfig:
             bad.append(f"--mlp_ratio {self.mlp_ratio}: leaves the MLP no hidden unit; use a larger one")
         if not 0 <= self.mixln_alpha <= 1:
             bad.append(f"--mixln_alpha {self.mixln_alpha}: is a share of the blocks; use a value from 0 to 1")
+        for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop"):
+            if not 0 <= getattr(self, name) < 1:
+                bad.append(f"--{name} {getattr(self, name)}: is a share; use a value from 0 to below 1")
+        kind = RESIDUALS.get(self.residual)
+        kind = getattr(kind, "func", kind)   # the class behind a row of PRESETS
+        if self.mod == "router" and not (0 < self.mod_rate <= 0.45 and self.n_layer > 1):
+            bad.append(f"--mod router --mod_rate {self.mod_rate}: every second block skips twice that share of its "
+                       f"tokens; use two blocks or more and a rate above 0 and up to 0.45, such as 0.25")
+        if kind and self.mod == "router" and not kind.one_tensor:
+            bad.append(f"--mod router --residual {self.residual}: the router scales a stream that is one tensor; "
+                       f"use --mod geometric, or --residual pre")
+        if kind and self.mod == "geometric" and self.mod_rate and not kind.knows_gain:
+            bad.append(f"--mod_rate {self.mod_rate} --residual {self.residual}: no gain to decide by; use "
+                       f"--residual nag, or --mod router")
+        if self.mod_rate and self.layer_drop:
+            bad.append("--mod_rate and --layer_drop: both decide what is skipped; give one of them")
         if not self.nag_temp > 0:
             bad.append(f"--nag_temp {self.nag_temp}: is a standard deviation; use one above 0, such as 0.5")
         return bad
 
 
-INIT_STD = 0.02  # of every weight matrix, before a residual rescales it
+INIT_STD = 0.02     # of every weight matrix, before a residual rescales it
+ROUTER_LOSS = 0.01  # weight of the loss that lets a router know at sampling what it chose in training
 
 
 def widen(x):
@@ -94,23 +120,26 @@ class Residual(nn.Module):
     number l = 1 .. 2L belongs to sublayer l (odd l: attention, even l: MLP), number 2L + 1 opens and closes
     the stream.
 
-        start(embedding)       (B, T, C) -> stream
-        read(stream)           -> (B, T, C), the sublayer's input
-        keep(stream, tau)      -> (B, T) bool, the tokens that should run the sublayer; None: all of them
-        write(stream, update)  -> the stream after the sublayer's output (B, T, C) has been written
-        finish(stream)         -> (B, T, C), the input of the head
-        as_tensor(stream)      -> (B, T, C), the stream as one vector per token, for measurements
+        start(embedding)             (B, T, C) -> stream
+        read(stream)                 -> (B, T, C), the sublayer's input
+        gain(stream)                 -> (B, T, 1), how much the write will change, known before the sublayer runs
+        score(gain)                  -> (B, T), a token skips the sublayer where this is at most tau
+        write(stream, update, gain)  -> the stream after the sublayer's output (B, T, C) has been written
+        finish(stream)               -> (B, T, C), the input of the head
+        as_tensor(stream)            -> (B, T, C), the stream as one vector per token, for measurements
 
-    A skipped token is simply not written: its stream stays what it was. So `write` also gets streams of kept
-    tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
+    A skipped token is simply not written: its stream stays what it was. So `read` and `write` also get streams
+    of kept tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
     """
     gates = ()  # names of the parameters that train.py gives their own learning rate and no weight decay
+    one_tensor = True
+    knows_gain = False
 
     def start(self, x):
         return x
 
-    def keep(self, stream, tau):
-        return None  # a residual without a rule of its own runs every token
+    def gain(self, stream):
+        return None  # a residual that can't know it runs every token
 
     def as_tensor(self, stream):
         return stream
@@ -186,7 +215,7 @@ class Additive(Residual):
         # scaling the gain (C numbers) scales the norm's output (B T C numbers)
         return rms_norm(x, self.n_in if self.s is None else self.n_in * self.s)
 
-    def write(self, x, update):
+    def write(self, x, update, gain=None):
         if self.n_post is not None:
             update = rms_norm(update, self.n_post)
         if self.b is not None:
@@ -220,6 +249,8 @@ class NAG(Residual):
     may skip it: Mixture-of-Depths without a router.
     """
     gates = ("alpha", "beta", "w", "b", "p", "g")
+    one_tensor = False
+    knows_gain = True
 
     def __init__(self, config, l):
         super().__init__()
@@ -234,6 +265,8 @@ class NAG(Residual):
         self.w = nn.Parameter(torch.randn(n, C, generator=rng) * C ** -0.5)       # preferred directions
         self.b = nn.Parameter(torch.zeros(n))
         self.p = nn.Parameter(torch.zeros(n))                                     # logits of their weights
+        # train.py lets the step size rise from 0: the write brings even an untrained update to full size
+        self.register_buffer("warm", torch.ones(()), persistent=False)
 
     def initial_g(self):
         """The g that gives the first logits a standard deviation of nag_temp; with g = 0 they all but
@@ -254,21 +287,25 @@ class NAG(Residual):
     def read(self, stream):
         return stream[0]
 
-    def gain(self, r):
-        """alpha m(r), signed (B, T, 1): the relative size of the write that r is about to get, eq. 13."""
+    def modulator(self, r):
+        """m(r) (..., 1) in (0, 1], eq. 13."""
         with torch.autocast(r.device.type, enabled=False):   # the skip decision hangs on it: not in bf16
-            alpha, beta, w, b, p = map(widen, (self.alpha, self.beta, self.w, self.b, self.p))
-            near = torch.sigmoid(F.linear(widen(r), w, b))  # (B, T, n)
-            base = F.linear(near, p.softmax(0)[None])       # (B, T, 1), in (0, 1)
+            beta, w, b, p = map(widen, (self.beta, self.w, self.b, self.p))
+            near = torch.sigmoid(F.linear(widen(r), w, b))  # (..., n)
+            base = F.linear(near, p.softmax(0)[None])       # (..., 1), in (0, 1)
             # as exp(beta log), with a floor: 0 ** beta has an infinite slope, and has ended runs of others
-            return alpha * torch.exp(F.softplus(beta) * base.clamp_min(1e-6).log())
+            return torch.exp(F.softplus(beta) * base.clamp_min(1e-6).log())
 
-    def keep(self, stream, tau):
-        return self.gain(stream[0]).abs().squeeze(-1) > tau
+    def gain(self, stream):
+        """alpha m(r), signed (..., 1): the relative size of the write that the stream is about to get."""
+        return widen(self.alpha) * self.warm * self.modulator(stream[0])
 
-    def write(self, stream, f):
+    def score(self, gain):
+        return (gain if self.config.mod_on == "gain" else gain / (self.alpha * self.warm)).abs().squeeze(-1)
+
+    def write(self, stream, f, gain=None):
         r, s = stream
-        a = self.gain(r)
+        a = self.gain(stream) if gain is None else gain
         turned = nag_write(widen(r), widen(f), a)
         if r.dtype in (torch.bfloat16, torch.float16):  # rounding would add up: measure the norm
             turned = rms_norm(turned).to(r.dtype)
@@ -299,6 +336,8 @@ RESIDUALS = {**{name: partial(Additive, name) for name in PRESETS}, "nag": NAG}
 
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys."""
+    mixes_tokens = True
+
     def __init__(self, config):
         super().__init__()
         C, self.n_head, self.hs = config.n_embd, config.n_head, config.n_embd // config.n_head
@@ -313,59 +352,55 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, rows=None):
         """
-        x (B, T, C) -> (B, T, C). With rows, the (N,) kept tokens of the B T tokens: -> (N, C), and nothing
-        but their keys and values is computed of the others. With a cache (keys, values, start): the tokens
-        continue it.
+        x (B, T, C) -> (B, T, C). With rows, the N kept tokens: -> (N, C), of which x holds all tokens (B, T, C),
+        whose keys and values are all projected, or the kept ones only (N, C).
         """
-        B, T, C = x.shape
         if rows is None:
             qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
             q, k = rotate_normed(qk, rope).chunk(2, dim=-2)                          # (B, T, nh, hs) each
-            keys, values, start = extend(cache, k, v)
-            # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a
-            # mask
-            later = start > 0 and T > 1
-            mask = causal_mask(torch.arange(start, start + T, device=x.device), keys) if later else None
-            causal = T > 1 and not later
-            y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, is_causal=causal)
-            return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
-        w_q, w_kv = self.c_attn.weight.split((C, 2 * C))
-        k, v = map(self.heads, F.linear(x, w_kv).split(C, dim=-1))
-        rope = rope[:, :self.n_head]
-        keys, values, start = extend(cache, rotate_normed(k, rope), v)
-        q = self.heads(F.linear(x.flatten(0, 1)[rows], w_q))                         # (N, nh, hs)
-        sequence, place = rows // T, rows % T
-        q = rotate_normed(q, rope[place])
-        # attention wants a rectangle: the kept tokens of a sequence move to its left, the slots they leave
-        # stay zero
-        count = torch.bincount(sequence, minlength=B)
-        slot = torch.arange(len(rows), device=x.device) - (count.cumsum(0) - count)[sequence]
-        K = int(count.max())
-        padded = q.new_zeros(B, K, *q.shape[1:]).index_put((sequence, slot), q)      # (B, K, nh, hs)
-        position = place.new_zeros(B, K).index_put((sequence, slot), place + start)
-        y = F.scaled_dot_product_attention(padded.transpose(1, 2), keys, values, causal_mask(position, keys))
-        return self.c_proj(y.transpose(1, 2)[sequence, slot].flatten(-2))
+            keys, values, start = (k, v, 0) if cache is None else cache.append(k, v)
+            T, S = q.shape[1], keys.shape[1]
+            # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a mask
+            mask = causal_mask(torch.arange(start, S, device=x.device), S) if 1 < T < S else None
+            y = attend(q, keys, values, mask, is_causal=mask is None and T > 1)
+            return self.c_proj(y.flatten(-2))
+        turn = rope[rows.place]                                                      # (N, 2 nh, hs)
+        if x.dim() == 3:
+            w_q, w_kv = self.c_attn.weight.split((x.shape[-1], 2 * x.shape[-1]))
+            k, v = self.heads(F.linear(x, w_kv)).chunk(2, dim=-2)
+            k = rotate_normed(k, rope[:, :self.n_head])
+            keys, values, start = (k, v, 0) if cache is None else cache.append(k, v)
+            if len(turn) == 0:
+                return x.new_empty(0, x.shape[-1])
+            q = rotate_normed(self.heads(F.linear(x.flatten(0, 1)[rows.index], w_q)), turn[:, :self.n_head])
+            position, keys, values = rows.place + start, rows.alive(keys), rows.alive(values)
+        else:
+            if len(turn) == 0:
+                return x
+            qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
+            q, k = rotate_normed(qk, turn).chunk(2, dim=-2)
+            # a key's number is its place among the kept ones; the rotation knows its position in the text
+            keys, values, position = ((rows.pad(k), rows.pad(v), rows.slot) if cache is None
+                                      else cache.append_rows(k, v, rows))
+        mask = causal_mask(rows.pad(position), keys.shape[1])
+        return self.c_proj(rows.unpad(attend(rows.pad(q), keys, values, mask)).flatten(-2))
 
 
-def extend(cache, k, v):
-    """Append k, v (B, T, nh, hs) to the cache, if any. -> all keys and values (B, nh, S, hs), and where T
-    starts."""
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    if cache is None:
-        return k, v, 0
-    keys, values, start = cache
-    end = start + k.shape[2]
-    keys[:, :, start:end], values[:, :, start:end] = k, v
-    return keys[:, :, :end], values[:, :, :end], start
+def attend(q, k, v, mask=None, is_causal=False):
+    """q (B, K, nh, hs), k, v (B, S, nh, hs) -> (B, K, nh, hs)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).transpose(1, 2)
 
 
-def causal_mask(position, keys):
+def causal_mask(position, S):
     """position (T,) or (B, T) of the queries -> bool (T, S) or (B, 1, T, S), true where a key may be seen."""
-    seen = torch.arange(keys.shape[2], device=keys.device) <= position[..., None]
+    seen = torch.arange(S, device=position.device) <= position[..., None]
     return seen if position.dim() == 1 else seen[:, None]
 
 
 class MLP(nn.Module):
+    mixes_tokens = False
+
     def __init__(self, config):
         super().__init__()
         self.activation = config.activation
@@ -377,8 +412,8 @@ class MLP(nn.Module):
         return self.c_fc.weight
 
     def forward(self, x, rope=None, cache=None, rows=None):
-        """x (B, T, C) -> (B, T, C), or (N, C) for the kept rows of the B T tokens."""
-        x = self.c_fc(x if rows is None else x.flatten(0, 1)[rows])
+        """x (..., C) -> (..., C)"""
+        x = self.c_fc(x)
         if self.activation == "gelu":
             x = F.gelu(x)
         elif self.activation == "relu2":
@@ -398,42 +433,141 @@ def mlp_shape(config):
     return (int(config.mlp_ratio * config.n_embd),) * 2
 
 
-# ----------------------------------------------------------------------------- block and model
+# ----------------------------------------------------------------------------- skipping
+
+class Rows:
+    """
+    The N kept tokens of a batch, keep (B, T), in their order, and a rectangle for attention: S sequences, those
+    with a kept token, by K slots, as many as the longest needs. Kept tokens move to its left, the rest is zero.
+    """
+    def __init__(self, keep):
+        T = keep.shape[1]
+        self.index = keep.flatten().nonzero().squeeze(1)                             # (N,), numbers among the B T
+        self.sequence, self.place = self.index // T, self.index % T                  # (N,)
+        self.count = keep.sum(1)                                                     # (B,)
+        self.full = self.count > 0
+        self.slot = torch.arange(len(self.index), device=keep.device)
+        self.slot = self.slot - (self.count.cumsum(0) - self.count)[self.sequence]   # (N,)
+        self.row = (self.full.cumsum(0) - 1)[self.sequence]                          # (N,), among the S
+        self.shape = int(self.full.sum()), int(self.count.max())                     # S, K
+
+    def alive(self, x):
+        """(B, ...) -> (S, ...)"""
+        return x if len(x) == self.shape[0] else x[self.full]
+
+    def pad(self, x):
+        """(N, ...) -> (S, K, ...)"""
+        if len(x) == self.shape[0] * self.shape[1]:
+            return x.unflatten(0, self.shape)
+        return x.new_zeros(*self.shape, *x.shape[1:]).index_put((self.row, self.slot), x)
+
+    def unpad(self, x):
+        """(S, K, ...) -> (N, ...)"""
+        return x.flatten(0, 1) if len(self.slot) == x.shape[0] * x.shape[1] else x[self.row, self.slot]
+
 
 def take(stream, rows):
     """The kept tokens of a stream: tensors (B, T, ...) -> (N, ...)."""
-    return tuple(take(x, rows) for x in stream) if isinstance(stream, tuple) else stream.flatten(0, 1)[rows]
+    return tuple(take(x, rows) for x in stream) if isinstance(stream, tuple) else stream.flatten(0, 1)[rows.index]
 
 
 def put(stream, rows, kept):
     """The stream with the kept tokens replaced. The inverse of take."""
     if isinstance(stream, tuple):
         return tuple(put(x, rows, k) for x, k in zip(stream, kept))
-    return stream.flatten(0, 1).index_copy(0, rows, kept).view_as(stream)
+    return stream.flatten(0, 1).index_copy(0, rows.index, kept).view_as(stream)
 
 
-def step(stream, residual, sublayer, rope, cache=None, tau=None):
-    """One sublayer. With a threshold tau, the tokens that the residual wants to skip are gathered away
-    first."""
-    keep = None if tau is None else residual.keep(stream, tau)                       # (B, T)
-    if keep is None:
-        return residual.write(stream, sublayer(residual.read(stream), rope, cache))
-    rows = keep.flatten().nonzero().squeeze(1)                                       # (N,)
-    update = sublayer(residual.read(stream), rope, cache, rows)                      # (N, C)
-    return put(stream, rows, residual.write(take(stream, rows), update))
+class Skip(NamedTuple):
+    """What decides whether a token runs one sublayer."""
+    keep: torch.Tensor | None = None    # (B, T), decided already; or
+    tau: torch.Tensor | None = None     # (), skip where the residual's score is at most this, but
+    force: torch.Tensor | None = None   # (B, T), tokens that run all the same (exploration in training), and
+    floor: float = 0.0                  # at least this share of the tokens, those with the highest score
+    kv: str = "kept"                    # attention projects keys and values of `all` tokens or of `kept` ones
+    scale: torch.Tensor | None = None   # (), of the update (layer_drop)
 
+    def choose(self, residual, gain):
+        """-> (B, T) bool, or None: every token, because the residual has no gain."""
+        if self.keep is not None or gain is None:
+            return self.keep
+        with torch.no_grad():   # a hard decision; the gates learn from the tokens that do run
+            score = residual.score(gain)
+            keep = score > self.tau
+            if self.force is not None:
+                keep = keep | self.force
+            if self.floor:
+                at_least = math.ceil(self.floor * score.numel())
+                keep = keep | (score >= score.flatten().topk(at_least).values[-1])
+        return keep
+
+
+def step(stream, residual, sublayer, rope, cache=None, skip=None):
+    """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; keep None: on all."""
+    gain = residual.gain(stream)
+    keep = None if skip is None else skip.choose(residual, gain)
+    if keep is None or (skip.kv == "all" or cache is None) and keep.all():
+        update = sublayer(residual.read(stream), rope, cache)
+        update = update if skip is None or skip.scale is None else update * skip.scale
+        return residual.write(stream, update, gain), keep
+    rows = Rows(keep)
+    kept = take(stream, rows)
+    if sublayer.mixes_tokens and skip.kv == "all":
+        update = sublayer(residual.read(stream), rope, cache, rows)                  # (N, C)
+    elif len(rows.index) == 0:
+        return stream, keep
+    else:
+        update = sublayer(residual.read(kept), rope, cache, rows)
+    update = update if skip.scale is None else update * skip.scale
+    kept = residual.write(kept, update, None if gain is None else take(gain, rows))
+    return put(stream, rows, kept), keep
+
+
+# ----------------------------------------------------------------------------- block and model
 
 class Block(nn.Module):
-    """Two sublayers, each with its residual. i counts blocks from 0, so the sublayers are 2i + 1 and 2i +
-    2."""
+    """Two sublayers, each with its residual. i counts blocks from 0: the sublayers are 2i + 1 and 2i + 2."""
     def __init__(self, config, i):
         super().__init__()
         self.attn, self.attn_residual = Attention(config), RESIDUALS[config.residual](config, 2 * i + 1)
         self.mlp, self.mlp_residual = MLP(config), RESIDUALS[config.residual](config, 2 * i + 2)
 
-    def forward(self, stream, rope, cache=None, tau=None):
-        stream = step(stream, self.attn_residual, self.attn, rope, cache, tau)
-        return step(stream, self.mlp_residual, self.mlp, rope, tau=tau)
+    def forward(self, stream, rope, cache=None, skips=(None, None)):
+        """-> (stream, (keep of the attention, keep of the MLP)), see step."""
+        stream, keep_attn = step(stream, self.attn_residual, self.attn, rope, cache, skips[0])
+        stream, keep_mlp = step(stream, self.mlp_residual, self.mlp, rope, None, skips[1])
+        return stream, (keep_attn, keep_mlp)
+
+
+class RoutedBlock(Block):
+    """
+    A block with the router of Raposo et al. 2024 (arXiv:2404.02258). A linear map gives every token a weight; the
+    block is for the tokens with the largest weights of a sequence, and its change is multiplied by the weight,
+    which teaches the router. The largest weights of a sequence depend on its future: outside of training, a token
+    runs if its own weight is above 0, which an auxiliary loss teaches the router to agree with.
+    """
+    def __init__(self, config, i):
+        super().__init__(config, i)
+        self.router = nn.Linear(config.n_embd, 1, bias=False)
+        self.rate = 2 * config.mod_rate     # only every second block is routed
+
+    def forward(self, x, rope, cache=None, skips=None):
+        """-> (stream, (keep, keep), auxiliary loss)"""
+        weight = self.router(rms_norm(x)).squeeze(-1)     # (B, T); of the norm, since streams grow with depth
+        if self.training:
+            at_least = max(1, round((1 - self.rate) * x.shape[1]))
+            keep = torch.zeros_like(weight, dtype=torch.bool)
+            keep = keep.scatter(1, weight.topk(at_least, dim=1).indices, True)
+        else:
+            keep = weight > 0
+        auxiliary = F.binary_cross_entropy_with_logits(widen(weight), keep.to(widen(weight).dtype))
+        rows = Rows(keep)
+        if len(rows.index):
+            before = kept = take(x, rows)                                            # (N, C)
+            for residual, sublayer in ((self.attn_residual, self.attn), (self.mlp_residual, self.mlp)):
+                kept = residual.write(kept, sublayer(residual.read(kept), rope, cache, rows))
+            x = put(x, rows, before + take(weight[..., None], rows) * (kept - before))
+        return x, (keep, keep), auxiliary
 
 
 class GPT(nn.Module):
@@ -444,7 +578,8 @@ class GPT(nn.Module):
             raise ValueError("\n".join(config.problems()))
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.n_layer))
+        routed = lambda i: config.mod == "router" and i % 2 == 1
+        self.blocks = nn.ModuleList((RoutedBlock if routed(i) else Block)(config, i) for i in range(config.n_layer))
         self.ends = RESIDUALS[config.residual](config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie:
@@ -454,6 +589,9 @@ class GPT(nn.Module):
         # (block_size, 2 nh, hs), the same for all heads of q and k: long rows are faster than short ones
         pairs = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(1)           # cos, sin, cos, sin, ...
         self.register_buffer("turn", pairs[:, None].repeat(1, 2 * config.n_head, 1), persistent=False)
+        # the thresholds of a model that is trained with skipping: train.py moves them, evaluation leaves them
+        trained = config.mod == "geometric" and config.mod_rate > 0
+        self.register_buffer("tau", torch.full((2 * config.n_layer,), -1.0) if trained else None)
         self.init_weights()
 
     @torch.no_grad()
@@ -477,56 +615,96 @@ class GPT(nn.Module):
     def rope(self, start, T):
         return self.turn[start:start + T]
 
-    def hidden(self, idx, cache=None, tau=None):
-        """idx (B, T) -> what the head reads (B, T, C). tau: skip threshold, a number (Mixture-of-Depths)."""
-        start = 0 if cache is None else cache.length
-        if start + idx.shape[1] > self.config.block_size:
-            raise ValueError(f"{start + idx.shape[1]} tokens do not fit block_size {self.config.block_size}")
-        rope = self.rope(start, idx.shape[1])
+    def skips(self, B, T, tau=None, generator=None):
+        """A pair of Skips per block. tau: one threshold or 2L; default: those that the model was trained with."""
+        c, n, device = self.config, 2 * self.config.n_layer, self.turn.device
+        draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
+        tau, pairs = self.tau if tau is None else tau, [None] * n
+        if tau is not None:
+            tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n)
+            learning = self.training and c.mod_rate > 0
+            force = draw(B, T) < c.mod_explore if learning else [None] * n
+            floor = c.mod_floor if learning else 0.0
+            pairs = [Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv) for l in range(n)]
+        elif self.training and c.layer_drop:
+            drop = torch.full((n,), c.layer_drop, device=device)
+            if c.layer_drop_rule == "linear":
+                drop = drop * torch.arange(1, n + 1, device=device) / n
+            keep = (draw(B) >= drop[:, None])[..., None].expand(n, B, T)
+            pairs = [Skip(keep=keep[l], scale=1 / (1 - drop[l])) for l in range(n)]
+        return list(zip(pairs[::2], pairs[1::2]))
+
+    def hidden(self, idx, cache=None, tau=None, generator=None, kept=None):
+        """idx (B, T) -> what the head reads (B, T, C), the routers' auxiliary loss. The rest: see forward."""
+        B, T, start = *idx.shape, 0 if cache is None else cache.length
+        if start + T > self.config.block_size:
+            raise ValueError(f"{start + T} tokens do not fit block_size {self.config.block_size}")
+        rope, skips, auxiliary = self.rope(start, T), self.skips(B, T, tau, generator), []
         stream = self.ends.start(self.wte(idx))
-        for i, block in enumerate(self.blocks):
-            stream = block(stream, rope, cache and cache.layer(i), tau)
+        for i, (block, pair) in enumerate(zip(self.blocks, skips)):
+            stream, keeps, *loss = block(stream, rope, cache and cache.layer(i), pair)
+            auxiliary += loss
+            if kept is not None:
+                kept += keeps
         if cache is not None:
-            cache.length += idx.shape[1]
-        return self.ends.finish(stream)
+            cache.length += T
+        return self.ends.finish(stream), sum(auxiliary) / max(1, len(auxiliary))
 
     def head(self, x):
         """(..., C) -> logits (..., V)."""
         return F.linear(x, self.ends.head_weight(self.lm_head.weight))
 
-    def forward(self, idx, targets=None, cache=None, tau=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None without
-        targets)."""
-        logits = self.head(self.hidden(idx, cache, tau))
+    def forward(self, idx, targets=None, cache=None, tau=None, generator=None, kept=None):
+        """
+        idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None without targets; in
+        training plus the routers' auxiliary loss). tau: skip thresholds, a number or 2L of them; default those of
+        the training, -1 skips nothing. generator: of the random skips of training. kept: a list that gets, per
+        sublayer, the tokens that ran, (B, T) bool, or None if the sublayer has nothing to decide by.
+        """
+        x, auxiliary = self.hidden(idx, cache, tau, generator, kept)
+        logits = self.head(x)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten())
+        return logits, loss + ROUTER_LOSS * auxiliary if self.training else loss
 
-    def walk(self, idx, without=()):
+    def walk(self, idx, without=(), tau=None):
         """
         The forward pass one sublayer at a time, for measurements. Yields (l, stream before, stream after) for
         l = 1 .. 2L, then (2L + 1, last stream, logits). The sublayers numbered in `without` are skipped: they
-        do not run, and the stream passes them unchanged.
+        do not run, and the stream passes them unchanged. A block with a router runs whole, or not at all: raises
+        ValueError.
         """
+        if self.config.mod == "router":
+            raise ValueError("a block with a router has no sublayers to look at one by one")
         rope, stream = self.rope(0, idx.shape[1]), self.ends.start(self.wte(idx))
-        for l, (residual, sublayer) in enumerate(self.sublayers(), start=1):
-            before, stream = stream, stream if l in without else step(stream, residual, sublayer, rope)
+        skips = [skip for pair in self.skips(*idx.shape, tau) for skip in pair]
+        for l, ((residual, sublayer), skip) in enumerate(zip(self.sublayers(), skips), start=1):
+            before = stream
+            if l not in without:
+                stream, _ = step(stream, residual, sublayer, rope, skip=skip)
             yield l, before, stream
         yield l + 1, stream, self.head(self.ends.finish(stream))
 
     @torch.no_grad()
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None,
-                      n_vocab=None, tau=None):
-        """Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0 is
-        greedy."""
+                      n_vocab=None, tau=None, kept=None):
+        """
+        Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0 is greedy.
+        kept: a list that gets one list per token: what forward's kept gets in the pass that led to it.
+        """
         cache = KVCache(self, idx.shape[0])
         for _ in range(max_new_tokens):
             if cache.length == 0 or cache.length == self.config.block_size:
                 # empty or full: (re)start from the newest tokens. Keeping half makes that rare enough to cost
                 # little
                 keep = self.config.block_size if cache.length == 0 else self.config.block_size // 2
-                cache.length, fresh = 0, idx[:, -max(1, keep):]
-            logits = self.head(self.hidden(fresh, cache, tau)[:, -1])[:, :n_vocab]
+                cache.clear()
+                fresh = idx[:, -max(1, keep):]
+            ran = None if kept is None else []
+            logits = self.head(self.hidden(fresh, cache, tau, kept=ran)[0][:, -1])[:, :n_vocab]
+            if kept is not None:
+                kept.append(ran)
             fresh = pick(widen(logits), temperature, top_k, top_p, generator)
             idx = torch.cat((idx, fresh), dim=1)
             yield fresh
@@ -541,33 +719,69 @@ class GPT(nn.Module):
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
         blocks = c.n_layer * c.n_embd * (4 * c.n_embd + fan_out + hidden)
         tables = c.vocab_size * c.n_embd * (1 if c.tie else 2)
-        return blocks + tables + sum(residual.cost()[0] for residual in self.residuals())
+        routers = c.n_layer // 2 * c.n_embd if c.mod == "router" else 0
+        return blocks + tables + routers + sum(residual.cost()[0] for residual in self.residuals())
 
-    def flops_per_token(self, T=None):
+    def flops_per_token(self, T=None, share=None):
         """
         Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
-        though half are masked.
+        though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
         """
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
-        T = c.block_size if T is None else T
-        block = 2 * c.n_embd * (4 * c.n_embd + fan_out + hidden) + 4 * T * c.n_embd
-        return c.n_layer * block + 2 * c.vocab_size * c.n_embd + sum(r.cost()[1] for r in self.residuals())
+        T, C = c.block_size if T is None else T, c.n_embd
+        share = [1.0] * (2 * c.n_layer) if share is None else share
+        total = 2 * c.vocab_size * C + sum(r.cost()[1] for r in self.residuals())
+        for i, (attn, mlp) in enumerate(zip(share[::2], share[1::2])):
+            routed = isinstance(self.blocks[i], RoutedBlock)
+            # tokens whose keys and values are projected, and kept tokens' queries, output and scores
+            known = 1.0 if c.mod_kv == "all" and not routed and not (self.training and c.layer_drop) else attn
+            total += 4 * C * C * (known + attn) + 4 * T * known * C * attn
+            total += 2 * C * (fan_out + hidden) * mlp + (2 * C if routed else 0)
+        return total
 
     def residuals(self):
         return [residual for residual, _ in self.sublayers()] + [self.ends]
 
 
 class KVCache:
-    """Keys and values of the tokens so far, room for block_size of them: (L, B, nh, block_size, hs) each."""
+    """Keys and values of the tokens so far, room for block_size of them: (L, B, block_size, nh, hs) each."""
     def __init__(self, model, batch_size):
         c, weight = model.config, model.lm_head.weight
-        shape = c.n_layer, batch_size, c.n_head, c.block_size, c.n_embd // c.n_head
+        shape = c.n_layer, batch_size, c.block_size, c.n_head, c.n_embd // c.n_head
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
+        # tokens that a block which stores only the kept ones has stored, per sequence
+        self.count = torch.zeros(shape[:2], dtype=torch.long, device=weight.device)
         self.length = 0
 
+    def clear(self):
+        self.length = 0
+        self.count.zero_()
+
     def layer(self, i):
-        return self.keys[i], self.values[i], self.length
+        return LayerCache(self.keys[i], self.values[i], self.count[i], self.length)
+
+
+@dataclass
+class LayerCache:
+    keys: torch.Tensor      # (B, block_size, nh, hs)
+    values: torch.Tensor
+    count: torch.Tensor     # (B,)
+    length: int
+
+    def append(self, k, v):
+        """k, v (B, T, nh, hs) -> all keys and values (B, S, nh, hs), and where the T start."""
+        end = self.length + k.shape[1]
+        self.keys[:, self.length:end], self.values[:, self.length:end] = k, v
+        return self.keys[:, :end], self.values[:, :end], self.length
+
+    def append_rows(self, k, v, rows):
+        """k, v (N, nh, hs) of the kept tokens -> keys, values (S, longest, nh, hs), the new ones' numbers (N,)."""
+        number = self.count[rows.sequence] + rows.slot
+        self.keys[rows.sequence, number], self.values[rows.sequence, number] = k, v
+        self.count += rows.count
+        longest = int(self.count.max())
+        return rows.alive(self.keys[:, :longest]), rows.alive(self.values[:, :longest]), number
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

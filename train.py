@@ -46,13 +46,15 @@ class TrainConfig:
     grad_accum: int = 1            # forward and backward passes per optimizer step
     max_iters: int = 0             # end after this many optimizer steps; with none of the three, 420
     max_tokens: float = 0          # end after this many training tokens
-    max_flops: float = 0           # end after this many matmul FLOPs
+    max_flops: float = 0           # end after this many matmul FLOPs, those that skipping saved not counted
     lr: float = 3e-3               # peak learning rate
     gate_lr: float = 1e-3          # peak learning rate of the residual's gates (nag: alpha, beta, w, b, p, g)
     min_lr: float = 0.1            # final learning rate / peak
-    warmup: float = 0.05           # share of the steps with a rising learning rate
+    warmup: float = 0.05           # share of the run with a rising learning rate
+    alpha_warmup: float = 0.0      # nag: share of the run in which the step sizes alpha rise from 0
+    mod_ramp: float = 0.1          # share of the run in which mod_rate rises from 0, after the warm-ups
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay
-    decay: float = 0.2             # wsd: share of the steps with a falling learning rate
+    decay: float = 0.2             # wsd: share of the run with a falling learning rate
     weight_decay: float = 0.1      # of matrices only
     beta1: float = 0.9             # AdamW's first momentum
     beta2: float = 0.95            # AdamW's second momentum
@@ -72,7 +74,7 @@ class TrainConfig:
         for name in ("max_iters", "max_tokens", "max_flops", "lr", "gate_lr", "weight_decay", "grad_clip"):
             if not 0 <= getattr(self, name) < math.inf:
                 bad.append(f"--{name} {getattr(self, name)}: must be a finite number, 0 or more")
-        for name in ("min_lr", "warmup", "decay", "beta1", "beta2"):
+        for name in ("min_lr", "warmup", "alpha_warmup", "mod_ramp", "decay", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be from 0 to 1")
         ends = [f"--{name}" for name in ("max_iters", "max_tokens", "max_flops") if getattr(self, name)]
@@ -233,17 +235,84 @@ def val_windows(data, T, n):
 
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, autocast, rank=0, world_size=1):
-    """Mean loss in nats per token and bits per byte of text, over windows x, y (n, T). token_bytes (V,)."""
-    total = torch.zeros(2, dtype=torch.float64)
+    """
+    Over windows x, y (n, T): mean loss in nats per token, bits per byte of text, share of the sublayer runs that
+    were skipped. token_bytes (V,).
+    """
+    total = torch.zeros(4, dtype=torch.float64)
     for i in range(rank * batch_size, len(x), world_size * batch_size):
         xi, yi = (t[i:i + batch_size].to(model.turn.device) for t in (x, y))
+        kept = []
         with autocast():
-            total += torch.tensor([model(xi, yi)[1].item() * yi.numel(), token_bytes[yi.cpu()].sum().item()])
+            loss = model(xi, yi, kept=kept)[1].item()
+        skipped = yi.numel() * (1 - sum(shares(kept)) / len(kept))
+        total += torch.tensor([loss * yi.numel(), token_bytes[yi.cpu()].sum().item(), skipped, yi.numel()])
     if world_size > 1:
         total = total.to(model.turn.device)
         dist.all_reduce(total)
-    nats, n_bytes = total.tolist()
-    return nats / y.numel(), nats / math.log(2) / max(1, n_bytes)
+    nats, n_bytes, skipped, n = total.tolist()
+    return nats / n, nats / math.log(2) / max(1, n_bytes), skipped / n
+
+
+# ----------------------------------------------------------------------------- skipping
+
+def shares(kept):
+    """The masks that GPT.forward has put into its `kept` -> share of the tokens that ran each sublayer, (2L,)."""
+    return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
+
+
+def groups(config):
+    """The sublayers that share one threshold, as slices of the 2L."""
+    n = 2 * config.n_layer
+    return {"global": [slice(n)], "kind": [slice(0, n, 2), slice(1, n, 2)],
+            "layer": [slice(l, l + 1) for l in range(n)]}[config.mod_scope]
+
+
+@torch.no_grad()
+def calibrate(model, batches, rate, tolerance=0.0025):
+    """
+    Thresholds (2L,) with which the model skips the share `rate` of its sublayer runs on the batches, a list of
+    idx (B, T), and the share that it really skips. They are quantiles of the dense model's scores; since skipping
+    changes what later sublayers see, which quantile is found by bisection.
+    """
+    def forward(tau):   # -> scores (2L, tokens), realised rate
+        scores, ran = [], []
+        for idx in batches:
+            walk = zip(model.walk(idx, tau=tau), model.sublayers())
+            scores.append(torch.stack([r.score(r.gain(before)).flatten() for (_, before, _), (r, _) in walk]))
+            ran.append((scores[-1] > torch.as_tensor(tau).expand(len(scores[-1]))[:, None].to(scores[-1])).double())
+        return torch.cat(scores, 1), 1 - torch.cat(ran, 1).mean().item()
+
+    dense, _ = forward(-1.0)
+    tau, low, high, realised = torch.full((len(dense),), -1.0), 0.0, 1.0, 0.0
+    best = tau, realised
+    for _ in range(20 if rate else 0):
+        for group in groups(model.config):
+            ordered = dense[group].flatten().sort().values   # torch.quantile has a limit of 2 ** 24 numbers
+            tau[group] = ordered[min(len(ordered) - 1, int((low + high) / 2 * len(ordered)))].item()
+        _, realised = forward(tau)
+        if abs(realised - rate) <= abs(best[1] - rate):
+            best = tau.clone(), realised
+        if abs(realised - rate) <= tolerance:
+            break
+        low, high = ((low + high) / 2, high) if realised < rate else (low, (low + high) / 2)
+    return best
+
+
+def steer(model, ran, target):
+    """An integral controller on log tau: raise it where a group of sublayers skips less than the target."""
+    skipped = 1 - torch.tensor(ran, device=model.tau.device)
+    for group in groups(model.config):
+        model.tau[group] *= torch.exp(0.5 * (target - skipped[group].mean()))
+
+
+@torch.no_grad()
+def gate_health(model, idx):
+    """Mean gain in each quarter of the depth, and how many sublayers are as good as shut (mean gain below 5 %)."""
+    walk = zip(model.walk(idx, tau=-1), model.sublayers())
+    gains = torch.stack([residual.gain(before).abs().mean() for (_, before, _), (residual, _) in walk])
+    return dict(gain_by_depth=[part.mean().item() for part in gains.tensor_split(4)],
+                dead_sublayers=(gains < 0.05).sum().item())
 
 
 # ----------------------------------------------------------------------------- checkpoints
@@ -319,15 +388,17 @@ def make_optimizer(model, config):
     return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), weight_decay=0.0, fused=True)
 
 
-def lr_share(config, step, n_steps):
-    """Learning rate of a step as a share of its peak: linear warm-up, then cosine or wsd down to min_lr."""
-    warmup = config.warmup * n_steps
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
+def lr_share(config, progress, one_step):
+    """
+    Learning rate as a share of its peak: linear warm-up, then cosine or wsd down to min_lr. Both arguments are
+    shares of the run: what is done, and what one step does.
+    """
+    if progress < config.warmup:
+        return (progress + one_step) / (config.warmup + one_step)
     if config.schedule == "cosine":
-        fall = 0.5 - 0.5 * math.cos(math.pi * (step - warmup) / max(1, n_steps - warmup))
+        fall = 0.5 - 0.5 * math.cos(math.pi * (progress - config.warmup) / max(one_step, 1 - config.warmup))
     else:
-        fall = max(0.0, 1 - (n_steps - step) / max(1, config.decay * n_steps))
+        fall = max(0.0, 1 - (1 - progress) / max(one_step, config.decay))
     return 1 - (1 - config.min_lr) * fall
 
 
@@ -409,7 +480,8 @@ def main(argv=None):
     ckpt = load_checkpoint(out / "ckpt.pt", gpt) if config.resume else None
     model = GPT(gpt).to(device)
     optimizer = make_optimizer(model, config)
-    step, best_val, since = 0, math.inf, torch.zeros(2, dtype=torch.float64)   # since: see the status line
+    step, best_val, spent = 0, math.inf, 0.0   # spent: FLOPs
+    since = torch.zeros(3, dtype=torch.float64)   # see the status line
     if ckpt:
         model.load_state_dict(ckpt["model"])
         settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
@@ -417,20 +489,22 @@ def main(argv=None):
         for group, now in zip(optimizer.param_groups, settings):
             group.update(now)   # the moments are the checkpoint's, learning rates and decay are the flags'
         torch.set_rng_state(ckpt["rng"])
-        step, best_val, since = ckpt["step"], ckpt["best_val"], ckpt["since"]
-    since = since.to(device)   # sum and number of the losses after the last status line
+        step, best_val, since, spent = ckpt["step"], ckpt["best_val"], ckpt["since"], ckpt["flops"]
+    since = since.to(device)   # after the last status line: sum of losses, number of steps, sum of skipped shares
     if config.compile if config.compile is not None else "cuda" in device:
         # the blocks share one graph, so the time to compile doesn't grow with depth
         for block in model.blocks:
             block.compile()
-    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    # layer_drop may leave a process without any token for a sublayer
+    ddp = DistributedDataParallel(model, find_unused_parameters=gpt.layer_drop > 0) if world_size > 1 else model
 
     # length of the run
     parts = config.grad_accum * world_size   # of a batch
-    tokens_per_step, flops_per_token = config.batch_size * T, 3 * model.flops_per_token()
+    tokens_per_step, dense_flops = config.batch_size * T, 3 * model.flops_per_token()   # a step: per token
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
-               or math.ceil(config.max_flops / tokens_per_step / flops_per_token) or 420)
-    if step > n_steps:
+               or math.ceil(config.max_flops / tokens_per_step / dense_flops) or 420)   # more of them if some skip
+    done = lambda: spent / config.max_flops if config.max_flops else step / n_steps
+    if done() > 1 and not config.max_flops or config.max_flops and done() > 1 + 1 / n_steps:
         raise SystemExit(f"--out {out}: is at step {step} already, beyond the end at {n_steps}; "
                          f"give a later one, such as --max_iters {2 * step}")
     device_name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
@@ -461,7 +535,7 @@ def main(argv=None):
     def save():
         if rank == 0:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
-                         best_val=best_val, since=since, rng=torch.get_rng_state(),
+                         best_val=best_val, since=since, flops=spent, rng=torch.get_rng_state(),
                          model_config=dataclasses.asdict(gpt))
             write_file(out / "ckpt.pt", lambda f: torch.save(state, f))
 
@@ -479,11 +553,14 @@ def main(argv=None):
                              f"{out}/ckpt.pt holds step {saved}: resume it with a lower --lr")
 
     timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
+    warms = [residual.warm for residual in model.residuals() if hasattr(residual, "warm")]
+    skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
+    ramp_start = max(config.warmup, config.alpha_warmup)
     while True:
         # checkpoint first: an evaluation that runs out of memory must not cost the run
         ask = world_size == 1 or step % config.log_interval == 0   # asking other processes takes time
         ending = ask and stopping(stop, device, world_size)
-        if step % config.eval_interval == 0 or step == n_steps or ending:
+        if step % config.eval_interval == 0 or done() >= 1 or ending:
             if step > first:
                 check(loss.item(), norm.item())
             save()
@@ -493,54 +570,78 @@ def main(argv=None):
             paused = time.perf_counter()
             model.eval()
             at_once = config.batch_size // parts   # as many windows as training has in memory
-            val_loss, bpb = evaluate(model, *val, token_bytes, at_once, autocast, rank, world_size)
+            val_loss, bpb, skipped = evaluate(model, *val, token_bytes, at_once, autocast, rank, world_size)
+            health = gate_health(model, val[0][:4].to(device)) if model.ends.knows_gain else {}
             model.train()
-            say(f"step {step:5d} | validation loss {val_loss:.4f} | {bpb:.4f} bits per byte", flush=True)
-            log(step=step, tokens=step * tokens_per_step, val_loss=val_loss, val_bpb=bpb)
+            say(f"step {step:5d} | validation loss {val_loss:.4f} | {bpb:.4f} bits per byte"
+                + (f" | {skipped:.1%} skipped" if gpt.mod_rate else ""), flush=True)
+            log(step=step, tokens=step * tokens_per_step, flops=spent, val_loss=val_loss, val_bpb=bpb,
+                val_skip_rate=skipped, **health)
             if val_loss < best_val:
                 best_val = val_loss
                 if rank == 0:
                     write_file(out / "best.pt", lambda f: f.write((out / "ckpt.pt").read_bytes()))
             clock += time.perf_counter() - paused
-        if step == n_steps:
+        if done() >= 1:
             break
 
         # one step
-        share = lr_share(config, step, n_steps)
+        progress = done()
+        share = lr_share(config, progress, 1 / n_steps)
+        for warm in warms:
+            warm.fill_(min(1.0, (progress + 1 / n_steps) / (config.alpha_warmup + 1 / n_steps)))
+        target = gpt.mod_rate * min(1.0, max(0.0, (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)))
+        ran = torch.zeros(2 * gpt.n_layer)   # sum over the micro-batches of the shares that ran
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * share
         lr, loss = config.lr * share, torch.zeros((), device=device)
         for micro in range(config.grad_accum):
             x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
             check_tokens(x, y)
-            last = micro == config.grad_accum - 1   # processes exchange gradients once a step
+            x, y, kept, last = x.to(device), y.to(device), [], micro == config.grad_accum - 1
+            if target and model.tau is not None and model.tau[0] < 0:   # the ramp begins
+                model.tau.copy_(calibrate(model, [x], target)[0])
+            generator = None
+            if skipping:   # a pure function of seed, step and part of the batch, as the data is
+                number = np.random.SeedSequence((gpt.seed, step, micro * world_size + rank)).generate_state(1)
+                generator = torch.Generator(device).manual_seed(int(number[0]))
+            # processes exchange gradients once a step
             with contextlib.nullcontext() if last or world_size == 1 else ddp.no_sync():
                 with autocast():
-                    part = ddp(x.to(device), y.to(device))[1] / config.grad_accum
+                    part = ddp(x, y, generator=generator, kept=kept)[1] / config.grad_accum
                 part.backward()
             loss += part.detach()
+            ran += torch.tensor(shares(kept)) / config.grad_accum if skipping else 1 / config.grad_accum
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         if world_size > 1:
             dist.all_reduce(loss)
             loss /= world_size
+            if skipping:
+                ran = ran.to(device)
+                dist.all_reduce(ran)
+                ran = ran.cpu() / world_size
         if device == "cpu":   # on a GPU, looking at every loss would stall it: see the status line
             check(loss.item(), norm.item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        step, timed, since = step + 1, timed + 1, since + torch.stack((loss, torch.ones_like(loss))).double()
+        if target and model.tau is not None:
+            steer(model, ran.tolist(), target)
+        step, timed, spent = step + 1, timed + 1, spent + 3 * tokens_per_step * model.flops_per_token(share=ran.tolist())
+        since += torch.stack((loss, torch.ones_like(loss), 1 - ran.mean().to(device))).double()
 
         # status line
-        if step % config.log_interval == 0 or step == n_steps:
-            mean = (since[0] / since[1]).item()   # waits for the GPU
+        if step % config.log_interval == 0 or done() >= 1:
+            mean, skip_rate = (since[0] / since[1]).item(), (since[2] / since[1]).item()   # waits for the GPU
             check(mean, norm.item())
             seconds, since = time.perf_counter() - clock, torch.zeros_like(since)
             tok_s = timed * tokens_per_step / seconds
             tokens = step * tokens_per_step
-            log(step=step, tokens=tokens, flops=tokens * flops_per_token, loss=mean, lr=lr,
-                grad_norm=norm.item(), tok_s=tok_s)
-            mfu = f" | {tok_s * flops_per_token / peak / world_size:.1%} MFU" if peak else ""
-            eta = (n_steps - step) * tokens_per_step / tok_s
-            say(f"step {step:5d} | loss {mean:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
+            log(step=step, tokens=tokens, flops=spent, loss=mean, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
+                mod_rate=target, skip_rate=skip_rate)
+            mfu = f" | {tok_s * spent / tokens / peak / world_size:.1%} MFU" if peak else ""
+            skipped = f" | {skip_rate:.1%} skipped" if skipping else ""
+            eta = step * (1 - done()) / done() * tokens_per_step / tok_s
+            say(f"step {step:5d} | loss {mean:.4f} | lr {lr:.2e} | gradient {norm.item():.2f}{skipped} | "
                 f"{tok_s:,.0f} tokens/s{mfu} | {eta // 60:.0f}:{eta % 60:02.0f} to go", flush=True)
             timed, clock = 0, time.perf_counter()
         elif step == first + 1:   # the first step warms up and compiles: not timed

@@ -45,7 +45,7 @@ def test_nag_geometry(monkeypatch):
     for l, before, _ in model.walk(data[0][0]):
         norms.append(before[1].exp().mean().item())
         if l <= 6:
-            gains.append(list(model.sublayers())[l - 1][0].gain(before[0]).square())
+            gains.append(list(model.sublayers())[l - 1][0].gain(before).square())
     assert analyze.stream_norm(model, data)["mean"] == pytest.approx(norms, rel=1e-6)
     cosines = [(1 + g).rsqrt().mean().item() for g in gains]
     assert analyze.cosine(model, data)["mean"] == pytest.approx(cosines, abs=1e-6)

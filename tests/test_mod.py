@@ -47,8 +47,8 @@ def tau_for(model, idx, rate):
     at sublayer 1 equal tokens have equal gains, and a quantile that hits one leaves the decision to rounding.
     """
     with torch.no_grad():
-        gains = [residual.gain(stream[0]).abs() for (residual, _), (_, stream, _)
-                 in zip(model.sublayers(), model.walk(idx))]
+        gains = [residual.gain(stream).abs() for (residual, _), (_, stream, _)
+                 in zip(model.sublayers(), model.walk(idx, tau=-1))]
     gains = torch.stack(gains).flatten().sort().values
     at = next(i for i in range(int(rate * len(gains)), len(gains)) if gains[i] - gains[i - 1] > 1e-6)
     return (gains[at - 1] + gains[at]).item() / 2
@@ -117,9 +117,9 @@ def test_skipped_tokens_keep_their_stream():
     with torch.no_grad():
         stream, skipped = model.ends.start(model.wte(idx)), 0
         for residual, sublayer in model.sublayers():
-            before, keep = stream, residual.keep(stream, tau)
-            same(residual.gain(before[0]).abs().squeeze(-1) > tau, keep)
-            stream = M.step(before, residual, sublayer, rope, tau=tau)
+            before, skip = stream, M.Skip(tau=torch.tensor(tau), kv="all")
+            stream, keep = M.step(before, residual, sublayer, rope, skip=skip)
+            assert torch.equal(residual.gain(before).abs().squeeze(-1) > tau, keep)
             for x, y in zip(before, stream):
                 assert torch.equal(x[~keep], y[~keep])
             assert ((stream[0] - before[0])[keep].abs().amax(-1) > 0).all()
@@ -127,16 +127,12 @@ def test_skipped_tokens_keep_their_stream():
     assert 0.2 * 8 * 48 < skipped < 0.8 * 8 * 48
 
 
-def decided(model, idx, tau):
-    """The (2L, B, T) decisions that a forward pass takes, as the model itself asks for them."""
-    seen, originals = [], [(r, r.keep) for r, _ in model.sublayers()]
-    for r, keep in originals:
-        r.keep = lambda stream, tau, keep=keep: (seen.append(keep(stream, tau)), seen[-1])[1]
+def decided(model, idx, tau=None):
+    """Logits and the (2L, B, T) decisions of a forward pass."""
+    kept = []
     with torch.no_grad():
-        out = model(idx, tau=tau)[0]
-    for r, _ in originals:
-        del r.keep
-    return out, torch.stack(seen)
+        out = model(idx, tau=tau, kept=kept)[0]
+    return out, torch.stack(kept)
 
 
 @pytest.mark.parametrize("rate", RATES)
@@ -195,14 +191,13 @@ def test_skipped_tokens_cost_keys_and_values_only(rate, activation):
     by_module = {key: sum(ops.values()) for key, ops in counter.get_flop_counts().items()}
     total = 2 * BT * C * 64
     for i in range(4):
-        rows, K = decisions[2 * i].sum().item(), decisions[2 * i].sum(-1).max().item()
-        attn = BT * 2 * C * 2 * C + rows * 2 * (2 * C * C) + 4 * 3 * K * 16 * C   # padded to the longest row
+        count = decisions[2 * i].sum(-1)
+        rows, K, S = count.sum().item(), count.max().item(), (count > 0).sum().item()
+        attn = BT * 2 * C * 2 * C + rows * 2 * (2 * C * C) + 4 * S * K * 16 * C   # padded to the longest row
         mlp = 2 * C * (hidden + fan_out) * decisions[2 * i + 1].sum().item()
         assert by_module.get(f"GPT.blocks.{i}.attn", 0) == attn
         assert by_module.get(f"GPT.blocks.{i}.mlp", 0) == mlp
-        # the modulator: every token is asked, kept ones have their gain computed once more by write
-        asked = 2 * BT + rows + decisions[2 * i + 1].sum().item()
-        total += attn + mlp + asked * model.blocks[i].attn_residual.cost()[1]
+        total += attn + mlp + 2 * BT * model.blocks[i].attn_residual.cost()[1]
     assert counter.get_total_flops() == total
     if rate is None:
         assert decisions.sum() == 0
@@ -234,9 +229,9 @@ def test_skipping_in_bf16_autocast():
     residual = model.blocks[0].attn_residual
     r = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     r = r / rms(r)
-    exact = residual.gain(r)
+    exact = residual.gain((r, None))
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(residual.gain(r), exact) and exact.dtype == torch.float32
+        assert torch.equal(residual.gain((r, None)), exact) and exact.dtype == torch.float32
         out, _ = model(ids(3, 16), tau=0.3)
     assert out.isfinite().all()
 

@@ -643,7 +643,7 @@ def nag(l=3, scale=0.5, **flags):
 
 
 def m_of(residual, r):
-    return residual.gain(r) / residual.alpha
+    return residual.modulator(r)
 
 
 def test_nag_write_is_a_rotation(no_eps):
@@ -656,7 +656,7 @@ def test_nag_write_is_a_rotation(no_eps):
             turned, s2 = residual.write((r, s), f)
             m = (residual.p.softmax(0) * torch.sigmoid(r @ residual.w.T + residual.b)).sum(-1, keepdim=True)
             a = residual.alpha * m ** F.softplus(residual.beta)
-        same(residual.gain(r).detach(), a)
+        same(residual.gain((r, None)).detach(), a)
         grown = turned * (1 + a * a).sqrt()              # r + a u
         u = (grown - r) / a
         assert (u * r).mean(-1).abs().max() < 1e-12

@@ -174,7 +174,7 @@ def test_lengths_of_runs(data, tmp_path):
 def test_schedule():
     for schedule in ("cosine", "wsd"):
         config = train.TrainConfig(schedule=schedule, warmup=0.1, min_lr=0.1, decay=0.2)
-        shares = [train.lr_share(config, step, 100) for step in range(101)]
+        shares = [train.lr_share(config, step / 100, 1 / 100) for step in range(101)]
         assert all(a < b for a, b in zip(shares[:10], shares[1:11])) and max(shares) == pytest.approx(1)
         assert shares[100] == pytest.approx(0.1) and all(a >= b - 1e-12 for a, b in zip(shares[10:], shares[11:]))
     assert shares[79] == pytest.approx(1)
