@@ -3,15 +3,20 @@ What each layer of one or several runs does, as JSON and figures.
 
     python analyze.py runs/pre runs/nag --out figures
     python analyze.py runs/nag --only removal gradient_norm
+    python analyze.py runs/nag --only depth_map --skip 0.4 --text "def f(x):"
 
-Writes OUT/depth.json and one OUT/STATISTIC.png per statistic, all runs in each. Sublayers are numbered l = 1
-.. 2L: odd ones are attention, even ones MLP. The statistics are measured on fixed validation windows.
+Writes OUT/depth.json and one OUT/STATISTIC.png per statistic, all runs in each that can have it. Sublayers
+are numbered l = 1 .. 2L: odd ones are attention, even ones MLP. The statistics are measured on fixed
+validation windows, a model trained with skipping at the thresholds of its training.
 """
 import argparse
+import codecs
 import json
 import math
 import sys
 import time
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -19,15 +24,19 @@ import matplotlib
 import torch
 import torch.nn.functional as F
 
-from train import Parser, load_run, pick_device, read_metrics, val_windows, write_file
+from prepare import get_tokenizer
+from train import Parser, calibrate, load_run, pick_device, read_metrics, shares, val_windows, write_file
 
 matplotlib.use("Agg")
+warnings.filterwarnings("ignore", message="Glyph .* missing")   # a text may have any character
 import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen first)
+from matplotlib.colors import ListedColormap  # noqa: E402
 
 
 # ----------------------------------------------------------------------------- statistics
-# Each takes (model, batches), a list of (idx, targets) of equal shape, and returns {name: [number per
-# sublayer]}. The first name is the one that is drawn.
+# Each takes (model, batches), a list of (idx, targets) of equal shape, and the settings that its row of
+# STATS names. It returns {name: [number per sublayer]}, of which draw_stat draws the first, or what its own
+# draw function understands. ValueError, with the reason: this model can't have the statistic.
 
 @torch.no_grad()
 def stream_norm(model, batches):
@@ -96,15 +105,319 @@ def removal(model, batches):
             total += F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()).item() / len(batches)
         return total
 
-    full, losses, begin = loss(), [], time.perf_counter()
-    n = 2 * model.config.n_layer
-    for l in range(1, n + 1):
-        losses.append(loss({l}) - full)
-        left = (time.perf_counter() - begin) / l * (n - l)
-        if left > 5:   # a short wait needs no report
-            print(f"  removal: {l} of {n} sublayers, {left:.0f} s to go", file=sys.stderr)
-    return {"loss_increase": losses, "full_loss": full}
+    full, sublayers = loss(), range(1, 2 * model.config.n_layer + 1)
+    return {"loss_increase": [loss({l}) - full for l in meter("removal", sublayers)], "full_loss": full}
 
+
+def meter(name, items):
+    """The items, with a report of the time to go after each. A short wait needs none."""
+    begin = time.perf_counter()
+    for i, item in enumerate(items, start=1):
+        yield item
+        left = (time.perf_counter() - begin) / i * (len(items) - i)
+        if left > 5:
+            print(f"  {name}: {i} of {len(items)}, {left:.0f} s to go", file=sys.stderr)
+
+
+@torch.no_grad()
+def rotation(model, batches):
+    """
+    Angle in degrees between the stream before and after a sublayer, mean over tokens: summed from the
+    embedding up to sublayer l, and of each. A skipped token counts with 0. NAG without skipping:
+    atan|alpha m|. Source: NAG paper, figure 3 (specs: cumulative rotation).
+    """
+    def angle(x, y):   # acos would lose half the digits of a small angle
+        x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+        return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1)).rad2deg()
+
+    each = over_writes(model, batches, angle)["mean"]
+    return {"cumulative": torch.tensor(each, dtype=torch.float64).cumsum(0).tolist(), "mean": each}
+
+
+# -- NAG's gates
+
+def needs_gain(model):
+    if not model.ends.knows_gain:
+        raise ValueError(f"--residual {model.config.residual} knows no gain before a sublayer runs")
+
+
+@torch.no_grad()
+def gain(model, batches):
+    """
+    Relative size of the write, alpha m, of all tokens, also those that skip: mean |alpha m|, mean alpha m,
+    and alpha. Source: NAG paper, figure 5 (specs: alpha and gain).
+    """
+    needs_gain(model)
+    gains = [torch.stack([residual.gain(before).double().flatten() for (residual, _), (_, before, _)
+                          in zip(model.sublayers(), model.walk(idx))]) for idx, _ in batches]
+    gains = torch.cat(gains, dim=1)   # (2L, all tokens)
+    return {"mean_abs": gains.abs().mean(1).tolist(), "mean": gains.mean(1).tolist(),
+            "alpha": [(residual.alpha * residual.warm).item() for residual, _ in model.sublayers()]}
+
+
+@torch.no_grad()
+def direction_similarity(model, batches):
+    """
+    Cosines (2L, 2L) between the preferred directions v_l = sum_t m_l(t) r_l(t) / sum_t m_l(t) of the
+    sublayers, r the direction of the stream (C); `unweighted`, a control, has m = 1. And their means over all
+    pairs of attention (MLP) sublayers that are 0, 1, .. L - 1 blocks apart. Source: NAG paper, figure 6
+    (specs: preferred directions).
+    """
+    needs_gain(model)
+    weighted, plain = 0, 0
+    for idx, _ in batches:
+        parts = [(residual.modulator(before[0]).double(), before[0].double())
+                 for (residual, _), (_, before, _) in zip(model.sublayers(), model.walk(idx))]
+        # (2L, C); a cosine doesn't know that the sum is not divided by that of m
+        weighted = weighted + torch.stack([(m * r).sum((0, 1)) for m, r in parts])
+        plain = plain + torch.stack([r.sum((0, 1)) for _, r in parts])
+    matrix, control = (F.normalize(v, dim=-1) @ F.normalize(v, dim=-1).T for v in (weighted, plain))
+    apart = lambda part: [part.diagonal(d).mean().item() for d in range(len(part))]
+    return {"matrix": matrix.tolist(), "attention_by_distance": apart(matrix[::2, ::2]),
+            "mlp_by_distance": apart(matrix[1::2, 1::2]), "unweighted": control.tolist()}
+
+
+def correlation(x, y):
+    """Pearson's, of two (N,). None if one of them is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = (x.norm() * y.norm()).item()
+    return (x @ y).item() / scale if scale else None
+
+
+def auroc(score, correct):
+    """
+    Area under the ROC curve: the probability that a correct token scores above a wrong one, a tie counts
+    half. Both (N,), correct bool. None if all are correct, or none.
+    """
+    _, which, count = score.unique(return_inverse=True, return_counts=True)
+    rank = (count.cumsum(0) - (count - 1) / 2)[which]   # from 1; equal scores share their mean rank
+    right, wrong = correct.sum().item(), (~correct).sum().item()
+    return (rank[correct].sum().item() - right * (right + 1) / 2) / (right * wrong) if right * wrong else None
+
+
+@torch.no_grad()
+def norm_confidence(model, batches):
+    """
+    Does the log-norm s of a token's last stream say how sure the model is of the next token? Mean loss (nats)
+    in each tenth of the tokens by rising s, and of all; Pearson correlations of s with the loss, the entropy
+    of the prediction and whether its likeliest token is right; AUROC of s and of minus the entropy for that.
+    Source: Zyphra's claim (specs: norm as confidence).
+    """
+    needs_gain(model)
+    rows = []
+    for idx, targets in batches:
+        *_, (_, (_, s), logits) = model.walk(idx)
+        logp, targets = logits.double().log_softmax(-1), targets[..., None]
+        rows.append(torch.stack([s.double(), -logp.gather(-1, targets),
+                                 -(logp.exp() * logp).sum(-1, keepdim=True),
+                                 (logp.argmax(-1, keepdim=True) == targets).double()]).flatten(1))
+    s, loss, entropy, correct = torch.cat(rows, dim=1)   # (all tokens,) each
+    deciles = loss[s.argsort(stable=True)].tensor_split(10)
+    return {"loss_by_decile": [part.mean().item() for part in deciles], "loss": loss.mean().item(),
+            "correlation_with_loss": correlation(s, loss),
+            "correlation_with_entropy": correlation(s, entropy),
+            "correlation_with_correct": correlation(s, correct), "auroc": auroc(s, correct == 1),
+            "auroc_of_entropy": auroc(-entropy, correct == 1)}
+
+
+# -- skipping
+
+def thresholds(model, batches, rate):
+    """(2L,), to skip the share `rate` of the sublayer runs; None if the model was trained to skip."""
+    if model.tau is not None or model.config.mod == "router":
+        return None
+    needs_gain(model)
+    return calibrate(model, [idx for idx, _ in batches], rate)[0]
+
+
+@torch.no_grad()
+def run_with(model, batches, tau):
+    """-> mean loss in nats per token, share of the tokens that ran each sublayer (2L,)."""
+    loss, ran = 0.0, 0.0
+    for idx, targets in batches:
+        kept = []
+        loss += model(idx, targets, tau=tau, kept=kept)[1].item() / len(batches)
+        ran += torch.tensor(shares(kept), dtype=torch.float64) / len(batches)
+    return loss, ran
+
+
+def skip_share(model, batches, rate=0.25):
+    """
+    Share of the tokens that skip sublayer l, and of all sublayer runs: at the thresholds that the model was
+    trained with, or by its router, or calibrated to `rate` if it was trained dense. Source: NAG paper,
+    appendix A (specs: MoD map).
+    """
+    _, ran = run_with(model, batches, tau := thresholds(model, batches, rate))
+    return {"skipped": (1 - ran).tolist(), "mean": (1 - ran).mean().item(),
+            "tau": tau if tau is None else tau.tolist()}
+
+
+RATES = 0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75
+
+
+def skip_curve(model, batches):
+    """
+    Loss (nats per token) against the share of sublayer runs skipped and against the matmul FLOPs of one
+    token's forward pass, as executed; tau (2L,) per point. Every second window sets the thresholds, the
+    others are measured. Source: NAG paper, section VI (specs: MoD map).
+    """
+    needs_gain(model)
+    if model.config.mod == "router":
+        raise ValueError("a router has no threshold to move")
+    x, y = (torch.cat(part) for part in zip(*batches))
+    half = len(x) // 2
+    if not half:
+        raise ValueError("needs two --windows or more, since half of them set the thresholds")
+    size = math.gcd(half, len(batches[0][0]))
+    calibration, measured = x[:2 * half:2].split(size), list(zip(x[1::2].split(size), y[1::2].split(size)))
+    points = {name: [] for name in ("loss", "realised", "flops", "wanted", "tau")}
+    for rate in meter("skip_curve", RATES):
+        tau, _ = calibrate(model, calibration, rate)
+        loss, ran = run_with(model, measured, tau)
+        flops = model.flops_per_token(share=ran.tolist())
+        values = loss, 1 - ran.mean().item(), flops, rate, tau.tolist()
+        for name, value in zip(points, values):
+            points[name].append(value)
+    return points
+
+
+@torch.no_grad()
+def depth_map(model, batches, rate=0.25, text=None, tokenizer="bytes"):
+    """
+    Which sublayers (rows, 2L) each token of a text ran: 1, or 0 if it skipped. Thresholds as in skip_share.
+    text: its first block_size tokens; default: 96 tokens of the first window. Source: specs (MoD map).
+    """
+    encoding, idx = get_tokenizer(tokenizer), batches[0][0][:1, :96]
+    if text is not None:
+        idx = idx.new_tensor([encoding.encode_ordinary(text)[:model.config.block_size]])
+    kept = []
+    model(idx, tau=thresholds(model, batches, rate), kept=kept)
+    ran = [[1] * idx.shape[1] if keep is None else keep[0].int().tolist() for keep in kept]
+    # where a character is several tokens, the last of them shows it
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = [decoder.decode(encoding.decode_single_token_bytes(t)) for t in idx[0].tolist()]
+    return {"ran": ran, "text": encoding.decode(idx[0].tolist()), "tokens": tokens}
+
+
+# ----------------------------------------------------------------------------- figures
+
+def save_figure(path, stat, results):
+    """One statistic: its drawing, a title, and a caption that says how to read it."""
+    figure = plt.figure(figsize=(7, 4.6), dpi=130)
+    stat.draw(figure, stat, results)
+    width, height = figure.get_size_inches()
+    figure.suptitle(stat.title, x=0.14 / width, ha="left", fontweight="bold")
+    figure.text(0.14 / width, 0.07 / height, stat.caption, fontsize=8, color="0.3", wrap=True, va="bottom")
+    figure.tight_layout(rect=(0, 0.345 / height, 1, 1))
+    write_file(path, lambda f: figure.savefig(f, format="png"))
+    plt.close(figure)
+
+
+def present(results):
+    """(colour, label, result) of the runs that have the statistic. A run has one colour in all figures."""
+    return [(f"C{i % 10}", label, result) for i, (label, result) in enumerate(results.items()) if result]
+
+
+def line_axes(figure, stat, xlabel):
+    axes = figure.subplots()
+    axes.set(xlabel=xlabel, ylabel=stat.ylabel)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
+
+
+def draw_stat(figure, stat, results):
+    """One line per run over the sublayers; attention and MLP differ in their markers."""
+    axes = line_axes(figure, stat, "sublayer l, from embedding to head (circles: attention, squares: MLP)")
+    everything = []
+    for color, label, result in present(results):
+        values = next(iter(result.values()))
+        everything += values
+        axes.plot(range(1, len(values) + 1), values, color=color, lw=1.2, label=label)
+        for first, marker in ((0, "o"), (1, "s")):   # attention, MLP
+            axes.plot(range(1 + first, len(values) + 1, 2), values[first::2], marker, color=color, ms=4,
+                      mfc=color if first else "white")
+    if stat.log and min(everything) > 0:
+        axes.set_yscale("log")
+    elif stat.log:   # a sublayer whose removal helps is below zero
+        axes.set_yscale("symlog", linthresh=max(1e-4, max(map(abs, everything)) / 1e3))
+        axes.axhline(0, color="0.6", lw=0.8)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_curve(figure, stat, results, key, xlabel):
+    axes = line_axes(figure, stat, xlabel)
+    for color, label, result in present(results):
+        axes.plot(result[key], result["loss"], "o-", color=color, ms=4, lw=1.2, label=label)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_deciles(figure, stat, results):
+    axes = line_axes(figure, stat, "tenth of the tokens, from the smallest norm to the largest")
+    for color, label, result in present(results):
+        axes.plot(range(1, 11), result["loss_by_decile"], "o-", color=color, ms=4, lw=1.2, label=label)
+        axes.axhline(result["loss"], color=color, lw=0.8, ls=":")
+    axes.plot([], [], ":", color="0.4", lw=0.8, label="mean of all tokens")
+    axes.set_xticks(range(1, 11))
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_matrix(figure, stat, results):
+    """One panel per run, four in a row; sublayer 1 is at the lower left."""
+    found = present(results)
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure.set_size_inches(max(4.5, 3.9 * columns), 3.2 * rows + 0.7)
+    panels = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (_, label, result) in zip(panels, found):
+        n = len(result["matrix"])
+        image = axes.imshow(result["matrix"], vmin=-1, vmax=1, cmap="RdBu_r", origin="lower",
+                            extent=(0.5, n + 0.5, 0.5, n + 0.5))
+        axes.set(xlabel=stat.ylabel, ylabel=stat.ylabel)
+        axes.set_title(label, fontsize=9)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        figure.colorbar(image, ax=axes, label="cosine", fraction=0.046)
+    for axes in panels[len(found):]:
+        axes.set_axis_off()
+
+
+def draw_map(figure, stat, results):
+    """One panel per run, sublayers upwards, tokens to the right."""
+    found = present(results)
+    longest, n = max(len(r["tokens"]) for *_, r in found), max(len(r["ran"]) for *_, r in found)
+    height = min(5, max(2, 0.1 * n + 0.8))
+    figure.set_size_inches(min(24, max(7, 0.115 * longest + 1)), len(found) * height + 0.9)
+    for axes, (_, label, result) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found):
+        T, n = len(result["tokens"]), len(result["ran"])
+        axes.imshow(result["ran"], vmin=0, vmax=1, cmap=ListedColormap(["#e6e6e6", "#23395d"]),
+                    origin="lower", aspect="auto", interpolation="nearest",
+                    extent=(-0.5, T - 0.5, 0.5, n + 0.5))
+        axes.set_ylabel(stat.ylabel)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        skipped = 1 - sum(map(sum, result["ran"])) / (n * T)
+        axes.set_title(f"{label}: {skipped:.0%} skipped", fontsize=9, loc="left")
+        labels = [t.translate({10: "\\n", 13: "\\r", 9: "\\t"}) for t in result["tokens"]]
+        # a dollar sign is text, not the start of a formula
+        axes.set_xticks(range(T), labels, fontsize=6, family="monospace", parse_math=False,
+                        rotation=90 if max(map(len, labels)) > 2 else 0)
+        axes.tick_params(axis="x", length=0, pad=3)
+
+
+def draw_loss(figure, stat, runs):
+    """{label: run folder}: what train.py has logged."""
+    axes = line_axes(figure, stat, "training tokens")
+    for color, label, run in present(runs):
+        lines = read_metrics(run)
+        train, val = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
+        axes.plot([x["tokens"] for x in train], [x["loss"] for x in train], color=color, lw=0.8)
+        axes.plot([x["tokens"] for x in val], [x["val_loss"] for x in val], "o-", color=color, ms=4,
+                  lw=1.4, label=label)
+    axes.legend(frameon=False, fontsize=8)
+
+
+# ----------------------------------------------------------------------------- the table
 
 class Stat(NamedTuple):
     measure: Callable
@@ -112,6 +425,8 @@ class Stat(NamedTuple):
     ylabel: str
     caption: str
     log: bool = False
+    draw: Callable = draw_stat   # (figure, stat, {run: what measure returned, or None})
+    settings: tuple = ()         # of rate, text and tokenizer, those that measure takes
 
 
 STATS = {
@@ -134,58 +449,41 @@ STATS = {
         removal, "What a sublayer is worth", "loss increase when removed (nats/token)",
         "Each point is the model with that one sublayer taken out, not retrained. Near 0: delete it.",
         log=True),
+    "rotation": Stat(
+        rotation, "Cumulative rotation", "degrees turned up to sublayer l",
+        "How far the sublayers turn the stream, added up. Where the line is flat, depth is idle."),
+    "gain": Stat(
+        gain, "Gain", "mean |alpha m|",
+        "The relative size of each sublayer's write, known before it runs. Near 0: shut.", log=True),
+    "direction_similarity": Stat(
+        direction_similarity, "Preferred directions", "sublayer",
+        "Cosine of the stream directions at which two sublayers write most. 1: they serve the same tokens.",
+        draw=draw_matrix),
+    "norm_confidence": Stat(
+        norm_confidence, "The norm as confidence", "mean loss (nats/token)",
+        "Tokens in ten groups by the norm of their last stream. Falling: a larger norm is a surer model.",
+        draw=draw_deciles),
+    "skip_share": Stat(
+        skip_share, "Who skips what", "share of the tokens that skip sublayer l",
+        "Thresholds: a model's own if it was trained to skip, else set to skip --skip of all sublayer runs.",
+        settings=("rate",)),
+    "skip_curve": Stat(
+        skip_curve, "Loss against skipping", "loss (nats/token)",
+        "One model per line, at rising thresholds, not retrained. A line that stays flat skips at no cost.",
+        draw=partial(draw_curve, key="realised", xlabel="share of the sublayer runs that are skipped")),
+    "flops_curve": Stat(
+        skip_curve, "Loss against compute", "loss (nats/token)",
+        "One model per line: dense on the right, skipping more and more to the left. Lower left is better.",
+        draw=partial(draw_curve, key="flops", xlabel="executed forward FLOPs per token")),
+    "depth_map": Stat(
+        depth_map, "Depth per token", "sublayer l",
+        "Dark: the token ran the sublayer; light: it skipped it. Odd rows are attention, even rows MLP.",
+        draw=draw_map, settings=("rate", "text", "tokenizer")),
 }
 LOSS_CURVE = Stat(
     None, "Loss curves", "loss (nats/token)",
     "Thin lines: training loss, averaged since the last point. Dots: loss on the fixed validation windows. "
-    "Compare runs on the same data only.")
-
-
-# ----------------------------------------------------------------------------- figures
-
-def save_figure(path, stat, draw):
-    """One statistic: draw(axes), then axis names, a legend and a caption that says how to read it."""
-    figure, axes = plt.subplots(figsize=(7, 4.6), dpi=130)
-    draw(axes)
-    axes.set_title(stat.title, loc="left", fontweight="bold")
-    axes.set_ylabel(stat.ylabel)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
-    figure.text(0.02, 0.015, stat.caption, fontsize=8, color="0.3", wrap=True, va="bottom")
-    figure.tight_layout(rect=(0, 0.075, 1, 1))
-    write_file(path, lambda f: figure.savefig(f, format="png"))
-    plt.close(figure)
-
-
-def draw_stat(axes, name, results):
-    """One line per run over the sublayers; attention and MLP differ in their markers."""
-    stat = STATS[name]
-    for i, (label, result) in enumerate(results.items()):
-        values = next(iter(result[name].values()))
-        color = f"C{i % 10}"
-        axes.plot(range(1, len(values) + 1), values, color=color, lw=1.2, label=label)
-        for first, marker in ((0, "o"), (1, "s")):   # attention, MLP
-            axes.plot(range(1 + first, len(values) + 1, 2), values[first::2], marker, color=color, ms=4,
-                      mfc=color if first else "white")
-    everything = [v for result in results.values() for v in next(iter(result[name].values()))]
-    if stat.log and min(everything) > 0:
-        axes.set_yscale("log")
-    elif stat.log:   # a sublayer whose removal helps is below zero
-        axes.set_yscale("symlog", linthresh=max(1e-4, max(map(abs, everything)) / 1e3))
-        axes.axhline(0, color="0.6", lw=0.8)
-    axes.set_xlabel("sublayer l, from embedding to head (circles: attention, squares: MLP)")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def draw_loss(axes, runs):
-    for i, (label, run) in enumerate(runs.items()):
-        lines = read_metrics(run)
-        train, val = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
-        axes.plot([x["tokens"] for x in train], [x["loss"] for x in train], color=f"C{i % 10}", lw=0.8)
-        axes.plot([x["tokens"] for x in val], [x["val_loss"] for x in val], "o-", color=f"C{i % 10}", ms=4,
-                  lw=1.4, label=label)
-    axes.set_xlabel("training tokens")
+    "Compare runs on the same data only.", draw=draw_loss)
 
 
 # ----------------------------------------------------------------------------- main
@@ -199,6 +497,10 @@ def parse(argv):
     parser.add_argument("--batch_size", type=int, default=8, help="windows per forward pass (default 8)")
     names = ", ".join((*STATS, "loss_curve"))
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"some of: {names}")
+    parser.add_argument("--skip", type=float, default=0.25, metavar="RATE", help="share of the sublayer runs "
+                        "that a dense-trained model skips in skip_share and depth_map (default 0.25)")
+    parser.add_argument("--text", help="text of depth_map (default: the start of the first window)")
+    parser.add_argument("--text_file", help="UTF-8 file with the text of depth_map")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument("--best", action="store_true", help="the best checkpoints instead of the last ones")
     args = parser.parse(argv)
@@ -208,6 +510,19 @@ def parse(argv):
     for name in ("windows", "batch_size"):
         if getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be 1 or more")
+    if not 0 <= args.skip < 1:
+        parser.error(f"--skip {args.skip}: is a share; use a value from 0 to below 1")
+    if args.text is not None and args.text_file is not None:
+        parser.error("--text and --text_file: give one of them")
+    if args.text_file is not None:
+        try:
+            args.text = Path(args.text_file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            parser.error(f"--text_file {args.text_file}: is not UTF-8 text; convert it first")
+        except OSError as error:
+            parser.error(f"--text_file {args.text_file}: {error.strerror}; check the path")
+    if args.text == "":
+        parser.error(f"--text{'_file ' + args.text_file if args.text_file else ''}: is empty; give some text")
     if Path(args.out).exists() and not Path(args.out).is_dir():
         parser.error(f"--out {args.out}: is a file; name a folder")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -230,27 +545,35 @@ def main(argv=None):
     if len({config["data"] for _, config in loaded.values()}) > 1:
         print("analyze.py: these runs have different --data, their losses can't be compared", file=sys.stderr)
     wanted = args.only or [*STATS, "loss_curve"]
-    results = {}
+    results, lacking = {}, {}   # lacking: {(label, reason): names}
     for label, (model, config) in loaded.items():
         windows = val_windows(config["data"], config["block_size"], args.windows)
         x, y = (t.to(model.turn.device) for t in windows)
         # batches of one size, so that their means can be averaged
         size = math.gcd(args.windows, args.batch_size)
         batches = list(zip(x.split(size), y.split(size)))
-        shown = ("residual", "n_layer", "n_head", "n_embd", "data")
-        results[label] = {"config": {key: config[key] for key in shown}}
-        for name in wanted:
-            if name in STATS:
-                results[label][name] = STATS[name].measure(model, batches)
+        shown = ("residual", "n_layer", "n_head", "n_embd", "data", "mod", "mod_rate")
+        results[label] = {"config": {key: config[key] for key in shown if key in config}}
+        settings = dict(rate=args.skip, text=args.text, tokenizer=config["tokenizer"])
+        measured = {}   # two statistics may be two views of one measurement
+        for name in (name for name in wanted if name in STATS):
+            measure, given = STATS[name].measure, {key: settings[key] for key in STATS[name].settings}
+            try:
+                if measure not in measured:
+                    measured[measure] = measure(model, batches, **given)
+                results[label][name] = measured[measure]
+            except ValueError as reason:
+                lacking.setdefault((label, str(reason)), []).append(name)
+    for (label, reason), names in lacking.items():
+        print(f"analyze.py: {label}: left out of {', '.join(names)}: {reason}", file=sys.stderr)
     out.mkdir(parents=True, exist_ok=True)
-    report = dict(windows=args.windows, runs=results)
+    report = dict(windows=args.windows, skip=args.skip, runs=results)
     write_file(out / "depth.json", lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
-    for name in wanted:
-        if name in STATS:
-            save_figure(out / f"{name}.png", STATS[name], lambda axes: draw_stat(axes, name, results))
-        else:
-            save_figure(out / f"{name}.png", LOSS_CURVE, lambda axes: draw_loss(axes, runs))
-    print(f"{out}: depth.json, " + ", ".join(f"{name}.png" for name in wanted))
+    drawn = [name for name in wanted if name == "loss_curve" or any(name in run for run in results.values())]
+    for name in drawn:
+        found = runs if name == "loss_curve" else {label: run.get(name) for label, run in results.items()}
+        save_figure(out / f"{name}.png", STATS.get(name, LOSS_CURVE), found)
+    print(f"{out}: depth.json" + "".join(f", {name}.png" for name in drawn))
 
 
 if __name__ == "__main__":

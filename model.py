@@ -301,7 +301,9 @@ class NAG(Residual):
         return widen(self.alpha) * self.warm * self.modulator(stream[0])
 
     def score(self, gain):
-        return (gain if self.config.mod_on == "gain" else gain / (self.alpha * self.warm)).abs().squeeze(-1)
+        if self.config.mod_on == "m":
+            gain = (gain / (self.alpha * self.warm)).nan_to_num(math.inf)   # alpha 0: unknown, so not skipped
+        return gain.abs().squeeze(-1)
 
     def write(self, stream, f, gain=None):
         r, s = stream
@@ -350,40 +352,43 @@ class Attention(nn.Module):
     def heads(self, x):
         return x.unflatten(-1, (-1, self.hs))                                        # (..., nh, hs)
 
-    def forward(self, x, rope, cache=None, rows=None):
+    def forward(self, x, rope, cache=None, rows=None, everything=None):
         """
-        x (B, T, C) -> (B, T, C). With rows, the N kept tokens: -> (N, C), of which x holds all tokens (B, T, C),
-        whose keys and values are all projected, or the kept ones only (N, C).
+        x (B, T, C) -> (B, T, C). With rows, x (N, C) are the kept tokens: -> (N, C). They attend to all tokens,
+        everything (B, T, C), or to each other.
         """
         if rows is None:
-            qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
-            q, k = rotate_normed(qk, rope).chunk(2, dim=-2)                          # (B, T, nh, hs) each
+            q, k, v = self.qkv(x, rope)                                              # (B, T, nh, hs) each
             keys, values, start = (k, v, 0) if cache is None else cache.append(k, v)
             T, S = q.shape[1], keys.shape[1]
             # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a mask
             mask = causal_mask(torch.arange(start, S, device=x.device), S) if 1 < T < S else None
-            y = attend(q, keys, values, mask, is_causal=mask is None and T > 1)
-            return self.c_proj(y.flatten(-2))
-        turn = rope[rows.place]                                                      # (N, 2 nh, hs)
-        if x.dim() == 3:
-            w_q, w_kv = self.c_attn.weight.split((x.shape[-1], 2 * x.shape[-1]))
-            k, v = self.heads(F.linear(x, w_kv)).chunk(2, dim=-2)
-            k = rotate_normed(k, rope[:, :self.n_head])
-            keys, values, start = (k, v, 0) if cache is None else cache.append(k, v)
-            if len(turn) == 0:
-                return x.new_empty(0, x.shape[-1])
-            q = rotate_normed(self.heads(F.linear(x.flatten(0, 1)[rows.index], w_q)), turn[:, :self.n_head])
-            position, keys, values = rows.place + start, rows.alive(keys), rows.alive(values)
+            return self.c_proj(attend(q, keys, values, mask, is_causal=mask is None and T > 1).flatten(-2))
+        turn = rope[:, :1][rows.place]                                               # (N, 1, hs)
+        if everything is not None:
+            w_q = self.c_attn.weight[:x.shape[-1]]
+            q = rotate_normed(self.heads(F.linear(x, w_q)), turn)                    # (N, nh, hs)
+            keys, values, start = self.keys_values(everything, rope, cache)
+            keys, values, position = rows.alive(keys), rows.alive(values), rows.place + start
         else:
-            if len(turn) == 0:
-                return x
-            qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
-            q, k = rotate_normed(qk, turn).chunk(2, dim=-2)
-            # a key's number is its place among the kept ones; the rotation knows its position in the text
-            keys, values, position = ((rows.pad(k), rows.pad(v), rows.slot) if cache is None
-                                      else cache.append_rows(k, v, rows))
+            q, k, v = self.qkv(x, turn)
+            if cache is None:   # kept tokens keep their order, padding comes last: nothing is left to mask
+                y = attend(rows.pad(q), rows.pad(k), rows.pad(v), is_causal=True)
+                return self.c_proj(rows.unpad(y).flatten(-2))
+            keys, values, position = cache.append_rows(k, v, rows)
         mask = causal_mask(rows.pad(position), keys.shape[1])
         return self.c_proj(rows.unpad(attend(rows.pad(q), keys, values, mask)).flatten(-2))
+
+    def qkv(self, x, turn):
+        """x (..., C) -> q, k, v (..., nh, hs), q and k normalised and rotated."""
+        qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
+        return *rotate_normed(qk, turn).chunk(2, dim=-2), v
+
+    def keys_values(self, x, rope, cache=None):
+        """x (B, T, C) -> all keys and values (B, S, nh, hs), the cached ones included, and where the T start."""
+        k, v = self.heads(F.linear(x, self.c_attn.weight[x.shape[-1]:])).chunk(2, dim=-2)
+        k = rotate_normed(k, rope[:, :self.n_head])
+        return (k, v, 0) if cache is None else cache.append(k, v)
 
 
 def attend(q, k, v, mask=None, is_causal=False):
@@ -411,7 +416,7 @@ class MLP(nn.Module):
     def value_weight(self):
         return self.c_fc.weight
 
-    def forward(self, x, rope=None, cache=None, rows=None):
+    def forward(self, x, rope=None, cache=None, rows=None, everything=None):
         """x (..., C) -> (..., C)"""
         x = self.c_fc(x)
         if self.activation == "gelu":
@@ -506,21 +511,20 @@ def step(stream, residual, sublayer, rope, cache=None, skip=None):
     """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; keep None: on all."""
     gain = residual.gain(stream)
     keep = None if skip is None else skip.choose(residual, gain)
-    if keep is None or (skip.kv == "all" or cache is None) and keep.all():
-        update = sublayer(residual.read(stream), rope, cache)
-        update = update if skip is None or skip.scale is None else update * skip.scale
-        return residual.write(stream, update, gain), keep
-    rows = Rows(keep)
-    kept = take(stream, rows)
-    if sublayer.mixes_tokens and skip.kv == "all":
-        update = sublayer(residual.read(stream), rope, cache, rows)                  # (N, C)
-    elif len(rows.index) == 0:
+    counted = cache is not None and skip is not None and skip.kv == "kept"   # a cache of kept tokens only
+    n_kept = None if keep is None else int(keep.sum())
+    scaled = lambda update: update if skip is None or skip.scale is None else update * skip.scale
+    if keep is None or n_kept == keep.numel() and not counted:
+        return residual.write(stream, scaled(sublayer(residual.read(stream), rope, cache)), gain), keep
+    for_all = sublayer.mixes_tokens and skip.kv == "all"
+    if n_kept == 0:
+        if for_all and cache is not None:   # later tokens will want its keys and values
+            sublayer.keys_values(residual.read(stream), rope, cache)
         return stream, keep
-    else:
-        update = sublayer(residual.read(kept), rope, cache, rows)
-    update = update if skip.scale is None else update * skip.scale
-    kept = residual.write(kept, update, None if gain is None else take(gain, rows))
-    return put(stream, rows, kept), keep
+    rows = Rows(keep)
+    kept, everything = take(stream, rows), residual.read(stream) if for_all else None
+    update = scaled(sublayer(residual.read(kept), rope, cache, rows, everything))    # (N, C)
+    return put(stream, rows, residual.write(kept, update, None if gain is None else take(gain, rows))), keep
 
 
 # ----------------------------------------------------------------------------- block and model
@@ -727,6 +731,7 @@ class GPT(nn.Module):
         Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
         though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
+        Not counted is what attention adds where sequences of a batch keep different numbers of tokens.
         """
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
         T, C = c.block_size if T is None else T, c.n_embd
@@ -734,9 +739,11 @@ class GPT(nn.Module):
         total = 2 * c.vocab_size * C + sum(r.cost()[1] for r in self.residuals())
         for i, (attn, mlp) in enumerate(zip(share[::2], share[1::2])):
             routed = isinstance(self.blocks[i], RoutedBlock)
-            # tokens whose keys and values are projected, and kept tokens' queries, output and scores
-            known = 1.0 if c.mod_kv == "all" and not routed and not (self.training and c.layer_drop) else attn
-            total += 4 * C * C * (known + attn) + 4 * T * known * C * attn
+            # of the tokens, those whose keys and values are projected, and of a kept token's sequence, those it
+            # looks at; layer_drop keeps whole sequences
+            known = attn if routed or c.mod_kv == "kept" or c.layer_drop else 1.0
+            seen = 1.0 if c.layer_drop else known
+            total += 4 * C * C * (known + attn) + 4 * T * seen * C * attn
             total += 2 * C * (fan_out + hidden) * mlp + (2 * C if routed else 0)
         return total
 

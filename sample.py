@@ -1,7 +1,8 @@
 """
-Sample from a run, with a KV cache.
+Sample from a run, with a KV cache and, if wanted, with Mixture-of-Depths: tokens skip sublayers.
 
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
+    python sample.py runs/nag --skip 0.25 --depth          # colours: the share of sublayers each token used
     python sample.py runs/nag --prompt_file story.txt --max_new_tokens 500 --seed 7
 
 The text goes to stdout as it comes, everything about it to stderr.
@@ -12,11 +13,13 @@ import contextlib
 import os
 import sys
 import time
+from typing import get_args
 
 import torch
 
 import prepare
-from train import Parser, load_run, pick_device
+from model import GPTConfig
+from train import Parser, load_run, pick_device, skip_threshold
 
 
 def parse(argv):
@@ -31,6 +34,12 @@ def parse(argv):
     parser.add_argument("--top_k", type=int, help="draw from the k likeliest tokens only")
     parser.add_argument("--top_p", type=float, help="draw from the fewest tokens with this probability only")
     parser.add_argument("--seed", type=int, default=1337, help="of the sampling (default 1337)")
+    parser.add_argument("--skip", type=float, help="share of the sublayer runs to skip; 0: none (default: as trained)")
+    parser.add_argument("--depth", action="store_true", help="colour each token by the share of sublayers it used")
+    for name, what in (("mod_on", "what is compared with the threshold"), ("mod_scope", "what shares a threshold"),
+                       ("mod_kv", "whose keys and values attention projects")):
+        choices = get_args(GPTConfig.__annotations__[name])
+        parser.add_argument(f"--{name}", choices=choices, help=f"{what} (default: as trained)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the last one")
     args = parser.parse(argv)
@@ -43,6 +52,8 @@ def parse(argv):
             parser.error(f"--{name} {getattr(args, name)}: must be 1 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         parser.error(f"--top_p {args.top_p}: is a probability, above 0 and at most 1")
+    if args.skip is not None and not 0 <= args.skip < 1:
+        parser.error(f"--skip {args.skip}: is a share; use a value from 0 to below 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
     if args.prompt_file is not None:
@@ -56,27 +67,43 @@ def parse(argv):
     return args
 
 
-def sample(model, encoding, prompt, args, generator, tau=None):
-    """Stream one sample to stdout. -> (tokens generated, seconds they took, the prompt's own pass not
-    counted)."""
+def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=None):
+    """
+    Stream one sample to show(text, depth), depth the share of sublayers that the token used. -> (tokens generated,
+    seconds they took, the prompt's own pass not counted).
+    """
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    print(args.prompt or "", end="", flush=True)
-    idx = torch.tensor([prompt], device=model.turn.device)
+    idx, kept = torch.tensor([prompt], device=model.turn.device), [] if kept is None else kept
     count, begin = 0, time.perf_counter()
     try:
         for token in model.stream_tokens(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-                                         generator, encoding.n_vocab, tau):
+                                         generator, encoding.n_vocab, tau, kept):
             token = token.item()
             count += 1
             if count == 1:
                 begin = time.perf_counter()
             if token == encoding.eot_token:
                 break
-            print(decoder.decode(encoding.decode_single_token_bytes(token)), end="", flush=True)
+            show(decoder.decode(encoding.decode_single_token_bytes(token)), depth(kept[-1]) if args.depth else 1.0)
     finally:   # also after Ctrl-C
-        print(decoder.decode(b"", final=True), flush=True)
+        show(decoder.decode(b"", final=True) + "\n", 1.0)
     return count - 1, time.perf_counter() - begin
+
+
+def depth(kept):
+    """The share of the sublayers that the last token of a pass ran; kept: 2L of (1, T) or None."""
+    return sum(1 if keep is None else keep[0, -1].item() for keep in kept) / len(kept)
+
+
+def plain(text, depth):
+    print(text, end="", flush=True)
+
+
+def coloured(text, depth):
+    """Background from dark blue (few sublayers) over grey to dark red (all): 0 to 5 are levels of a 6 x 6 x 6 cube."""
+    red, blue = round(5 * max(0.0, 2 * depth - 1)), round(5 * max(0.0, 1 - 2 * depth))
+    print(f"\033[38;5;231;48;5;{16 + 36 * red + 6 + blue}m{text}\033[0m" if text.strip() else text, end="", flush=True)
 
 
 def main(argv=None):
@@ -88,15 +115,34 @@ def main(argv=None):
     if len(prompt) > config["block_size"]:
         print(f"sample.py: the prompt has {len(prompt)} tokens, the model sees the last "
               f"{config['block_size']}", file=sys.stderr)
-    generator = torch.Generator(device).manual_seed(args.seed)
+    for name in ("mod_on", "mod_scope", "mod_kv"):
+        if getattr(args, name) is not None:
+            setattr(model.config, name, getattr(args, name))
+    tau = None if args.skip is None else -1.0
+    if args.skip:
+        tau = skip_threshold(args.run, model, config, args.skip, "best.pt" if args.best else "ckpt.pt")
+    show = coloured if args.depth and sys.stdout.isatty() else plain
     bf16 = device == "cuda" and torch.cuda.get_device_capability()[0] >= 8
-    total, seconds = 0, 0.0
     with torch.autocast("cuda", torch.bfloat16) if bf16 else contextlib.nullcontext():
-        for _ in range(args.num_samples):
-            count, took = sample(model, encoding, prompt, args, generator)
-            total, seconds = total + count, seconds + took
-    print(f"{total + args.num_samples} tokens, {total / max(seconds, 1e-9):,.0f} tokens/s after the prompt",
-          file=sys.stderr)
+        def rate(tau, show, kept):   # tokens per second over all samples
+            generator, total, seconds = torch.Generator(device).manual_seed(args.seed), 0, 0.0
+            for _ in range(args.num_samples):
+                show(args.prompt or "", 1.0)
+                count, took = sample(model, encoding, prompt, args, generator, tau, show, kept)
+                total, seconds = total + count, seconds + took
+            return total / max(seconds, 1e-9)
+
+        kept = []
+        skipping, dense = rate(tau, show, kept), None
+        used = [depth(each) for each in kept]
+        told = f"{len(used)} tokens, {skipping:,.0f} tokens/s after the prompt"
+        if min(used) < 1:
+            told += (f"; mean depth {sum(used) / len(used) * len(kept[0]):.1f} of {len(kept[0])} sublayers, "
+                     f"{1 - sum(used) / len(used):.1%} skipped")
+            if model.config.mod != "router":   # a routed model has no dense form
+                dense = rate(-1.0, lambda text, depth: None, None)
+                told += f"; {dense:,.0f} tokens/s without skipping"
+    print(told, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -283,9 +283,10 @@ def calibrate(model, batches, rate, tolerance=0.0025):
             ran.append((scores[-1] > torch.as_tensor(tau).expand(len(scores[-1]))[:, None].to(scores[-1])).double())
         return torch.cat(scores, 1), 1 - torch.cat(ran, 1).mean().item()
 
+    tau, low, high, realised = torch.full((2 * model.config.n_layer,), -1.0), 0.0, 1.0, 0.0
+    best, training = (tau, realised), model.training
+    model.eval()   # training would add its exploration
     dense, _ = forward(-1.0)
-    tau, low, high, realised = torch.full((len(dense),), -1.0), 0.0, 1.0, 0.0
-    best = tau, realised
     for _ in range(20 if rate else 0):
         for group in groups(model.config):
             ordered = dense[group].flatten().sort().values   # torch.quantile has a limit of 2 ** 24 numbers
@@ -296,14 +297,16 @@ def calibrate(model, batches, rate, tolerance=0.0025):
         if abs(realised - rate) <= tolerance:
             break
         low, high = ((low + high) / 2, high) if realised < rate else (low, (low + high) / 2)
+    model.train(training)
     return best
 
 
 def steer(model, ran, target):
     """An integral controller on log tau: raise it where a group of sublayers skips less than the target."""
     skipped = 1 - torch.tensor(ran, device=model.tau.device)
+    speed = 0.5 if model.config.mod_scope == "global" else 0.1   # small groups react more strongly, and overshoot
     for group in groups(model.config):
-        model.tau[group] *= torch.exp(0.5 * (target - skipped[group].mean()))
+        model.tau[group] *= torch.exp(speed * (target - skipped[group].mean()))
 
 
 @torch.no_grad()
@@ -371,6 +374,29 @@ def load_run(run, device="cpu", which="ckpt.pt"):
     model = GPT(config)
     model.load_state_dict(ckpt["model"])
     return model.to(device).eval(), values
+
+
+def skip_threshold(run, model, config, rate, which="ckpt.pt"):
+    """
+    Thresholds (2L,) at which a run's model skips the share `rate` of its sublayer runs, on held-out tokens. They
+    are kept in RUN/skip.json, for this checkpoint and this way of skipping. SystemExit if the model can't.
+    """
+    if not model.ends.knows_gain or model.config.mod == "router":
+        raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand; use a run of --residual nag")
+    path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
+    key = f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv}"
+    table = {}
+    with contextlib.suppress(OSError, ValueError):   # a table that can't be read is made anew
+        table = json.loads(path.read_text())
+    # of another checkpoint of that name: outdated
+    table = {k: v for k, v in table.items() if k.split()[0] != which or k.split()[:3] == key.split()[:3]}
+    found = table.setdefault(key, {})
+    if f"{rate}" not in found:
+        x, _ = val_windows(config["data"], c.block_size, 32)
+        tau, realised = calibrate(model, list(x.to(model.turn.device).split(8)), rate)
+        found[f"{rate}"] = dict(tau=tau.tolist(), realised=realised)
+        write_file(path, lambda f: f.write(json.dumps(table, indent=1).encode() + b"\n"))
+    return torch.tensor(found[f"{rate}"]["tau"], dtype=torch.float64)
 
 
 # ----------------------------------------------------------------------------- training
@@ -495,8 +521,9 @@ def main(argv=None):
         # the blocks share one graph, so the time to compile doesn't grow with depth
         for block in model.blocks:
             block.compile()
-    # layer_drop may leave a process without any token for a sublayer
-    ddp = DistributedDataParallel(model, find_unused_parameters=gpt.layer_drop > 0) if world_size > 1 else model
+    skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
+    # skipping may leave a process without any token for a sublayer
+    ddp = DistributedDataParallel(model, find_unused_parameters=skipping) if world_size > 1 else model
 
     # length of the run
     parts = config.grad_accum * world_size   # of a batch
@@ -554,7 +581,6 @@ def main(argv=None):
 
     timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
     warms = [residual.warm for residual in model.residuals() if hasattr(residual, "warm")]
-    skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
     ramp_start = max(config.warmup, config.alpha_warmup)
     while True:
         # checkpoint first: an evaluation that runs out of memory must not cost the run

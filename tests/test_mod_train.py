@@ -1,0 +1,101 @@
+"""Training runs that skip: mod_rate, router and layer_drop, through train.main."""
+import json
+import math
+import signal
+
+import pytest
+import torch
+from test_sample import cli
+from test_train import command, data, metrics, same_run, weights  # noqa: F401, data is a fixture
+
+import train
+
+MOD = ["--residual", "nag", "--mod_rate", 0.25]
+KINDS = dict(mod=MOD, kept=[*MOD, "--mod_kv", "kept", "--mod_scope", "kind"],
+             accumulated=[*MOD, "--grad_accum", 2], router=["--mod", "router", "--mod_rate", 0.25],
+             layer_drop=["--layer_drop", 0.3])
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """train.main replaces them."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def go(data, out, *flags):
+    """A run in this process -> its exit code."""
+    return train.main([str(arg) for arg in command(data, out, *flags)[1:]])
+
+
+def losses(run):
+    return [line for line in metrics(run) if "loss" in line]
+
+
+@pytest.mark.parametrize("scope", ["global", "kind", "layer"])
+def test_a_run_settles_at_its_rate(data, tmp_path, scope):
+    go(data, tmp_path, *MOD, "--mod_scope", scope, "--max_iters", 60, "--log_interval", 1,
+       "--eval_interval", 30, "--batch_size", 16)
+    lines, tau = losses(tmp_path), weights(tmp_path)["tau"]
+    assert all(line["skip_rate"] == line["mod_rate"] == 0 for line in lines[:3])     # the warm-up is dense
+    assert sum(line["skip_rate"] for line in lines[-20:]) / 20 == pytest.approx(0.25, abs=0.03)
+    assert all(line["mod_rate"] == 0.25 for line in lines[-20:])
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert (tau > 0).all() and len(tau.unique()) == {"global": 1, "kind": 2, "layer": 4}[scope]
+    evals = [line for line in metrics(tmp_path) if "val_loss" in line]
+    assert evals[0]["val_skip_rate"] == 0
+    # one threshold settles; those of several groups swing by more from step to step
+    assert evals[-1]["val_skip_rate"] == pytest.approx(0.25, abs=0.05 if scope == "global" else 0.2)
+    model, _ = train.load_run(tmp_path)                                # and sampling skips as training did
+    kept = []
+    with torch.no_grad():
+        model(train.val_windows(data, 32, 8)[0], kept=kept)
+    assert 1 - sum(train.shares(kept)) / 4 == pytest.approx(evals[-1]["val_skip_rate"], abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_bit_identical(data, tmp_path, monkeypatch, kind):
+    flags = [*KINDS[kind], "--max_iters", 40, "--log_interval", 3, "--eval_interval", 15]
+    assert go(data, tmp_path / "whole", *flags) is None
+    for at in (3, 20):   # before and after the ramp
+        calls, parts = [], tmp_path / str(at)
+        with monkeypatch.context() as patch:
+            stops = lambda stop, *_: calls.append(0) or len(calls) > at and not stop.append(signal.SIGTERM)
+            patch.setattr(train, "stopping", stops)
+            assert go(data, parts, *flags) == 128 + signal.SIGTERM
+        assert torch.load(parts / "ckpt.pt", weights_only=True)["step"] == at
+        assert train.main(["--out", str(parts), "--resume"]) is None
+        same_run(tmp_path / "whole", parts)
+    skipped = [line["skip_rate"] for line in losses(parts)]
+    assert 0.1 < sum(skipped[-5:]) / 5 < 0.4
+
+
+@pytest.mark.parametrize("kind", ["mod", "router", "layer_drop"])
+def test_max_flops_counts_what_ran(data, tmp_path, kind):
+    n, at, dense = 4e8, tmp_path / "mod", tmp_path / "dense"
+    go(data, at, *KINDS[kind], "--max_flops", n, "--log_interval", 1)
+    go(data, dense, *KINDS[kind][:2] if kind == "mod" else [], "--max_flops", n, "--log_interval", 1)
+    for run in (at, dense):
+        spent = [line["flops"] for line in losses(run)]
+        assert spent[-2] < n <= spent[-1] and spent[-1] - n < spent[-1] - spent[-2]
+        assert torch.load(run / "ckpt.pt", weights_only=True)["flops"] == spent[-1]
+    more = losses(at)[-1]["tokens"] / losses(dense)[-1]["tokens"]
+    assert 1.03 < more < 1.5
+    assert json.loads((at / "config.json").read_text())["max_flops"] == n
+    assert losses(at)[-1]["lr"] < 1.2 * 0.1 * 3e-3              # the schedule ends where the budget does
+
+
+
+
+@pytest.mark.parametrize("flags", [
+    MOD, ["--layer_drop", 0.5], ["--residual", "nag", "--layer_drop", 0.3],
+    [*MOD, "--mod_rate", 0.9, "--mod_floor", 0, "--mod_explore", 0]], ids=str)
+def test_two_processes(data, tmp_path, flags):
+    cli("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2,
+        *command(data, tmp_path, *flags, "--max_iters", 20, "--log_interval", 5, "--grad_accum", 2))
+    lines = losses(tmp_path)
+    assert lines[-1]["step"] == 20 and all(math.isfinite(line["loss"]) for line in lines)
+    assert 0.15 < lines[-1]["skip_rate"] < 0.95
+    assert all(w.isfinite().all() for w in weights(tmp_path).values())
