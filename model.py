@@ -16,7 +16,7 @@ Read from top to bottom: config, norm, residuals, attention, MLP, block, GPT.
 import dataclasses
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, get_args
 
@@ -109,7 +109,7 @@ ROUTER_LOSS = 0.01  # weight of the loss that lets a router know at sampling wha
 def widen(x):
     """Half precision to fp32; fp32 and fp64 as they are. The stream's own arithmetic is never done in
     bf16."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.itemsize >= 4 else x.float()
 
 
 # ----------------------------------------------------------------------------- residuals
@@ -293,8 +293,8 @@ class NAG(Residual):
             beta, w, b, p = map(widen, (self.beta, self.w, self.b, self.p))
             near = torch.sigmoid(F.linear(widen(r), w, b))  # (..., n)
             base = F.linear(near, p.softmax(0)[None])       # (..., 1), in (0, 1)
-            # as exp(beta log), with a floor: 0 ** beta has an infinite slope, and has ended runs of others
-            return torch.exp(F.softplus(beta) * base.clamp_min(1e-6).log())
+            # with a floor: 0 ** beta has an infinite slope for beta < 1, and has ended runs of others
+            return base.clamp_min(1e-6) ** F.softplus(beta)
 
     def gain(self, stream):
         """alpha m(r), signed (..., 1): the relative size of the write that the stream is about to get."""
@@ -359,7 +359,7 @@ class Attention(nn.Module):
         """
         if rows is None:
             q, k, v = self.qkv(x, rope)                                              # (B, T, nh, hs) each
-            keys, values, start = (k, v, 0) if cache is None else cache.append(k, v)
+            keys, values, start = (k, v, 0) if cache is None else self.append(k, v, cache)
             T, S = q.shape[1], keys.shape[1]
             # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a mask
             mask = causal_mask(torch.arange(start, S, device=x.device), S) if 1 < T < S else None
@@ -388,7 +388,15 @@ class Attention(nn.Module):
         """x (B, T, C) -> all keys and values (B, S, nh, hs), the cached ones included, and where the T start."""
         k, v = self.heads(F.linear(x, self.c_attn.weight[x.shape[-1]:])).chunk(2, dim=-2)
         k = rotate_normed(k, rope[:, :self.n_head])
-        return (k, v, 0) if cache is None else cache.append(k, v)
+        return (k, v, 0) if cache is None else self.append(k, v, cache)
+
+    def append(self, k, v, cache):
+        """k, v (B, T, nh, hs) -> all keys and values (B, S, nh, hs), and where the T start."""
+        if cache.waiting:   # tokens that skipped this sublayer: one product for all of them
+            x, rope = zip(*cache.waiting)
+            cache.waiting.clear()
+            self.keys_values(torch.cat(x, dim=1), torch.cat(rope), cache)
+        return cache.append(k, v)
 
 
 def attend(q, k, v, mask=None, is_causal=False):
@@ -518,8 +526,8 @@ def step(stream, residual, sublayer, rope, cache=None, skip=None):
         return residual.write(stream, scaled(sublayer(residual.read(stream), rope, cache)), gain), keep
     for_all = sublayer.mixes_tokens and skip.kv == "all"
     if n_kept == 0:
-        if for_all and cache is not None:   # later tokens will want its keys and values
-            sublayer.keys_values(residual.read(stream), rope, cache)
+        if for_all and cache is not None:   # a later token will want its keys and values
+            cache.waiting.append((residual.read(stream), rope))
         return stream, keep
     rows = Rows(keep)
     kept, everything = take(stream, rows), residual.read(stream) if for_all else None
@@ -625,7 +633,7 @@ class GPT(nn.Module):
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
         if tau is not None:
-            tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n)
+            tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n).unbind()
             learning = self.training and c.mod_rate > 0
             force = draw(B, T) < c.mod_explore if learning else [None] * n
             floor = c.mod_floor if learning else 0.0
@@ -646,7 +654,7 @@ class GPT(nn.Module):
         rope, skips, auxiliary = self.rope(start, T), self.skips(B, T, tau, generator), []
         stream = self.ends.start(self.wte(idx))
         for i, (block, pair) in enumerate(zip(self.blocks, skips)):
-            stream, keeps, *loss = block(stream, rope, cache and cache.layer(i), pair)
+            stream, keeps, *loss = block(stream, rope, cache and cache.layers[i], pair)
             auxiliary += loss
             if kept is not None:
                 kept += keeps
@@ -757,30 +765,31 @@ class KVCache:
         c, weight = model.config, model.lm_head.weight
         shape = c.n_layer, batch_size, c.block_size, c.n_head, c.n_embd // c.n_head
         self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
-        # tokens that a block which stores only the kept ones has stored, per sequence
-        self.count = torch.zeros(shape[:2], dtype=torch.long, device=weight.device)
-        self.length = 0
+        count = torch.zeros(shape[:2], dtype=torch.long, device=weight.device)
+        self.layers = [LayerCache(*each) for each in zip(self.keys, self.values, count)]
+        self.length = 0     # tokens seen
 
     def clear(self):
         self.length = 0
-        self.count.zero_()
-
-    def layer(self, i):
-        return LayerCache(self.keys[i], self.values[i], self.count[i], self.length)
+        for layer in self.layers:
+            layer.length = 0
+            layer.count.zero_()
+            layer.waiting.clear()
 
 
 @dataclass
 class LayerCache:
     keys: torch.Tensor      # (B, block_size, nh, hs)
     values: torch.Tensor
-    count: torch.Tensor     # (B,)
-    length: int
+    count: torch.Tensor     # (B,), tokens stored per sequence, where only the kept ones are
+    length: int = 0         # tokens stored, where all of them are
+    waiting: list = field(default_factory=list)   # inputs and rotations of tokens whose keys nobody has asked for
 
     def append(self, k, v):
         """k, v (B, T, nh, hs) -> all keys and values (B, S, nh, hs), and where the T start."""
-        end = self.length + k.shape[1]
-        self.keys[:, self.length:end], self.values[:, self.length:end] = k, v
-        return self.keys[:, :end], self.values[:, :end], self.length
+        start, self.length = self.length, self.length + k.shape[1]
+        self.keys[:, start:self.length], self.values[:, start:self.length] = k, v
+        return self.keys[:, :self.length], self.values[:, :self.length], start
 
     def append_rows(self, k, v, rows):
         """k, v (N, nh, hs) of the kept tokens -> keys, values (S, longest, nh, hs), the new ones' numbers (N,)."""

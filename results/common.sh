@@ -1,6 +1,6 @@
 # Sourced by the other scripts of this folder: run things from the repository's root, two at a time.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-PYTHON=${PYTHON:-python}
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
 export OMP_NUM_THREADS=1   # two runs side by side use two cores better than one run on both
 
 run() {  # run folder, flags of train.py; a finished run is not repeated, an interrupted one goes on
