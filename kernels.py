@@ -153,3 +153,80 @@ def nag_write(r, f, a):
     again.
     """
     return (NagWrite.apply if by_hand(r) else nag_write_reference)(r, f, a)
+
+
+# ----------------------------------------------------------------------------- rows of kept tokens
+# torch's own indexing does the same, but its backward must expect an index that occurs twice, and sums; ours
+# copies. An index here never occurs twice.
+
+class GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.n = len(x)
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.new_zeros(ctx.n, *grad.shape[1:]).index_copy_(0, *ctx.saved_tensors, grad), None
+
+
+def gather_rows(x, index):
+    """Rows of x: (M, ...), index (N,) -> (N, ...)."""
+    return GatherRows.apply(x, index)
+
+
+class ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index, n):
+        ctx.save_for_backward(index)
+        return x.new_zeros(n, *x.shape[1:]).index_copy_(0, index, x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+def scatter_rows(x, index, n):
+    """The inverse of gather_rows: x (N, ...) -> (n, ...), zero where no index points."""
+    return ScatterRows.apply(x, index, n)
+
+
+class Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        return x.index_select(0, index), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_rows, d_rest):
+        return d_rest.index_copy(0, *ctx.saved_tensors, d_rows), None
+
+
+class Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rest, index, rows):
+        ctx.save_for_backward(index)
+        return rest.index_copy(0, index, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        # rest's rows at index had no influence, but part overwrites their gradient anyway
+        return grad, None, grad.index_select(0, *ctx.saved_tensors)
+
+
+def part(x, index):
+    """
+    x (M, ...) -> its rows at index (N, ...), and a rest that is good for one thing: `join`. The two go together:
+    one copy per direction, where indexing and its inverse would add up three tensors of x's size.
+    """
+    return Part.apply(x, index)
+
+
+def join(rest, index, rows):
+    """The x that `part` has got, with rows (N, ...) in the place of those at index."""
+    return Join.apply(rest, index, rows)

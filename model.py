@@ -24,7 +24,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import EPS, nag_write, rms_norm, rotate_normed
+from kernels import EPS, gather_rows, join, nag_write, part, rms_norm, rotate_normed, scatter_rows
 
 # ----------------------------------------------------------------------------- config
 
@@ -366,27 +366,28 @@ class Attention(nn.Module):
             return self.c_proj(attend(q, keys, values, mask, is_causal=mask is None and T > 1).flatten(-2))
         turn = rope[:, :1][rows.place]                                               # (N, 1, hs)
         if everything is not None:
-            w_q = self.c_attn.weight[:x.shape[-1]]
+            w_q, w_kv = self.c_attn.weight.split((x.shape[-1], 2 * x.shape[-1]))
             q = rotate_normed(self.heads(F.linear(x, w_q)), turn)                    # (N, nh, hs)
-            keys, values, start = self.keys_values(everything, rope, cache)
-            keys, values, position = rows.alive(keys), rows.alive(values), rows.place + start
+            keys, values, start = self.keys_values(everything, rope, cache, w_kv)
+            position = rows.place + start
         else:
             q, k, v = self.qkv(x, turn)
             if cache is None:   # kept tokens keep their order, padding comes last: nothing is left to mask
                 y = attend(rows.pad(q), rows.pad(k), rows.pad(v), is_causal=True)
                 return self.c_proj(rows.unpad(y).flatten(-2))
             keys, values, position = cache.append_rows(k, v, rows)
-        mask = causal_mask(rows.pad(position), keys.shape[1])
-        return self.c_proj(rows.unpad(attend(rows.pad(q), keys, values, mask)).flatten(-2))
+        y = attend_to_past(rows.pad(q), keys, values, rows.pad(position))
+        return self.c_proj(rows.unpad(y).flatten(-2))
 
     def qkv(self, x, turn):
         """x (..., C) -> q, k, v (..., nh, hs), q and k normalised and rotated."""
         qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
         return *rotate_normed(qk, turn).chunk(2, dim=-2), v
 
-    def keys_values(self, x, rope, cache=None):
+    def keys_values(self, x, rope, cache=None, w_kv=None):
         """x (B, T, C) -> all keys and values (B, S, nh, hs), the cached ones included, and where the T start."""
-        k, v = self.heads(F.linear(x, self.c_attn.weight[x.shape[-1]:])).chunk(2, dim=-2)
+        w_kv = self.c_attn.weight[x.shape[-1]:] if w_kv is None else w_kv
+        k, v = self.heads(F.linear(x, w_kv)).chunk(2, dim=-2)
         k = rotate_normed(k, rope[:, :self.n_head])
         return (k, v, 0) if cache is None else self.append(k, v, cache)
 
@@ -403,6 +404,19 @@ def attend(q, k, v, mask=None, is_causal=False):
     """q (B, K, nh, hs), k, v (B, S, nh, hs) -> (B, K, nh, hs)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).transpose(1, 2)
+
+
+def attend_to_past(q, k, v, position):
+    """
+    attend, for queries at any positions (B, K), rising. In up to four pieces, each of which looks at the keys up to
+    its latest position only: a mask alone would compute the scores that it hides.
+    """
+    K, outputs = q.shape[1], []
+    size = max(64, -(-K // 4)) if K > 128 and not torch.is_grad_enabled() else K
+    for q, position in zip(q.split(size, dim=1), position.split(size, dim=1)):
+        S = k.shape[1] if size == K else int(position.max()) + 1
+        outputs.append(attend(q, k[:, :S], v[:, :S], causal_mask(position, S)))
+    return torch.cat(outputs, dim=1)
 
 
 def causal_mask(position, S):
@@ -428,7 +442,8 @@ class MLP(nn.Module):
         """x (..., C) -> (..., C)"""
         x = self.c_fc(x)
         if self.activation == "gelu":
-            x = F.gelu(x)
+            # in place where no backward needs x: a large buffer less to find and to fill
+            x = F.gelu(x) if torch.is_grad_enabled() else torch.ops.aten.gelu_(x)
         elif self.activation == "relu2":
             x = F.relu(x).square()
         else:
@@ -450,45 +465,47 @@ def mlp_shape(config):
 
 class Rows:
     """
-    The N kept tokens of a batch, keep (B, T), in their order, and a rectangle for attention: S sequences, those
-    with a kept token, by K slots, as many as the longest needs. Kept tokens move to its left, the rest is zero.
+    The N kept tokens of a batch, keep (B, T), in their order, and a rectangle for attention, S sequences by K slots,
+    K as many as the longest needs: kept tokens move to its left, the rest is zero. S is B, or if compact, the number
+    of sequences with a kept token.
     """
-    def __init__(self, keep):
-        T = keep.shape[1]
+    def __init__(self, keep, compact=False):
+        B, T = keep.shape
         self.index = keep.flatten().nonzero().squeeze(1)                             # (N,), numbers among the B T
         self.sequence, self.place = self.index // T, self.index % T                  # (N,)
         self.count = keep.sum(1)                                                     # (B,)
-        self.full = self.count > 0
-        self.slot = torch.arange(len(self.index), device=keep.device)
-        self.slot = self.slot - (self.count.cumsum(0) - self.count)[self.sequence]   # (N,)
-        self.row = (self.full.cumsum(0) - 1)[self.sequence]                          # (N,), among the S
-        self.shape = int(self.full.sum()), int(self.count.max())                     # S, K
-
-    def alive(self, x):
-        """(B, ...) -> (S, ...)"""
-        return x if len(x) == self.shape[0] else x[self.full]
+        slot = torch.arange(len(self.index), device=keep.device)
+        self.slot = slot - (self.count.cumsum(0) - self.count)[self.sequence]        # (N,)
+        row, S = self.sequence, B
+        if compact:
+            full = self.count > 0
+            row, S = (full.cumsum(0) - 1)[row], int(full.sum())
+        self.shape = S, int(self.count.max())                                        # S, K
+        self.cell = row * self.shape[1] + self.slot                                  # (N,), numbers among the S K
 
     def pad(self, x):
         """(N, ...) -> (S, K, ...)"""
-        if len(x) == self.shape[0] * self.shape[1]:
-            return x.unflatten(0, self.shape)
-        return x.new_zeros(*self.shape, *x.shape[1:]).index_put((self.row, self.slot), x)
+        S, K = self.shape
+        return (x if len(x) == S * K else scatter_rows(x, self.cell, S * K)).unflatten(0, self.shape)
 
     def unpad(self, x):
         """(S, K, ...) -> (N, ...)"""
-        return x.flatten(0, 1) if len(self.slot) == x.shape[0] * x.shape[1] else x[self.row, self.slot]
+        x = x.flatten(0, 1)
+        return x if len(x) == len(self.cell) else gather_rows(x, self.cell)
 
 
 def take(stream, rows):
-    """The kept tokens of a stream: tensors (B, T, ...) -> (N, ...)."""
-    return tuple(take(x, rows) for x in stream) if isinstance(stream, tuple) else stream.flatten(0, 1)[rows.index]
-
-
-def put(stream, rows, kept):
-    """The stream with the kept tokens replaced. The inverse of take."""
+    """A stream of tensors (B, T, ...) -> that of the kept tokens (N, ...), and the rest for put."""
     if isinstance(stream, tuple):
-        return tuple(put(x, rows, k) for x, k in zip(stream, kept))
-    return stream.flatten(0, 1).index_copy(0, rows.index, kept).view_as(stream)
+        return tuple(zip(*(take(x, rows) for x in stream)))
+    return part(stream.flatten(0, 1), rows.index)
+
+
+def put(rest, rows, kept, shape):
+    """The stream that take has got, (*shape, ...), with the kept tokens replaced."""
+    if isinstance(rest, tuple):
+        return tuple(put(x, rows, k, shape) for x, k in zip(rest, kept))
+    return join(rest, rows.index, kept).unflatten(0, shape)
 
 
 class Skip(NamedTuple):
@@ -529,10 +546,11 @@ def step(stream, residual, sublayer, rope, cache=None, skip=None):
         if for_all and cache is not None:   # a later token will want its keys and values
             cache.waiting.append((residual.read(stream), rope))
         return stream, keep
-    rows = Rows(keep)
-    kept, everything = take(stream, rows), residual.read(stream) if for_all else None
+    rows = Rows(keep, compact=skip.kv == "kept" and cache is None)
+    (kept, rest), everything = take(stream, rows), residual.read(stream) if for_all else None
+    gain = None if gain is None else gather_rows(gain.flatten(0, 1), rows.index)
     update = scaled(sublayer(residual.read(kept), rope, cache, rows, everything))    # (N, C)
-    return put(stream, rows, residual.write(kept, update, None if gain is None else take(gain, rows))), keep
+    return put(rest, rows, residual.write(kept, update, gain), keep.shape), keep
 
 
 # ----------------------------------------------------------------------------- block and model
@@ -573,12 +591,13 @@ class RoutedBlock(Block):
         else:
             keep = weight > 0
         auxiliary = F.binary_cross_entropy_with_logits(widen(weight), keep.to(widen(weight).dtype))
-        rows = Rows(keep)
+        rows = Rows(keep, compact=cache is None)
         if len(rows.index):
-            before = kept = take(x, rows)                                            # (N, C)
+            kept, rest = take(x, rows)                                               # (N, C)
+            before, weight = kept, gather_rows(weight.flatten(), rows.index)[:, None]
             for residual, sublayer in ((self.attn_residual, self.attn), (self.mlp_residual, self.mlp)):
                 kept = residual.write(kept, sublayer(residual.read(kept), rope, cache, rows))
-            x = put(x, rows, before + take(weight[..., None], rows) * (kept - before))
+            x = put(rest, rows, before + weight * (kept - before), keep.shape)
         return x, (keep, keep), auxiliary
 
 
@@ -797,7 +816,7 @@ class LayerCache:
         self.keys[rows.sequence, number], self.values[rows.sequence, number] = k, v
         self.count += rows.count
         longest = int(self.count.max())
-        return rows.alive(self.keys[:, :longest]), rows.alive(self.values[:, :longest]), number
+        return self.keys[:, :longest], self.values[:, :longest], number
 
 
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
