@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from prepare import get_tokenizer
-from train import Parser, calibrate, load_run, pick_device, read_metrics, shares, val_windows, write_file
+from train import (Parser, calibrate, load_run, pick_device, read_metrics, shares, skip_threshold, val_windows,
+                   write_file)
 
 matplotlib.use("Agg")
 warnings.filterwarnings("ignore", message="Glyph .* missing")   # a text may have any character
@@ -222,12 +223,8 @@ def norm_confidence(model, batches):
 
 # -- skipping
 
-def thresholds(model, batches, rate):
-    """(2L,), to skip the share `rate` of the sublayer runs; None if the model was trained to skip."""
-    if model.tau is not None or model.config.mod == "router":
-        return None
-    needs_gain(model)
-    return calibrate(model, [idx for idx, _ in batches], rate)[0]
+def skips_by_itself(model):
+    return model.tau is not None or model.config.mod == "router"
 
 
 @torch.no_grad()
@@ -241,13 +238,15 @@ def run_with(model, batches, tau):
     return loss, ran
 
 
-def skip_share(model, batches, rate=0.25):
+def skip_share(model, batches, tau=None):
     """
     Share of the tokens that skip sublayer l, and of all sublayer runs: at the thresholds that the model was
-    trained with, or by its router, or calibrated to `rate` if it was trained dense. Source: NAG paper,
-    appendix A (specs: MoD map).
+    trained with, or by its router, or at tau (2L,) if it was trained dense. Source: NAG paper, appendix A
+    (specs: MoD map).
     """
-    _, ran = run_with(model, batches, tau := thresholds(model, batches, rate))
+    if not skips_by_itself(model):
+        needs_gain(model)
+    _, ran = run_with(model, batches, tau)
     return {"skipped": (1 - ran).tolist(), "mean": (1 - ran).mean().item(),
             "tau": tau if tau is None else tau.tolist()}
 
@@ -282,7 +281,7 @@ def skip_curve(model, batches):
 
 
 @torch.no_grad()
-def depth_map(model, batches, rate=0.25, text=None, tokenizer="bytes"):
+def depth_map(model, batches, tau=None, text=None, tokenizer="bytes"):
     """
     Which sublayers (rows, 2L) each token of a text ran: 1, or 0 if it skipped. Thresholds as in skip_share.
     text: its first block_size tokens; default: 96 tokens of the first window. Source: specs (MoD map).
@@ -290,8 +289,10 @@ def depth_map(model, batches, rate=0.25, text=None, tokenizer="bytes"):
     encoding, idx = get_tokenizer(tokenizer), batches[0][0][:1, :96]
     if text is not None:
         idx = idx.new_tensor([encoding.encode_ordinary(text)[:model.config.block_size]])
+    if not skips_by_itself(model):
+        needs_gain(model)
     kept = []
-    model(idx, tau=thresholds(model, batches, rate), kept=kept)
+    model(idx, tau=tau, kept=kept)
     ran = [[1] * idx.shape[1] if keep is None else keep[0].int().tolist() for keep in kept]
     # where a character is several tokens, the last of them shows it
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -426,7 +427,7 @@ class Stat(NamedTuple):
     caption: str
     log: bool = False
     draw: Callable = draw_stat   # (figure, stat, {run: what measure returned, or None})
-    settings: tuple = ()         # of rate, text and tokenizer, those that measure takes
+    settings: tuple = ()         # of tau, text and tokenizer, those that measure takes
 
 
 STATS = {
@@ -466,7 +467,7 @@ STATS = {
     "skip_share": Stat(
         skip_share, "Who skips what", "share of the tokens that skip sublayer l",
         "Thresholds: a model's own if it was trained to skip, else set to skip --skip of all sublayer runs.",
-        settings=("rate",)),
+        settings=("tau",)),
     "skip_curve": Stat(
         skip_curve, "Loss against skipping", "loss (nats/token)",
         "One model per line, at rising thresholds, not retrained. A line that stays flat skips at no cost.",
@@ -478,7 +479,7 @@ STATS = {
     "depth_map": Stat(
         depth_map, "Depth per token", "sublayer l",
         "Dark: the token ran the sublayer; light: it skipped it. Odd rows are attention, even rows MLP.",
-        draw=draw_map, settings=("rate", "text", "tokenizer")),
+        draw=draw_map, settings=("tau", "text", "tokenizer")),
 }
 LOSS_CURVE = Stat(
     None, "Loss curves", "loss (nats/token)",
@@ -539,7 +540,8 @@ def name_runs(runs):
 def main(argv=None):
     args = parse(argv)
     runs, out = name_runs(args.runs), Path(args.out)
-    loaded = {label: load_run(run, pick_device(vars(args)), "best.pt" if args.best else "ckpt.pt")
+    which = "best.pt" if args.best else "ckpt.pt"
+    loaded = {label: load_run(run, pick_device(vars(args)), which)
               # all of them before the first is measured: an error comes at once
               for label, run in runs.items()}
     if len({config["data"] for _, config in loaded.values()}) > 1:
@@ -554,7 +556,10 @@ def main(argv=None):
         batches = list(zip(x.split(size), y.split(size)))
         shown = ("residual", "n_layer", "n_head", "n_embd", "data", "mod", "mod_rate")
         results[label] = {"config": {key: config[key] for key in shown if key in config}}
-        settings = dict(rate=args.skip, text=args.text, tokenizer=config["tokenizer"])
+        settings = dict(tau=None, text=args.text, tokenizer=config["tokenizer"])
+        if any("tau" in STATS[name].settings for name in wanted if name in STATS) and model.ends.knows_gain:
+            if not skips_by_itself(model):
+                settings["tau"] = skip_threshold(runs[label], model, config, args.skip, which)
         measured = {}   # two statistics may be two views of one measurement
         for name in (name for name in wanted if name in STATS):
             measure, given = STATS[name].measure, {key: settings[key] for key in STATS[name].settings}

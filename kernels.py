@@ -221,8 +221,8 @@ class Join(torch.autograd.Function):
 
 def part(x, index):
     """
-    x (M, ...) -> its rows at index (N, ...), and a rest that is good for one thing: `join`. The two go together:
-    one copy per direction, where indexing and its inverse would add up three tensors of x's size.
+    x (M, ...) -> its rows at index (N, ...), and a rest that is good for one thing: `join`. The two go
+    together: one copy per direction, where indexing and its inverse would add up three tensors of x's size.
     """
     return Part.apply(x, index)
 

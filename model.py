@@ -87,11 +87,11 @@ class GPTConfig:
         kind = RESIDUALS.get(self.residual)
         kind = getattr(kind, "func", kind)   # the class behind a row of PRESETS
         if self.mod == "router" and not (0 < self.mod_rate <= 0.45 and self.n_layer > 1):
-            bad.append(f"--mod router --mod_rate {self.mod_rate}: every second block skips twice that share of its "
-                       f"tokens; use two blocks or more and a rate above 0 and up to 0.45, such as 0.25")
+            bad.append(f"--mod router --mod_rate {self.mod_rate}: every second block skips twice "
+                       f"that share of its tokens; use two blocks or more and a rate of 0.05 to 0.45")
         if kind and self.mod == "router" and not kind.one_tensor:
-            bad.append(f"--mod router --residual {self.residual}: the router scales a stream that is one tensor; "
-                       f"use --mod geometric, or --residual pre")
+            bad.append(f"--mod router --residual {self.residual}: the router scales a stream that is one "
+                       f"tensor; use --mod geometric, or --residual pre")
         if kind and self.mod == "geometric" and self.mod_rate and not kind.knows_gain:
             bad.append(f"--mod_rate {self.mod_rate} --residual {self.residual}: no gain to decide by; use "
                        f"--residual nag, or --mod router")
@@ -122,14 +122,14 @@ class Residual(nn.Module):
 
         start(embedding)             (B, T, C) -> stream
         read(stream)                 -> (B, T, C), the sublayer's input
-        gain(stream)                 -> (B, T, 1), how much the write will change, known before the sublayer runs
+        gain(stream)                 -> (B, T, 1), how much the write will change, known beforehand
         score(gain)                  -> (B, T), a token skips the sublayer where this is at most tau
         write(stream, update, gain)  -> the stream after the sublayer's output (B, T, C) has been written
         finish(stream)               -> (B, T, C), the input of the head
         as_tensor(stream)            -> (B, T, C), the stream as one vector per token, for measurements
 
-    A skipped token is simply not written: its stream stays what it was. So `read` and `write` also get streams
-    of kept tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
+    A skipped token is simply not written: its stream stays what it was. So `read` and `write` also get
+    streams of kept tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
     """
     gates = ()  # names of the parameters that train.py gives their own learning rate and no weight decay
     one_tensor = True
@@ -354,14 +354,14 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, rows=None, everything=None):
         """
-        x (B, T, C) -> (B, T, C). With rows, x (N, C) are the kept tokens: -> (N, C). They attend to all tokens,
-        everything (B, T, C), or to each other.
+        x (B, T, C) -> (B, T, C). With rows, x (N, C) are the kept tokens: -> (N, C). They attend to all
+        tokens, everything (B, T, C), or to each other.
         """
         if rows is None:
             q, k, v = self.qkv(x, rope)                                              # (B, T, nh, hs) each
             keys, values, start = (k, v, 0) if cache is None else self.append(k, v, cache)
             T, S = q.shape[1], keys.shape[1]
-            # one token sees all of the cache, a prompt sees what is behind it: only a later chunk needs a mask
+            # one token sees all of the cache, a prompt what is behind it: only a later chunk needs a mask
             mask = causal_mask(torch.arange(start, S, device=x.device), S) if 1 < T < S else None
             return self.c_proj(attend(q, keys, values, mask, is_causal=mask is None and T > 1).flatten(-2))
         turn = rope[:, :1][rows.place]                                               # (N, 1, hs)
@@ -385,7 +385,7 @@ class Attention(nn.Module):
         return *rotate_normed(qk, turn).chunk(2, dim=-2), v
 
     def keys_values(self, x, rope, cache=None, w_kv=None):
-        """x (B, T, C) -> all keys and values (B, S, nh, hs), the cached ones included, and where the T start."""
+        """x (B, T, C) -> keys and values (B, S, nh, hs), with the cached ones, and where the T start."""
         w_kv = self.c_attn.weight[x.shape[-1]:] if w_kv is None else w_kv
         k, v = self.heads(F.linear(x, w_kv)).chunk(2, dim=-2)
         k = rotate_normed(k, rope[:, :self.n_head])
@@ -408,8 +408,9 @@ def attend(q, k, v, mask=None, is_causal=False):
 
 def attend_to_past(q, k, v, position):
     """
-    attend, for queries at any positions (B, K), rising. In up to four pieces, each of which looks at the keys up to
-    its latest position only: a mask alone would compute the scores that it hides.
+    attend, for queries at any positions (B, K), rising. In up to four pieces, each of which looks at the keys
+    up to its latest position only: a mask alone would compute the scores that it hides. In training that does
+    not pay: each piece's backward fills gradients of all keys.
     """
     K, outputs = q.shape[1], []
     size = max(64, -(-K // 4)) if K > 128 and not torch.is_grad_enabled() else K
@@ -465,13 +466,13 @@ def mlp_shape(config):
 
 class Rows:
     """
-    The N kept tokens of a batch, keep (B, T), in their order, and a rectangle for attention, S sequences by K slots,
-    K as many as the longest needs: kept tokens move to its left, the rest is zero. S is B, or if compact, the number
-    of sequences with a kept token.
+    The N kept tokens of a batch, keep (B, T), in their order, and a rectangle for attention, S sequences by K
+    slots, K as many as the longest needs: kept tokens move to its left, the rest is zero. S is B, or if
+    compact, the number of sequences with a kept token.
     """
     def __init__(self, keep, compact=False):
         B, T = keep.shape
-        self.index = keep.flatten().nonzero().squeeze(1)                             # (N,), numbers among the B T
+        self.index = keep.flatten().nonzero().squeeze(1)                             # (N,), among the B T
         self.sequence, self.place = self.index // T, self.index % T                  # (N,)
         self.count = keep.sum(1)                                                     # (B,)
         slot = torch.arange(len(self.index), device=keep.device)
@@ -481,7 +482,7 @@ class Rows:
             full = self.count > 0
             row, S = (full.cumsum(0) - 1)[row], int(full.sum())
         self.shape = S, int(self.count.max())                                        # S, K
-        self.cell = row * self.shape[1] + self.slot                                  # (N,), numbers among the S K
+        self.cell = row * self.shape[1] + self.slot                                  # (N,), among the S K
 
     def pad(self, x):
         """(N, ...) -> (S, K, ...)"""
@@ -533,7 +534,7 @@ class Skip(NamedTuple):
 
 
 def step(stream, residual, sublayer, rope, cache=None, skip=None):
-    """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; keep None: on all."""
+    """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; None: on all."""
     gain = residual.gain(stream)
     keep = None if skip is None else skip.choose(residual, gain)
     counted = cache is not None and skip is not None and skip.kv == "kept"   # a cache of kept tokens only
@@ -571,10 +572,11 @@ class Block(nn.Module):
 
 class RoutedBlock(Block):
     """
-    A block with the router of Raposo et al. 2024 (arXiv:2404.02258). A linear map gives every token a weight; the
-    block is for the tokens with the largest weights of a sequence, and its change is multiplied by the weight,
-    which teaches the router. The largest weights of a sequence depend on its future: outside of training, a token
-    runs if its own weight is above 0, which an auxiliary loss teaches the router to agree with.
+    A block with the router of Raposo et al. 2024 (arXiv:2404.02258). A linear map gives every token a weight;
+    the block is for the tokens with the largest weights of a sequence, and its change is multiplied by the
+    weight, which teaches the router. The largest weights of a sequence depend on its future: outside of
+    training, a token runs if its own weight is above 0, which an auxiliary loss teaches the router to agree
+    with.
     """
     def __init__(self, config, i):
         super().__init__(config, i)
@@ -610,7 +612,8 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         routed = lambda i: config.mod == "router" and i % 2 == 1
-        self.blocks = nn.ModuleList((RoutedBlock if routed(i) else Block)(config, i) for i in range(config.n_layer))
+        blocks = ((RoutedBlock if routed(i) else Block)(config, i) for i in range(config.n_layer))
+        self.blocks = nn.ModuleList(blocks)
         self.ends = RESIDUALS[config.residual](config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie:
@@ -647,7 +650,7 @@ class GPT(nn.Module):
         return self.turn[start:start + T]
 
     def skips(self, B, T, tau=None, generator=None):
-        """A pair of Skips per block. tau: one threshold or 2L; default: those that the model was trained with."""
+        """A pair of Skips per block. tau: one threshold or 2L; default: those of the model's training."""
         c, n, device = self.config, 2 * self.config.n_layer, self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
@@ -687,10 +690,10 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, tau=None, generator=None, kept=None):
         """
-        idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None without targets; in
-        training plus the routers' auxiliary loss). tau: skip thresholds, a number or 2L of them; default those of
-        the training, -1 skips nothing. generator: of the random skips of training. kept: a list that gets, per
-        sublayer, the tokens that ran, (B, T) bool, or None if the sublayer has nothing to decide by.
+        idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None if no targets;
+        in training plus the routers' auxiliary loss). tau: skip thresholds, a number or 2L of them; default
+        those of the training, -1 skips nothing. generator: of the random skips of training. kept: a list that
+        gets, per sublayer, the tokens that ran, (B, T) bool, or None if it has nothing to decide by.
         """
         x, auxiliary = self.hidden(idx, cache, tau, generator, kept)
         logits = self.head(x)
@@ -703,8 +706,8 @@ class GPT(nn.Module):
         """
         The forward pass one sublayer at a time, for measurements. Yields (l, stream before, stream after) for
         l = 1 .. 2L, then (2L + 1, last stream, logits). The sublayers numbered in `without` are skipped: they
-        do not run, and the stream passes them unchanged. A block with a router runs whole, or not at all: raises
-        ValueError.
+        do not run, and the stream passes them unchanged. A block with a router runs whole, or not at all:
+        raises ValueError.
         """
         if self.config.mod == "router":
             raise ValueError("a block with a router has no sublayers to look at one by one")
@@ -721,7 +724,7 @@ class GPT(nn.Module):
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None,
                       n_vocab=None, tau=None, kept=None):
         """
-        Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0 is greedy.
+        Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0: greedy.
         kept: a list that gets one list per token: what forward's kept gets in the pass that led to it.
         """
         cache = KVCache(self, idx.shape[0])
@@ -766,8 +769,8 @@ class GPT(nn.Module):
         total = 2 * c.vocab_size * C + sum(r.cost()[1] for r in self.residuals())
         for i, (attn, mlp) in enumerate(zip(share[::2], share[1::2])):
             routed = isinstance(self.blocks[i], RoutedBlock)
-            # of the tokens, those whose keys and values are projected, and of a kept token's sequence, those it
-            # looks at; layer_drop keeps whole sequences
+            # known: share of the tokens whose keys and values are projected; seen: share of its sequence that
+            # a kept token looks at, all of it in layer_drop, which keeps or drops whole sequences
             known = attn if routed or c.mod_kv == "kept" or c.layer_drop else 1.0
             seen = 1.0 if c.layer_drop else known
             total += 4 * C * C * (known + attn) + 4 * T * seen * C * attn
@@ -802,7 +805,7 @@ class LayerCache:
     values: torch.Tensor
     count: torch.Tensor     # (B,), tokens stored per sequence, where only the kept ones are
     length: int = 0         # tokens stored, where all of them are
-    waiting: list = field(default_factory=list)   # inputs and rotations of tokens whose keys nobody has asked for
+    waiting: list = field(default_factory=list)   # inputs and rotations of tokens whose keys no one asked for
 
     def append(self, k, v):
         """k, v (B, T, nh, hs) -> all keys and values (B, S, nh, hs), and where the T start."""
@@ -811,7 +814,7 @@ class LayerCache:
         return self.keys[:, :self.length], self.values[:, :self.length], start
 
     def append_rows(self, k, v, rows):
-        """k, v (N, nh, hs) of the kept tokens -> keys, values (S, longest, nh, hs), the new ones' numbers (N,)."""
+        """k, v (N, nh, hs) of kept tokens -> keys, values (B, longest, nh, hs), the new places (N,)."""
         number = self.count[rows.sequence] + rows.slot
         self.keys[rows.sequence, number], self.values[rows.sequence, number] = k, v
         self.count += rows.count

@@ -34,9 +34,12 @@ def parse(argv):
     parser.add_argument("--top_k", type=int, help="draw from the k likeliest tokens only")
     parser.add_argument("--top_p", type=float, help="draw from the fewest tokens with this probability only")
     parser.add_argument("--seed", type=int, default=1337, help="of the sampling (default 1337)")
-    parser.add_argument("--skip", type=float, help="share of the sublayer runs to skip; 0: none (default: as trained)")
-    parser.add_argument("--depth", action="store_true", help="colour each token by the share of sublayers it used")
-    for name, what in (("mod_on", "what is compared with the threshold"), ("mod_scope", "what shares a threshold"),
+    parser.add_argument("--skip", type=float,
+                        help="share of the sublayer runs to skip; 0: none (default: as trained)")
+    parser.add_argument("--depth", action="store_true",
+                        help="colour each token by the share of sublayers it used")
+    for name, what in (("mod_on", "what is compared with the threshold"),
+                       ("mod_scope", "what shares a threshold"),
                        ("mod_kv", "whose keys and values attention projects")):
         choices = get_args(GPTConfig.__annotations__[name])
         parser.add_argument(f"--{name}", choices=choices, help=f"{what} (default: as trained)")
@@ -69,8 +72,8 @@ def parse(argv):
 
 def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=None):
     """
-    Stream one sample to show(text, depth), depth the share of sublayers that the token used. -> (tokens generated,
-    seconds they took, the prompt's own pass not counted).
+    Stream one sample to show(text, depth), depth the share of sublayers that the token used. -> (tokens
+    generated, seconds they took, the prompt's own pass not counted).
     """
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -85,7 +88,8 @@ def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=
                 begin = time.perf_counter()
             if token == encoding.eot_token:
                 break
-            show(decoder.decode(encoding.decode_single_token_bytes(token)), depth(kept[-1]) if args.depth else 1.0)
+            text = decoder.decode(encoding.decode_single_token_bytes(token))
+            show(text, depth(kept[-1]) if args.depth else 1.0)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", 1.0)
     return count - 1, time.perf_counter() - begin
@@ -101,9 +105,10 @@ def plain(text, depth):
 
 
 def coloured(text, depth):
-    """Background from dark blue (few sublayers) over grey to dark red (all): 0 to 5 are levels of a 6 x 6 x 6 cube."""
+    """On a background from blue (few sublayers) to red (all); terminals have a 6 x 6 x 6 colour cube."""
     red, blue = round(5 * max(0.0, 2 * depth - 1)), round(5 * max(0.0, 1 - 2 * depth))
-    print(f"\033[38;5;231;48;5;{16 + 36 * red + 6 + blue}m{text}\033[0m" if text.strip() else text, end="", flush=True)
+    code = f"\033[38;5;231;48;5;{16 + 36 * red + 6 + blue}m"
+    print(f"{code}{text}\033[0m" if text.strip() else text, end="", flush=True)
 
 
 def main(argv=None):

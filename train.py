@@ -6,7 +6,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or many.
     python train.py --out runs/nag --resume                  # continue a run, bit for bit
     torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
 
-A run folder holds config.json, metrics.jsonl (one object a line), ckpt.pt and best.pt (lowest validation loss).
+A run folder holds config.json, metrics.jsonl (one object a line), ckpt.pt and best.pt (lowest validation
+loss).
 """
 import argparse
 import contextlib
@@ -185,7 +186,8 @@ def load_config(path):
     unknown = [key for key in values if key not in known]
     for field in fields:
         value, kind = values.get(field.name, field.default), field.type
-        if kind in (int, float, str, bool) and type(value) not in ((int, float) if kind is float else (kind,)):
+        fine = (int, float) if kind is float else (kind,)
+        if kind in (int, float, str, bool) and type(value) not in fine:
             raise SystemExit(f"{path}: {field.name} is {value!r}, not of type {kind.__name__}; mend it there")
     if unknown:
         raise SystemExit(f"{path}: unknown setting {', '.join(unknown)}, of another version; remove it there")
@@ -236,8 +238,8 @@ def val_windows(data, T, n):
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, autocast, rank=0, world_size=1):
     """
-    Over windows x, y (n, T): mean loss in nats per token, bits per byte of text, share of the sublayer runs that
-    were skipped. token_bytes (V,).
+    Over windows x, y (n, T): mean loss in nats per token, bits per byte of text, share of the sublayer runs
+    that were skipped. token_bytes (V,).
     """
     total = torch.zeros(4, dtype=torch.float64)
     for i in range(rank * batch_size, len(x), world_size * batch_size):
@@ -257,7 +259,7 @@ def evaluate(model, x, y, token_bytes, batch_size, autocast, rank=0, world_size=
 # ----------------------------------------------------------------------------- skipping
 
 def shares(kept):
-    """The masks that GPT.forward has put into its `kept` -> share of the tokens that ran each sublayer, (2L,)."""
+    """The masks that GPT.forward puts into `kept` -> shares of the tokens that ran, 2L floats."""
     return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
 
 
@@ -271,16 +273,17 @@ def groups(config):
 @torch.no_grad()
 def calibrate(model, batches, rate, tolerance=0.0025):
     """
-    Thresholds (2L,) with which the model skips the share `rate` of its sublayer runs on the batches, a list of
-    idx (B, T), and the share that it really skips. They are quantiles of the dense model's scores; since skipping
-    changes what later sublayers see, which quantile is found by bisection.
+    Thresholds (2L,) with which the model skips the share `rate` of its sublayer runs on the batches, a list
+    of idx (B, T), and the share that it really skips. They are quantiles of the dense model's scores; since
+    skipping changes what later sublayers see, which quantile is found by bisection.
     """
     def forward(tau):   # -> scores (2L, tokens), realised rate
         scores, ran = [], []
         for idx in batches:
             walk = zip(model.walk(idx, tau=tau), model.sublayers())
             scores.append(torch.stack([r.score(r.gain(before)).flatten() for (_, before, _), (r, _) in walk]))
-            ran.append((scores[-1] > torch.as_tensor(tau).expand(len(scores[-1]))[:, None].to(scores[-1])).double())
+            limit = torch.as_tensor(tau).expand(len(scores[-1])).to(scores[-1])
+            ran.append((scores[-1] > limit[:, None]).double())
         return torch.cat(scores, 1), 1 - torch.cat(ran, 1).mean().item()
 
     tau, low, high, realised = torch.full((2 * model.config.n_layer,), -1.0), 0.0, 1.0, 0.0
@@ -304,14 +307,15 @@ def calibrate(model, batches, rate, tolerance=0.0025):
 def steer(model, ran, target):
     """An integral controller on log tau: raise it where a group of sublayers skips less than the target."""
     skipped = 1 - torch.tensor(ran, device=model.tau.device)
-    speed = 0.5 if model.config.mod_scope == "global" else 0.1   # small groups react more strongly, and overshoot
+    # small groups react more strongly, and would overshoot
+    speed = 0.5 if model.config.mod_scope == "global" else 0.1
     for group in groups(model.config):
         model.tau[group] *= torch.exp(speed * (target - skipped[group].mean()))
 
 
 @torch.no_grad()
 def gate_health(model, idx):
-    """Mean gain in each quarter of the depth, and how many sublayers are as good as shut (mean gain below 5 %)."""
+    """Mean gain in each quarter of the depth, number of sublayers that are as good as shut (below 5 %)."""
     walk = zip(model.walk(idx, tau=-1), model.sublayers())
     gains = torch.stack([residual.gain(before).abs().mean() for (_, before, _), (residual, _) in walk])
     return dict(gain_by_depth=[part.mean().item() for part in gains.tensor_split(4)],
@@ -378,11 +382,12 @@ def load_run(run, device="cpu", which="ckpt.pt"):
 
 def skip_threshold(run, model, config, rate, which="ckpt.pt"):
     """
-    Thresholds (2L,) at which a run's model skips the share `rate` of its sublayer runs, on held-out tokens. They
-    are kept in RUN/skip.json, for this checkpoint and this way of skipping. SystemExit if the model can't.
+    Thresholds (2L,) at which a run's model skips the share `rate` of its sublayer runs, on held-out tokens.
+    They are kept in RUN/skip.json, for this checkpoint and way of skipping. SystemExit if the model can't.
     """
     if not model.ends.knows_gain or model.config.mod == "router":
-        raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand; use a run of --residual nag")
+        raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand; use a run of "
+                         f"--residual nag")
     path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
     key = f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv}"
     table = {}
@@ -416,8 +421,8 @@ def make_optimizer(model, config):
 
 def lr_share(config, progress, one_step):
     """
-    Learning rate as a share of its peak: linear warm-up, then cosine or wsd down to min_lr. Both arguments are
-    shares of the run: what is done, and what one step does.
+    Learning rate as a share of its peak: linear warm-up, then cosine or wsd down to min_lr. Both arguments
+    are shares of the run: what is done, and what one step does.
     """
     if progress < config.warmup:
         return (progress + one_step) / (config.warmup + one_step)
@@ -430,8 +435,8 @@ def lr_share(config, progress, one_step):
 
 def keep_freed_memory():
     """
-    Tell glibc to keep what a step frees for the next step. Giving it back to the kernel and touching every page
-    anew costs a few percent of a step on a CPU. Other C libraries lack the call and go on as they are.
+    Tell glibc to keep what a step frees for the next step. Giving it back to the kernel and touching every
+    page anew costs a few percent of a step on a CPU. Other C libraries lack the call and go on as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
@@ -516,7 +521,8 @@ def main(argv=None):
             group.update(now)   # the moments are the checkpoint's, learning rates and decay are the flags'
         torch.set_rng_state(ckpt["rng"])
         step, best_val, since, spent = ckpt["step"], ckpt["best_val"], ckpt["since"], ckpt["flops"]
-    since = since.to(device)   # after the last status line: sum of losses, number of steps, sum of skipped shares
+    # after the last status line: sum of losses, number of steps, sum of skipped shares
+    since = since.to(device)
     if config.compile if config.compile is not None else "cuda" in device:
         # the blocks share one graph, so the time to compile doesn't grow with depth
         for block in model.blocks:
@@ -528,8 +534,9 @@ def main(argv=None):
     # length of the run
     parts = config.grad_accum * world_size   # of a batch
     tokens_per_step, dense_flops = config.batch_size * T, 3 * model.flops_per_token()   # a step: per token
+    # with max_flops a guess: skipping makes steps cheaper
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
-               or math.ceil(config.max_flops / tokens_per_step / dense_flops) or 420)   # more of them if some skip
+               or math.ceil(config.max_flops / tokens_per_step / dense_flops) or 420)
     done = lambda: spent / config.max_flops if config.max_flops else step / n_steps
     if done() > 1 and not config.max_flops or config.max_flops and done() > 1 + 1 / n_steps:
         raise SystemExit(f"--out {out}: is at step {step} already, beyond the end at {n_steps}; "
@@ -616,7 +623,8 @@ def main(argv=None):
         share = lr_share(config, progress, 1 / n_steps)
         for warm in warms:
             warm.fill_(min(1.0, (progress + 1 / n_steps) / (config.alpha_warmup + 1 / n_steps)))
-        target = gpt.mod_rate * min(1.0, max(0.0, (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)))
+        ramp = (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)
+        target = gpt.mod_rate * min(1.0, max(0.0, ramp))
         ran = torch.zeros(2 * gpt.n_layer)   # sum over the micro-batches of the shares that ran
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * share
@@ -652,7 +660,8 @@ def main(argv=None):
         optimizer.zero_grad(set_to_none=True)
         if target and model.tau is not None:
             steer(model, ran.tolist(), target)
-        step, timed, spent = step + 1, timed + 1, spent + 3 * tokens_per_step * model.flops_per_token(share=ran.tolist())
+        step, timed = step + 1, timed + 1
+        spent += 3 * tokens_per_step * model.flops_per_token(share=ran.tolist())
         since += torch.stack((loss, torch.ones_like(loss), 1 - ran.mean().to(device))).double()
 
         # status line

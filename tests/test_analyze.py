@@ -190,7 +190,7 @@ def test_skip_share_and_depth_map():
     model, data = varied(), batches()
     tau, realised = calibrate(model, [x for x, _ in data], 0.4)
     ran = torch.cat([torch.stack([ran for *_, ran in by_hand(model, x, tau.max())[0]]) for x, _ in data], 1)
-    found = analyze.skip_share(model, data, rate=0.4)
+    found = analyze.skip_share(model, data, tau=tau)
     assert found["skipped"] == pytest.approx((1 - ran.double().mean((1, 2))).tolist(), abs=0.02)
     assert found["mean"] == pytest.approx(realised, abs=1e-6) and found["tau"] == tau.tolist()
     assert found["mean"] == pytest.approx(0.4, abs=0.01)
@@ -198,7 +198,7 @@ def test_skip_share_and_depth_map():
     encoding = prepare.get_tokenizer("bytes")
     with torch.no_grad():
         model.wte.weight = torch.nn.Parameter(model.wte.weight.repeat(8, 1))   # 320 tokens, as bytes need
-    found = analyze.depth_map(model, data, rate=0.4, text=text)
+    found = analyze.depth_map(model, data, tau=tau, text=text)
     idx = torch.tensor([encoding.encode_ordinary(text)])
     wanted = torch.stack([ran[0] for *_, ran in by_hand(model, idx, tau.max())[0]])
     assert found["ran"] == wanted.int().tolist() and found["text"] == text and found["tokens"] == list(text)
@@ -210,7 +210,7 @@ def test_a_model_with_thresholds_of_its_own():
     model, data = varied(mod_rate=0.3), batches()
     model.tau.fill_(0.21)
     ran = torch.cat([torch.stack([ran for *_, ran in by_hand(model, x, 0.21)[0]]) for x, _ in data], 1)
-    found = analyze.skip_share(model, data, rate=0.9)
+    found = analyze.skip_share(model, data)
     assert found["skipped"] == pytest.approx((1 - ran.double().mean((1, 2))).tolist(), abs=1e-6)
     assert 0 < found["mean"] < 1 and found["tau"] is None
     model.tau.fill_(9)
