@@ -52,7 +52,7 @@ if table:
     axes.axhline(0, color="0.6", lw=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(table), map(str, table))
-    axes.set_xlabel("blocks (width 64, 307,200 tokens)")
+    axes.set_xlabel("blocks (width 64, 204,800 tokens)")
     axes.set_ylabel("bits per byte, nag minus pre")
     axes.set_title("Gap against depth, each at its best learning rate", loc="left", fontweight="bold", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
