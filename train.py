@@ -349,9 +349,10 @@ def load_checkpoint(path, config):
         raise SystemExit(f"{path}: no checkpoint there; train without --resume first")
     except Exception as error:   # torch.load raises half a dozen kinds, none of which a user can act on
         raise SystemExit(f"{path}: no readable checkpoint ({type(error).__name__}); restore it or train anew")
-    wanted = dataclasses.asdict(config)
+    # settings that did not exist yet when it was written have their default
+    wanted, found = dataclasses.asdict(config), dataclasses.asdict(GPTConfig()) | found
     differ = [f"{key} {found.get(key)} there, {wanted.get(key)} here"
-              for key in wanted | found if found.get(key) != wanted.get(key)]
+              for key in found if found[key] != wanted.get(key)]
     if differ:
         raise SystemExit(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
     return ckpt

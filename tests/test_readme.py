@@ -20,8 +20,8 @@ README = (ROOT / "README.md").read_text()
 SHORT = {"train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
          "sample.py": "--max_new_tokens 20", "analyze.py": "--windows 2"}
 NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
-# make: the Makefile's own test; compare.sh: an hour
-ELSEWHERE = ("make", "bash results/compare.sh", ". .venv")
+# make: the Makefile's own test; results: an hour
+ELSEWHERE = ("make", "bash results/", ". .venv")
 
 
 def commands():
