@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 
 from prepare import get_tokenizer
-from train import (Parser, calibrate, load_run, pick_device, read_metrics, shares, skip_threshold, val_windows,
-                   write_file)
+from train import (Parser, calibrate, load_run, pick_device, read_metrics, shares, skip_threshold,
+                   val_windows, write_file)
 
 matplotlib.use("Agg")
 warnings.filterwarnings("ignore", message="Glyph .* missing")   # a text may have any character

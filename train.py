@@ -576,7 +576,11 @@ def main(argv=None):
 
     def log(**values):
         if rank == 0:
-            metrics.write(json.dumps(values) + "\n")
+            try:
+                metrics.write(json.dumps(values) + "\n")
+            except OSError as error:
+                raise SystemExit(f"{out}/metrics.jsonl: can't be written ({error}); make room, then go on "
+                                 f"with --resume")
 
     stop = []   # signals that have asked us to end; a second one doesn't wait for the step
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -611,6 +615,9 @@ def main(argv=None):
                 + (f" | {skipped:.1%} skipped" if gpt.mod_rate else ""), flush=True)
             log(step=step, tokens=step * tokens_per_step, flops=spent, val_loss=val_loss, val_bpb=bpb,
                 val_skip_rate=skipped, **health)
+            if not math.isfinite(val_loss):
+                raise SystemExit(f"step {step}: validation loss {val_loss}; {out}/best.pt holds the best "
+                                 f"weights so far; train again with a lower --lr")
             if val_loss < best_val:
                 best_val = val_loss
                 if rank == 0:
