@@ -31,8 +31,8 @@ def mean(x):
 
 # ----------------------------------------------------------------------------- RMSNorm
 
-def rms_norm_reference(x, gain):
-    return F.rms_norm(x, x.shape[-1:], gain, EPS)
+def rms_norm_reference(x, gain, eps=None):
+    return F.rms_norm(x, x.shape[-1:], gain, EPS if eps is None else eps)
 
 
 def inverse_rms(x, eps):
@@ -58,9 +58,11 @@ class RMSNorm(torch.autograd.Function):
         return torch.mul(grad, gain, out=both).addcmul_(x, along).mul_(scale), d_gain
 
 
-def rms_norm(x, gain=None):
+def rms_norm(x, gain=None, eps=None):
     """x / rms(x) over the last dimension, times gain (C,) if there is one. Same shape as x (..., C)."""
-    return RMSNorm.apply(x, gain) if gain is not None and by_hand(x) else rms_norm_reference(x, gain)
+    if gain is not None and eps is None and by_hand(x):
+        return RMSNorm.apply(x, gain)
+    return rms_norm_reference(x, gain, eps)
 
 
 # ----------------------------------------------------------------------------- queries and keys
@@ -153,6 +155,157 @@ def nag_write(r, f, a):
     again.
     """
     return (NagWrite.apply if by_hand(r) else nag_write_reference)(r, f, a)
+
+
+# ----------------------------------------------------------------------------- reading across depth
+# Attention over the sources of a stream, once per token (Attention Residuals, arXiv:2603.15031, eqs. 2-4): keys
+# are the normalised sources, values the sources themselves, and a query w is a parameter. Sources come as a
+# list: a stack of them, kept for each read's backward, would cost memory quadratic in depth. Since queries are
+# known beforehand, several reads can share one pass over the sources that exist already (`depth_read_ahead`);
+# each of them then merges what came later (`depth_read` with `ahead`), as in online softmax. Both are exact.
+
+def inverse_rms_reference(v):
+    return (v.square().mean(-1) + EPS).rsqrt()
+
+
+def depth_read_reference(w, sources, ahead=None, gain=None):
+    scores, values = [(v @ w) * inverse_rms_reference(v) for v in sources], list(sources)
+    if ahead is not None:
+        values, scores = [ahead[0], *values], [ahead[1], *scores]
+    weights = torch.stack(scores).softmax(0)[..., None]                              # (n, ..., 1)
+    out = weights[0] * values[0]
+    for p, v in zip(weights[1:], values[1:]):
+        out = torch.addcmul(out, p, v)
+    return out if gain is None else rms_norm_reference(out, gain, TINY)
+
+
+def weighted(values, p):
+    """n x (..., C), (n, ..., 1) -> (..., C), with p summing to 1"""
+    if len(values) == 2:
+        return torch.lerp(*values, p[1])
+    out = values[0] * p[0]
+    for v, weight in zip(values[1:], p[1:]):
+        out.addcmul_(v, weight)
+    return out
+
+
+class DepthRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, gain, o, lse, *sources):
+        scale = [inverse_rms(v, EPS) for v in sources]
+        scores = [torch.matmul(v, w)[..., None].mul_(r) for v, r in zip(sources, scale)]
+        values = sources if o is None else (o, *sources)
+        p = torch.stack(scores if o is None else [lse[..., None], *scores]).softmax(0)   # (n, ..., 1)
+        out = weighted(values, p)
+        norm = None if gain is None else inverse_rms(out, TINY)
+        ctx.save_for_backward(w, gain, norm, p, *values, *scale, *scores)
+        ctx.n, ctx.ahead = len(sources), o is not None
+        return out if gain is None else out.mul_(norm).mul_(gain)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        w, gain, norm, p, *rest = ctx.saved_tensors
+        n, C = ctx.n, w.numel()
+        values, scale, scores = rest[:n + ctx.ahead], rest[n + ctx.ahead:][:n], rest[n + ctx.ahead:][n:]
+        buffer, d_gain, factor = torch.empty_like(grad), None, 1.0
+        if gain is not None:   # through the norm: the mean is computed once more, in place of keeping it
+            out = weighted(values, p)
+            torch.mul(grad, out, out=buffer)
+            d_gain = torch.mv(buffer.flatten(0, -2).t(), norm.flatten())
+            along = torch.matmul(buffer, gain / -C)[..., None].mul_(norm).mul_(norm)
+            grad, factor = (grad * gain).addcmul_(out, along), norm     # of d_out, the norm is taken care of below
+            inner = along * norm * (-C * TINY)                          # <d_out, out>: 0, up to the epsilon
+        else:
+            inner = sum(weight * torch.mul(grad, v, out=buffer).sum(-1, keepdim=True) for weight, v in zip(p, values))
+        d_w, d_values, d_scores, p_ahead = torch.zeros_like(w), [], [], p[0]
+        for v, r, score, weight in zip(values[ctx.ahead:], scale, scores, p[ctx.ahead:]):
+            d_score = weight * (torch.mul(grad, v, out=buffer).sum(-1, keepdim=True).mul_(factor) - inner)
+            d_dot = d_score * r                                                      # of <w, v>
+            d_w.addmv_(v.flatten(0, -2).t(), d_dot.flatten())
+            d_v = (grad * (weight * factor)).addcmul_(w, d_dot)
+            d_values.append(d_v.addcmul_(v, d_dot * score * r / -C))                 # through 1 / rms(v)
+            d_scores.append(d_score)
+        if not ctx.ahead:
+            return d_w, d_gain, None, None, *d_values
+        # those of all scores sum to 0, since the weights sum to 1
+        d_lse = -sum(d_scores)[..., 0] if d_scores else torch.zeros_like(p_ahead[..., 0])
+        return d_w, d_gain, grad * (p_ahead * factor), d_lse, *d_values
+
+
+def depth_read(w, sources, ahead=None, gain=None):
+    """
+    w (C,), sources n x (..., C) -> their mean (..., C), weighted by the softmax of <w, v> / rms(v) over the
+    sources v. ahead: a pair (o (..., C), lse (...,)) that depth_read_ahead has got from further sources. With gain
+    (C,), the RMSNorm of the mean.
+    """
+    if by_hand(w) and torch.is_grad_enabled():
+        return DepthRead.apply(w, gain, *(ahead or (None, None)), *sources)
+    if ahead is not None and len(sources) == 1:   # the step of decoding that comes most often, in few calls
+        v, (o, lse) = sources[0], ahead
+        out = torch.lerp(o, v, torch.sigmoid((v @ w) * inverse_rms(v, EPS)[..., 0] - lse)[..., None])
+        return out if gain is None else (out * inverse_rms(out, TINY)).mul_(gain)
+    return depth_read_reference(w, sources, ahead, gain)
+
+
+def depth_read_ahead_reference(w, *sources):
+    v = torch.stack(sources, dim=-2)                                                 # (..., n, C)
+    scores = (v @ w.t()) * inverse_rms_reference(v)[..., None]                       # (..., n, S)
+    o = scores.softmax(-2).transpose(-1, -2) @ v
+    return scores.logsumexp(-2), *o.unbind(-2)
+
+
+def pieces(n_rows, row_size):
+    """Slices of the rows, each of at most 8 MB in fp32: of what is stacked, only so much exists at a time."""
+    size = max(1, 2 ** 21 // row_size)
+    return [slice(i, min(i + size, n_rows)) for i in range(0, n_rows, size)]
+
+
+class DepthReadAhead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w, *sources):
+        flat = [v.flatten(0, -2) for v in sources]                                   # n x (N, C)
+        (N, C), n, S = flat[0].shape, len(flat), len(w)
+        o, scale = [torch.empty_like(flat[0]) for _ in range(S)], w.new_empty(N, n, 1)
+        scores = w.new_empty(N, n, S)
+        for rows in pieces(N, n * C):
+            v = torch.stack([x[rows] for x in flat], dim=1)
+            scale[rows] = inverse_rms(v, EPS)
+            scores[rows] = torch.matmul(v, w.t()).mul_(scale[rows])
+            for out, part in zip(o, torch.matmul(scores[rows].softmax(1).mT, v).unbind(1)):
+                out[rows] = part
+        lse = scores.logsumexp(1)                                                    # (N, S)
+        ctx.save_for_backward(w, scale, scores, lse, *sources)
+        return lse.view(*sources[0].shape[:-1], S), *(out.view_as(sources[0]) for out in o)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_lse, *d_o):
+        w, scale, scores, lse, *sources = ctx.saved_tensors
+        flat, d_o, d_lse = [v.flatten(0, -2) for v in sources], [d.flatten(0, -2) for d in d_o], d_lse.flatten(0, -2)
+        (N, C), n, d_w = flat[0].shape, len(flat), torch.zeros_like(w)
+        d_flat = [torch.empty_like(x) for x in flat]
+        for rows in pieces(N, n * C):
+            v, d_out = (torch.stack([x[rows] for x in parts], dim=1) for parts in (flat, d_o))
+            p = (scores[rows] - lse[rows, None]).exp_()                              # (N, n, S)
+            d_p = torch.matmul(v, d_out.mT)
+            d_dot = (d_p - (p * d_p).sum(1, keepdim=True)).add_(d_lse[rows, None]).mul_(p).mul_(scale[rows])
+            pull = (d_dot * scores[rows]).sum(-1, keepdim=True).mul_(scale[rows]).div_(-C)
+            d_w.addmm_(d_dot.flatten(0, 1).t(), v.flatten(0, 1))
+            d_v = torch.matmul(p, d_out)
+            d_v.view(-1, C).addmm_(d_dot.flatten(0, 1), w)
+            for out, part in zip(d_flat, d_v.addcmul_(v, pull).unbind(1)):
+                out[rows] = part
+        return d_w, *(d.view_as(v) for d, v in zip(d_flat, sources))
+
+
+def depth_read_ahead(w, sources):
+    """
+    S reads at once: w (S, C), sources n x (..., C) -> for each read a pair that depth_read takes as `ahead`: the
+    weighted mean (..., C), and the logarithm of the sum of the exponentials of the scores (...,).
+    """
+    lse, *o = (DepthReadAhead.apply if by_hand(w) and torch.is_grad_enabled() else depth_read_ahead_reference)(w, *sources)
+    return list(zip(o, lse.unbind(-1)))
 
 
 # ----------------------------------------------------------------------------- rows of kept tokens

@@ -10,10 +10,13 @@ variants of this file differ in:
         stream = residual.write(stream, sublayer(residual.read(stream)))
     logits = head(ends.finish(stream))
 
-What a stream is, is the residual's own business: a tensor (PreNorm), a direction and a log-norm (NAG), ...
-Read from top to bottom: config, norm, residuals, attention, MLP, block, GPT.
+What a stream is, is the residual's own business: a tensor (PreNorm), a direction and a log-norm (NAG), all
+sublayers' outputs (Attention Residuals), several tensors in parallel (hyper-connections, SiameseNorm). Read
+from top to bottom: config, norms, residuals, attention, MLP, block, GPT.
 """
+import contextlib
 import dataclasses
+import itertools
 import math
 import zlib
 from dataclasses import dataclass, field
@@ -24,7 +27,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import EPS, gather_rows, join, nag_write, part, rms_norm, rotate_normed, scatter_rows
+from kernels import (EPS, depth_read, depth_read_ahead, gather_rows, inverse_rms_reference, join, nag_write,
+                     part, rms_norm, rotate_normed, scatter_rows)
 
 # ----------------------------------------------------------------------------- config
 
@@ -39,9 +43,23 @@ class GPTConfig:
     activation: Literal["gelu", "relu2", "swiglu"] = "gelu"  # of the MLP; swiglu has no more parameters
     mlp_ratio: float = 4.0        # width of the MLP's hidden layer / n_embd
     tie: bool = False             # the head shares the embedding's weights
+    norm: Literal["rms", "layer", "crms", "single", "seednorm", "dyt", "bhyt", "none", "batch"] = "rms"  # see NORMS
+    value_residual: bool = False  # attention's values are mixed with those of the first block
+    x0: bool = False              # a learned share of the embedding is added before each block
     seed: int = 1337              # of the initial weights and, in train.py, of the data order
     mixln_alpha: float = 0.25     # mixln: share of the blocks, from the first, that are post-norm
     layerscale_init: float = 0.1  # layerscale: initial value of the per-channel gain
+    gate_input: Literal["auto", "hu", "h", "u", "none"] = "auto"  # review, convex, highway: what the gate sees, the stream h or the update u
+    gate_bias: float = 0.0        # review, convex, highway: initial bias of the gate
+    gate_range: float = 1.0       # review, convex, highway: the gate is this times a sigmoid
+    gate_rank: str = "full"       # review, convex, highway: of the gate's matrices: full, diag, or a number
+    attnres_block: int = 1        # attnres: sublayers per depth block, whose sum is one source; 1: Full AttnRes
+    attnres_blocks: int = 0       # attnres: number of depth blocks, in place of attnres_block
+    attnres_weights: Literal["softmax", "sigmoid", "static"] = "softmax"  # attnres; static: the same for all tokens
+    attnres_key_norm: bool = True  # attnres: keys are normalised sources
+    attnres_window: int = 0       # attnres: read the last so many sources and the embedding only; 0: all
+    hyper_kind: Literal["hc", "mhc", "lite"] = "lite"  # hyper: what the streams' mixing matrices may be
+    hyper_n: int = 4              # hyper: number of streams
     nag_directions: int = 32      # nag: preferred directions per sublayer (C)
     nag_power: float = 0.5        # nag: initial step size of sublayer l is l ** -nag_power
     nag_head: Literal["cos", "linear"] = "cos"  # nag: logits exp(s) x cosine, or exp(s) x linear
@@ -55,6 +73,11 @@ class GPTConfig:
     mod_floor: float = 0.05       # geometric: least share of tokens that a sublayer runs in training
     layer_drop: float = 0.0       # training skips a sublayer for a whole sequence with this probability
     layer_drop_rule: Literal["constant", "linear"] = "constant"  # linear: rises over depth
+
+    @property
+    def width(self):
+        """Entries of the stream that are stored. CRMSNorm leaves one out, since all of them sum to zero."""
+        return self.n_embd - (self.norm == "crms")
 
     def problems(self) -> list[str]:
         """Every reason why this config can't be built, one sentence each, naming the flags and a remedy."""
@@ -97,6 +120,29 @@ class GPTConfig:
                        f"--residual nag, or --mod router")
         if self.mod_rate and self.layer_drop:
             bad.append("--mod_rate and --layer_drop: both decide what is skipped; give one of them")
+        if kind and self.layer_drop and not kind.single:
+            bad.append(f"--layer_drop {self.layer_drop} --residual {self.residual}: only a stream of one source can "
+                       f"pass a sublayer by; use a residual such as pre or nag")
+        if self.value_residual and (self.mod_rate or self.layer_drop):
+            bad.append("--value_residual with --mod_rate or --layer_drop: a token that skips the first attention "
+                       "has no first values; leave one of them out")
+        if kind and self.x0 and not kind.one_tensor:
+            bad.append(f"--x0 --residual {self.residual}: adds to a stream that is one tensor; use --residual pre")
+        if self.norm != "rms" and self.residual in ("nag", "ngpt", "rezero"):
+            bad.append(f"--norm {self.norm} --residual {self.residual}: has no norm to replace; leave --norm out")
+        if self.attnres_block < 1 or self.attnres_blocks < 0 or self.attnres_blocks and self.attnres_block > 1:
+            bad.append(f"--attnres_block {self.attnres_block} --attnres_blocks {self.attnres_blocks}: give one of "
+                       f"them, and 1 or more")
+        if self.attnres_window < 0 or self.attnres_window and (self.attnres_block > 1 or self.attnres_blocks):
+            bad.append(f"--attnres_window {self.attnres_window}: counts sublayers, 1 or more, of Full AttnRes; leave "
+                       f"--attnres_block out")
+        if not 1 <= self.hyper_n <= (5 if self.hyper_kind == "lite" else 64):
+            bad.append(f"--hyper_n {self.hyper_n}: must be from 1 to 64, for --hyper_kind lite to 5, which weighs all "
+                       f"permutations of the streams")
+        if self.gate_rank not in ("full", "diag") and not (self.gate_rank.isdigit() and int(self.gate_rank)):
+            bad.append(f"--gate_rank {self.gate_rank}: unknown; use full, diag, or a number such as 8")
+        if not self.gate_range > 0:
+            bad.append(f"--gate_range {self.gate_range}: must be above 0, such as 1 or 2")
         if not self.nag_temp > 0:
             bad.append(f"--nag_temp {self.nag_temp}: is a standard deviation; use one above 0, such as 0.5")
         return bad
@@ -112,6 +158,62 @@ def widen(x):
     return x if x.itemsize >= 4 else x.float()
 
 
+def full_precision(x):
+    """A context without autocast, for matrix products that decide something."""
+    on = torch.is_autocast_enabled(x.device.type)   # asking is cheaper than switching off
+    return torch.autocast(x.device.type, enabled=False) if on else contextlib.nullcontext()
+
+
+# ----------------------------------------------------------------------------- norms
+
+def batch_norm(norm, x):
+    """Divide by the root mean square over batch and time. In training a token thereby sees later ones."""
+    square = norm.square
+    if norm.training:
+        square = widen(x).square().flatten(0, -2).mean(0)                            # (C,)
+        norm.square.lerp_(square.detach(), 0.1)
+    return x * (square + EPS).rsqrt() * norm.gain
+
+
+# What --norm can be: (..., C) -> (..., C). `seednorm` lets the size of its input through (arXiv:2510.22777), `dyt`
+# uses no statistics (arXiv:2503.10622), `bhyt` is the exact form of arXiv:2601.09719, `crms` the RMSNorm of a
+# vector of which one entry, minus the sum of the others, is not stored (arXiv:2305.14858), and `batch` the
+# negative control: what a batch-statistics norm does to a causal model.
+NORMS = {
+    "rms": lambda norm, x: rms_norm(x, norm.gain),
+    "layer": lambda norm, x: rms_norm(x - x.mean(-1, keepdim=True), norm.gain),
+    "crms": lambda norm, x: x * ((x.square().sum(-1, keepdim=True) + x.sum(-1, keepdim=True).square())
+                                 / (x.shape[-1] + 1) + EPS).rsqrt() * norm.gain,
+    "single": lambda norm, x: rms_norm(x) * norm.gain,
+    "seednorm": lambda norm, x: rms_norm(x) * (torch.tanh(x @ norm.beta)[..., None] * norm.alpha + norm.gain),
+    "dyt": lambda norm, x: torch.tanh(norm.a * x) * norm.gain + norm.bias,
+    "bhyt": lambda norm, x: torch.tanh(norm.lam / 10 * rms_norm(x)) * norm.gain,
+    "none": lambda norm, x: x,
+    "batch": batch_norm,
+}
+
+
+class Norm(nn.Module):
+    """One norm of the kind that --norm says, a row of NORMS, with its parameters."""
+    def __init__(self, config):
+        super().__init__()
+        self.kind, C = config.norm, config.width
+        parameter = lambda value, *shape: nn.Parameter(torch.full(shape, value))
+        if self.kind != "none":
+            self.gain = parameter(1.0) if self.kind == "single" else parameter(1.0, C)
+        if self.kind == "seednorm":
+            self.alpha, self.beta = parameter(1.0, C), parameter(0.0, C)
+        elif self.kind == "dyt":
+            self.a, self.bias = parameter(0.5), parameter(0.0, C)
+        elif self.kind == "bhyt":
+            self.lam = parameter(2.0)
+        elif self.kind == "batch":
+            self.register_buffer("square", torch.ones(C))
+
+    def forward(self, x):
+        return NORMS[self.kind](self, x)
+
+
 # ----------------------------------------------------------------------------- residuals
 
 class Residual(nn.Module):
@@ -121,34 +223,48 @@ class Residual(nn.Module):
     the stream.
 
         start(embedding)             (B, T, C) -> stream
-        read(stream)                 -> (B, T, C), the sublayer's input
-        gain(stream)                 -> (B, T, 1), how much the write will change, known beforehand
-        score(gain)                  -> (B, T), a token skips the sublayer where this is at most tau
+        gain(stream)                 -> what read and write both need; NAG's is (B, T, 1), the size of the write
+        read(stream, gain)           -> (B, T, C), the sublayer's input
         write(stream, update, gain)  -> the stream after the sublayer's output (B, T, C) has been written
         finish(stream)               -> (B, T, C), the input of the head
+        score(gain)                  -> (B, T), a token skips the sublayer where this is at most tau
         as_tensor(stream)            -> (B, T, C), the stream as one vector per token, for measurements
 
     A skipped token is simply not written: its stream stays what it was. So `read` and `write` also get
     streams of kept tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
     """
-    gates = ()  # names of the parameters that train.py gives their own learning rate and no weight decay
-    one_tensor = True
-    knows_gain = False
+    gates = ()          # names of the parameters that train.py gives their own learning rate and no weight decay
+    single = True       # a token can skip a sublayer: its stream is tensors (B, T, ...) that stay what they were
+    one_tensor = True   # ... namely one tensor (B, T, C)
+    knows_gain = False  # ... and gain says beforehand how much a write will change
+    one_graph = True    # all blocks can share one compiled graph
 
     def start(self, x):
         return x
 
     def gain(self, stream):
-        return None  # a residual that can't know it runs every token
+        return None
 
     def as_tensor(self, stream):
         return stream
+
+    def finish(self, stream):
+        return self.read(stream)
 
     def head_weight(self, weight):
         return weight  # (V, C), for residuals whose head isn't an ordinary linear layer
 
     def init_sublayer(self, sublayer):
-        """Rescale the freshly drawn weights of this residual's sublayer, in place."""
+        """Rescale this residual's freshly drawn sublayer, in place. GPT-2: the sum of 2L updates starts with the
+        variance of one."""
+        sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+
+    def constrain(self, module):
+        """Bring a module's weights back to where they belong, in place, after an optimizer step."""
+
+    def cost(self):
+        """(parameters, forward matmul FLOPs per token) of this residual."""
+        return sum(p.numel() for p in self.parameters()), 0
 
 
 @dataclass
@@ -188,7 +304,7 @@ PRESETS = {
 
 class Additive(Residual):
     """
-    x <- N_out(a x + b N_post(F(s N_in(x)))), every N an RMSNorm with a learned gain. The stream is the tensor
+    x <- N_out(a x + b N_post(F(s N_in(x)))), every N a Norm. The stream is the tensor
     x. Most residuals of the literature are a row of this one table (PRESETS): PreNorm, PostNorm, LayerNorm
     Scaling, ...
     """
@@ -198,8 +314,8 @@ class Additive(Residual):
         self.init, is_end = row.init, l > 2 * config.n_layer
         # the end needs one norm at most, the final one, and it sits where a sublayer's n_in would
         n_in, n_post, n_out = (row.n_final, False, False) if is_end else (row.n_in, row.n_post, row.n_out)
-        gain = lambda wanted: nn.Parameter(torch.ones(config.n_embd)) if wanted else None
-        self.n_in, self.n_post, self.n_out = gain(n_in), gain(n_post), gain(n_out)
+        norm = lambda wanted: Norm(config) if wanted else None
+        self.n_in, self.n_post, self.n_out = norm(n_in), norm(n_post), norm(n_out)
         # constants that depend on depth are tensors: a Python float would make torch.compile start over per
         # layer
         constant = lambda value: None if value is None or is_end else torch.tensor(value)
@@ -207,37 +323,26 @@ class Additive(Residual):
         self.register_buffer("s", constant(row.s), persistent=False)
         self.b = None
         if row.b is not None and not is_end:
-            self.b = nn.Parameter(torch.full((config.n_embd,) if row.b_vector else (), row.b))
+            self.b = nn.Parameter(torch.full((config.width,) if row.b_vector else (), row.b))
 
-    def read(self, x):  # (B, T, C) -> (B, T, C)
-        if self.n_in is None:
-            return x
-        # scaling the gain (C numbers) scales the norm's output (B T C numbers)
-        return rms_norm(x, self.n_in if self.s is None else self.n_in * self.s)
+    def read(self, x, gain=None):  # (B, T, C) -> (B, T, C)
+        x = x if self.n_in is None else self.n_in(x)
+        return x if self.s is None else x * self.s
 
     def write(self, x, update, gain=None):
         if self.n_post is not None:
-            update = rms_norm(update, self.n_post)
+            update = self.n_post(update)
         if self.b is not None:
             update = update * self.b
         x = (x if self.a is None else x * self.a) + update
-        return x if self.n_out is None else rms_norm(x, self.n_out)
-
-    def finish(self, x):
-        return self.read(x)
+        return x if self.n_out is None else self.n_out(x)
 
     def init_sublayer(self, sublayer):
-        if self.init == "scaled":  # GPT-2: the sum of 2L updates starts with the variance of one
-            sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+        if self.init == "scaled":
+            super().init_sublayer(sublayer)
         elif self.init == "deepnorm":  # Wang et al. 2022: gain (8N)^(-1/4) on everything but queries and keys
             sublayer.c_proj.weight.mul_((8 * self.config.n_layer) ** -0.25)
             sublayer.value_weight().mul_((8 * self.config.n_layer) ** -0.25)
-
-    def cost(self):
-        """(parameters, forward matmul FLOPs per token) of this residual."""
-        C = self.config.n_embd
-        n_norms = sum(g is not None for g in (self.n_in, self.n_post, self.n_out))
-        return C * n_norms + (0 if self.b is None else self.b.numel()), 0
 
 
 class NAG(Residual):
@@ -284,12 +389,12 @@ class NAG(Residual):
         rho = wide.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
         return (wide / rho).to(x.dtype), rho.log() + widen(self.g)  # the log-norm is never stored in bf16
 
-    def read(self, stream):
+    def read(self, stream, gain=None):
         return stream[0]
 
     def modulator(self, r):
         """m(r) (..., 1) in (0, 1], eq. 13."""
-        with torch.autocast(r.device.type, enabled=False):   # the skip decision hangs on it: not in bf16
+        with full_precision(r):   # the skip decision hangs on it: not in bf16
             beta, w, b, p = map(widen, (self.beta, self.w, self.b, self.p))
             near = torch.sigmoid(F.linear(widen(r), w, b))  # (..., n)
             base = F.linear(near, p.softmax(0)[None])       # (..., 1), in (0, 1)
@@ -323,6 +428,9 @@ class NAG(Residual):
         # rows of norm sqrt(C): <r, row> / C is a cosine
         return rms_norm(weight - weight.mean(-1, keepdim=True))
 
+    def init_sublayer(self, sublayer):
+        pass   # the write normalises the update: a scale of c_proj would be undone
+
     def as_tensor(self, stream):
         return stream[0] * stream[1].exp()
 
@@ -331,7 +439,351 @@ class NAG(Residual):
         return (1, 0) if self.is_end else (n * C + 2 * n + 2, 2 * n * C + 2 * n)
 
 
-RESIDUALS = {**{name: partial(Additive, name) for name in PRESETS}, "nag": NAG}
+class Depth(NamedTuple):
+    """The stream of Attention Residuals: what was written so far, in pieces that a read can weigh."""
+    sources: tuple      # of (B, T, C): the embedding, then one per depth block, the sum of its updates
+    block: tuple        # the number of each source's depth block; the embedding's is 0
+    weights: tuple      # the parameters of all reads
+    ahead: tuple = ()   # (number l of the first read, number of sources seen, [(o, lse) of each read]), or empty
+
+
+class AttnRes(Residual):
+    """
+    Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4; Block: section 3.2). Nothing is added up: each
+    sublayer reads a softmax-weighted mean of the embedding and of all earlier updates, or of their sums over
+    depth blocks of S sublayers (attnres_block), by a query of its own, a parameter. One more read is before the
+    head. Queries start at zero: equal weights, which after the norm is PreNorm exactly.
+
+    The ends own the parameters of all reads, row l - 2 those of read l = 2 .. 2L + 1 (read 1 has one source).
+    """
+    single = one_tensor = False
+    one_graph = False   # the number of sources grows with depth
+    AHEAD = 8           # Full: reads that share one pass over the sources before them
+
+    def __init__(self, config, l):
+        super().__init__()
+        self.config, self.l, self.norm = config, l, Norm(config)
+        n = 2 * config.n_layer
+        self.size = -(-n // config.attnres_blocks) if config.attnres_blocks else config.attnres_block
+        self.softmax = config.attnres_weights == "softmax" and config.attnres_key_norm
+        if l == n + 1 and config.attnres_weights == "static":
+            self.logits = nn.Parameter(torch.zeros(n, n + 1))           # (read, source)
+        elif l == n + 1:
+            self.query = nn.Parameter(torch.zeros(n, config.width))
+            self.key_gain = nn.Parameter(torch.ones(n, config.width)) if config.attnres_key_norm else None
+
+    def start(self, x):
+        if self.config.attnres_weights == "static":
+            return Depth((x,), (0,), (self.logits,))
+        weights = self.query if self.key_gain is None else self.query * self.key_gain
+        return self.read_ahead(Depth((x,), (0,), weights.unbind()), 0, weights)
+
+    def read(self, stream, gain=None):
+        with full_precision(stream.sources[0]):
+            if self.l == 1:
+                return self.norm(stream.sources[0])
+            # a mean, times the number of sources: with equal weights that is the stream of PreNorm
+            n = len(stream.sources)
+            if not self.softmax:
+                return self.norm(n * sum(p[..., None] * v for p, v in zip(self.weigh(stream), stream.sources)))
+            query, ahead, sources = stream.weights[self.l - 2], None, stream.sources
+            if stream.ahead and 0 <= self.l - stream.ahead[0] < len(stream.ahead[2]):
+                first, seen, reads = stream.ahead
+                ahead, sources = reads[self.l - first], sources[seen:]
+            if self.norm.kind == "rms":   # in one go with the read, and whatever the scale
+                return depth_read(query, sources, ahead, self.norm.gain)
+            return self.norm(n * depth_read(query, sources, ahead))
+
+    def weigh(self, stream):
+        """-> the weights of the sources (n, B, T), for figures and for the variants of the ablation table"""
+        n, c = len(stream.sources), self.config
+        if self.l == 1:
+            return torch.ones_like(stream.sources[0][None, ..., 0])
+        if c.attnres_weights == "static":
+            return stream.weights[0][self.l - 2, :n].softmax(0)[:, None, None]
+        scores = torch.stack([v @ stream.weights[self.l - 2] * (inverse_rms_reference(v) if c.attnres_key_norm else 1)
+                              for v in stream.sources])
+        return scores.sigmoid() if c.attnres_weights == "sigmoid" else scores.softmax(0)
+
+    def write(self, stream, update, gain=None):
+        sources, block, number = stream.sources, stream.block, (self.l - 1) // self.size + 1
+        if block[-1] == number:   # its depth block has begun
+            sources = *sources[:-1], sources[-1] + update
+        else:
+            sources, block = (*sources, widen(update)), (*block, number)
+        window = self.config.attnres_window
+        if window and len(sources) > window + 1:
+            sources, block = (sources[0], *sources[-window:]), (0, *block[-window:])
+        stream = stream._replace(sources=sources, block=block)
+        shared = self.size if self.size > 1 else self.AHEAD
+        return self.read_ahead(stream, self.l) if self.l % shared == 0 else stream
+
+    def read_ahead(self, stream, l, weights=None):
+        """What is there after sublayer l, read with the queries of the reads that follow, all at once."""
+        if not self.softmax or self.config.attnres_window:
+            return stream
+        first, last = max(2, l + 1), l + (self.size if self.size > 1 else self.AHEAD)
+        queries = stream.weights[first - 2:last - 1]
+        if not queries:
+            return stream
+        with full_precision(stream.sources[0]):
+            reads = depth_read_ahead(torch.stack(queries), stream.sources)
+        return stream._replace(ahead=(first, len(stream.sources), reads))
+
+    def as_tensor(self, stream):
+        return sum(stream.sources)   # what the residual stream of PreNorm would be
+
+    def cost(self):
+        """Matrix products are those of the shared passes: a source, weighed and added for each of their reads."""
+        n, C = 2 * self.config.n_layer, self.config.width
+        if self.l <= n or not self.softmax or self.config.attnres_window:
+            return super().cost()
+        shared = self.size if self.size > 1 else self.AHEAD
+        pairs = sum((l // self.size + 1) * len(range(max(2, l + 1), min(l + shared, n + 1) + 1))
+                    for l in range(0, n + 1, shared))
+        return super().cost()[0], 4 * C * pairs
+
+
+class DenseFormer(Residual):
+    """
+    PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so far, with weights
+    that are parameters (Pagliardini et al. 2024, arXiv:2402.02622). The stream: x and the tuple of those outputs.
+    """
+    single = one_tensor = one_graph = False
+
+    def __init__(self, config, l):
+        super().__init__()
+        self.config, self.norm, self.a = config, Norm(config), None
+        if l % 2 == 0:   # the end of block l / 2
+            self.a = nn.Parameter(F.one_hot(torch.tensor(l // 2), l // 2 + 1).to(torch.get_default_dtype()))
+
+    def start(self, x):
+        return x, (x,)
+
+    def read(self, stream, gain=None):
+        return self.norm(stream[0])
+
+    def write(self, stream, update, gain=None):
+        x, past = stream[0] + update, stream[1]
+        if self.a is not None:
+            past = *past, x
+            x = sum(a * v for a, v in zip(self.a, past))
+        return x, past
+
+    def as_tensor(self, stream):
+        return stream[0]
+
+
+# What the gate sees, and whether the stream is scaled by one minus the gate. `review`: Kramer 2026,
+# arXiv:2606.31859. `highway` is that paper's baseline; the Highway layer of 2015 is convex with --gate_input h
+# --gate_bias -3.
+GATES = {"review": ("hu", False), "convex": ("hu", True), "highway": ("h", False)}
+
+
+class Gated(Residual):
+    """
+    PreNorm whose update passes a gate, per channel, that sees the stream h and the update u:
+    h <- h + r u, r = sigmoid(W_h rms(h) + W_u rms(u) + b). The convex form, h <- (1 - r) h + r u, is the one that
+    fails with depth unless b starts well below 0. Everything starts at zero, so r = 1/2.
+    """
+    def __init__(self, preset, config, l):
+        super().__init__()
+        C, n, (inputs, self.convex) = config.width, 2 * config.n_layer, GATES[preset]
+        self.config, self.norm, self.full = config, Norm(config), config.gate_rank == "full"
+        inputs = dict(auto=inputs, none="").get(config.gate_input, config.gate_input)
+        bias, zeros = torch.full((C,), config.gate_bias), lambda *shape: nn.Parameter(torch.zeros(shape))
+        self.register_parameter("b", nn.Parameter(bias) if inputs and l <= n else None)
+        self.register_buffer("constant", None if inputs else bias, persistent=False)
+        self.W, self.up = nn.ParameterDict(), None
+        for name in inputs if l <= n else ():
+            if config.gate_rank.isdigit():   # W = up @ down; up starts at zero
+                rng = torch.Generator().manual_seed(config.seed * 1000 + 2 * l + (name == "u"))
+                self.W[name] = nn.Parameter(torch.randn(int(config.gate_rank), C, generator=rng) * C ** -0.5)
+            else:
+                self.W[name] = zeros(C, C) if self.full else zeros(C)
+        if config.gate_rank.isdigit() and self.W:
+            self.up = zeros(C, int(config.gate_rank))
+
+    def read(self, h, gain=None):
+        return self.norm(h)
+
+    def gate(self, h, u):
+        """-> r (..., C), in fp32 or wider"""
+        seen = {name: rms_norm(widen(x), eps=1e-5) for name, x in (("h", h), ("u", u)) if name in self.W}
+        if self.config.gate_rank == "diag":
+            z = sum((W * seen[name] for name, W in self.W.items()), 0.0)
+        else:
+            z = sum((F.linear(seen[name], W) for name, W in self.W.items()), 0.0)
+            z = z if self.up is None else F.linear(z, self.up)
+        return self.config.gate_range * torch.sigmoid(z + (self.constant if self.b is None else self.b))
+
+    def write(self, h, u, gain=None):
+        r = self.gate(h, u)
+        return torch.addcmul((1 - r) * h if self.convex else h, r, widen(u))
+
+    def cost(self):
+        products = [*self.W.values()] + ([] if self.up is None else [self.up])
+        return super().cost()[0], sum(2 * W.numel() for W in products if W.dim() == 2)
+
+
+class Hyper(Residual):
+    """
+    Hyper-connections: n streams in parallel (B, T, n, C). A sublayer reads a mixture of them, pre (n), its update is
+    written to each with a weight, post (n), and the streams are mixed among themselves, res (n, n); all three
+    depend on the token. --hyper_kind says what res may be: `hc` anything (arXiv:2409.19606), `mhc` doubly
+    stochastic by 20 Sinkhorn steps (arXiv:2512.24880), `lite` a mixture of the n! permutations
+    (arXiv:2601.05732), doubly stochastic as it stands. At the start all n streams are PreNorm's one.
+    """
+    single = one_tensor = False
+
+    def __init__(self, config, l):
+        super().__init__()
+        C, n, self.kind = config.width, config.hyper_n, config.hyper_kind
+        self.config, self.norm, self.n = config, Norm(config), n
+        if l > 2 * config.n_layer:
+            return
+        eye, reads = torch.eye(n), F.one_hot(torch.tensor((l - 1) % n), n).to(torch.get_default_dtype())
+        if self.kind == "hc":   # per stream: what is read of it, where it goes, what is written to it
+            self.sizes, inputs = (1, n, 1), C
+            static = torch.cat((reads[:, None], eye, torch.ones(n, 1)), dim=1)
+        else:                   # logits
+            mixing, inputs = -8 * (1 - eye.flatten()), n * C
+            if self.kind == "lite":
+                permutations = torch.stack([eye[list(p)].flatten() for p in itertools.permutations(range(n))])
+                self.register_buffer("permutations", permutations, persistent=False)          # (n!, n n)
+                mixing = torch.full((len(permutations),), -8.0)
+                mixing[0] = 0.0   # the identity
+            self.sizes = n, n, len(mixing)
+            static = torch.cat((8 * reads - 4, torch.zeros(n), mixing))
+        self.static, self.scale = nn.Parameter(static), nn.Parameter(torch.full((3,), 0.01))
+        self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), inputs))
+
+    def start(self, x):
+        return x[..., None, :].expand(*x.shape[:-1], self.n, x.shape[-1])
+
+    def gain(self, x):
+        """x (..., n, C) -> pre (..., n), post (..., n), res (..., n, n), new stream i = sum_j res[i, j] stream j"""
+        with full_precision(x):
+            seen = rms_norm(widen(x) if self.kind == "hc" else widen(x).flatten(-2))
+            moving = F.linear(seen, self.dynamic)
+            moving = torch.tanh(moving) if self.kind == "hc" else moving
+            scale = torch.cat([s.expand(size) for s, size in zip(self.scale, self.sizes)])
+            pre, res, post = (self.static + scale * moving).split(self.sizes, dim=-1)
+            if self.kind == "hc":
+                return pre.squeeze(-1), post.squeeze(-1), res.transpose(-1, -2)
+            pre, post, res = pre.sigmoid(), 2 * res.sigmoid(), post
+            if self.kind == "lite":
+                res = res.softmax(-1) @ self.permutations
+            res = res.unflatten(-1, (self.n, self.n))
+            return pre, post, sinkhorn(res) if self.kind == "mhc" else res
+
+    def read(self, x, gain=None):
+        return self.norm(x.mean(-2) if gain is None else (gain[0][..., None, :] @ x).squeeze(-2))
+
+    def write(self, x, update, gain):
+        _, post, res = gain
+        return torch.addcmul(res @ x, post[..., None], widen(update)[..., None, :])
+
+    def as_tensor(self, x):
+        return x.mean(-2)
+
+    def cost(self):
+        n, C, params = self.n, self.config.width, super().cost()[0]
+        if not hasattr(self, "dynamic"):
+            return params, 0
+        seen = 2 * self.dynamic.numel() * (n if self.kind == "hc" else 1)
+        mixing = 2 * self.permutations.numel() if self.kind == "lite" else 0
+        return params, seen + mixing + 2 * n * C + 2 * n * n * C
+
+
+def sinkhorn(logits, steps=20):
+    """(..., n, n) -> positive matrices whose rows and (up to the last step) columns sum to 1"""
+    x = logits   # in logarithms, where nothing overflows
+    for _ in range(steps):
+        x = x - x.logsumexp(-2, keepdim=True)
+        x = x - x.logsumexp(-1, keepdim=True)
+    return x.exp()
+
+
+class Siamese(Residual):
+    """
+    SiameseNorm (arXiv:2602.08064, in the form of the released code): two streams, x kept small by a norm as in
+    PostNorm, y left to grow as in PreNorm, and sublayers that read their sum. x is written 1 / sqrt(2 i) of an
+    update in block i.
+    """
+    single = one_tensor = False
+
+    def __init__(self, config, l):
+        super().__init__()
+        self.config = config
+        self.n_x, self.n_y, self.n_in = Norm(config), Norm(config), Norm(config)
+        self.register_buffer("share", torch.tensor((l + l % 2) ** -0.5), persistent=False)   # 1 / sqrt(2 i)
+
+    def start(self, x):
+        return x, x
+
+    def gain(self, stream):
+        return self.n_x(stream[0])
+
+    def read(self, stream, gain=None):
+        return self.n_in((self.gain(stream) if gain is None else gain) + self.n_y(stream[1]))
+
+    def write(self, stream, update, gain):
+        return gain + self.share * update, stream[1] + update
+
+    def as_tensor(self, stream):
+        return stream[1]
+
+
+class NGPT(Residual):
+    """
+    nGPT (Loshchilov et al. 2024, arXiv:2410.01131): the stream stays on a sphere and moves towards the normalised
+    update by a learned step per channel, h <- U(h + |alpha| (U(f) - h)). Weights are normalised along the stream's
+    axis after each optimizer step. U is x / rms(x): norm sqrt(C) where the paper has 1, which its factors
+    sqrt(C) before the MLP's activation and sqrt(hs) in attention then have inside already.
+    """
+    def __init__(self, config, l):
+        super().__init__()
+        self.config, self.l, root = config, l, config.width ** -0.5
+        # parameters start at 1 / sqrt(C), of the size of the weights, so that one learning rate fits all
+        if l <= 2 * config.n_layer:
+            self.alpha = nn.Parameter(torch.full((config.width,), root))
+        else:
+            self.logit_scale = nn.Parameter(torch.full((config.vocab_size,), root))
+
+    def start(self, x):
+        return rms_norm(x)
+
+    def read(self, h, gain=None):
+        return h
+
+    def write(self, h, update, gain=None):
+        step = self.alpha.abs() * (0.05 * self.config.width ** 0.5)
+        return rms_norm(torch.addcmul(h, step, rms_norm(widen(update)) - h))
+
+    def head_weight(self, weight):
+        return weight * self.logit_scale[:, None]   # of unit rows: sqrt(C) x cosine x a scale that starts at 1
+
+    def n_scale(self):
+        """Of the sublayer: queries and keys have a scale per channel, the MLP's hidden layer has one per unit."""
+        return 2 * self.config.n_embd if self.l % 2 else mlp_shape(self.config)[1]
+
+    def init_sublayer(self, sublayer):
+        sublayer.scale = nn.Parameter(torch.ones(self.n_scale()))
+
+    def cost(self):
+        params, flops = super().cost()
+        return params + (self.n_scale() if self.l <= 2 * self.config.n_layer else 0), flops
+
+    def constrain(self, module):
+        for name, p in module.named_parameters():
+            if p.dim() == 2:
+                p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
+
+
+RESIDUALS = {**{name: partial(Additive, name) for name in PRESETS}, "nag": NAG, "attnres": AttnRes,
+             "denseformer": DenseFormer, **{name: partial(Gated, name) for name in GATES}, "hyper": Hyper,
+             "siamese": Siamese, "ngpt": NGPT}
 
 
 # ----------------------------------------------------------------------------- sublayers
@@ -340,11 +792,14 @@ class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys."""
     mixes_tokens = True
 
-    def __init__(self, config):
+    def __init__(self, config, i):
         super().__init__()
         C, self.n_head, self.hs = config.n_embd, config.n_head, config.n_embd // config.n_head
-        self.c_attn = nn.Linear(C, 3 * C, bias=False)
-        self.c_proj = nn.Linear(C, C, bias=False)
+        self.c_attn = nn.Linear(config.width, 3 * C, bias=False)
+        self.c_proj = nn.Linear(C, config.width, bias=False)
+        # value residual: the weights of the first block's values and of its own
+        self.mix = nn.Parameter(torch.full((2,), 0.5)) if config.value_residual and i else None
+        self.scale = None   # of queries and keys, per channel (3C,), if a residual wants one
 
     def value_weight(self):
         return self.c_attn.weight[2 * self.c_proj.in_features:]
@@ -352,13 +807,18 @@ class Attention(nn.Module):
     def heads(self, x):
         return x.unflatten(-1, (-1, self.hs))                                        # (..., nh, hs)
 
-    def forward(self, x, rope, cache=None, rows=None, everything=None):
+    def forward(self, x, rope, cache=None, rows=None, everything=None, first=None):
         """
         x (B, T, C) -> (B, T, C). With rows, x (N, C) are the kept tokens: -> (N, C). They attend to all
-        tokens, everything (B, T, C), or to each other.
+        tokens, everything (B, T, C), or to each other. first: a list with the first block's values, which
+        that block puts there (ResFormer, arXiv:2410.17897).
         """
         if rows is None:
             q, k, v = self.qkv(x, rope)                                              # (B, T, nh, hs) each
+            if first:
+                v = self.mix[0] * first[0] + self.mix[1] * v
+            elif first is not None:
+                first.append(v)
             keys, values, start = (k, v, 0) if cache is None else self.append(k, v, cache)
             T, S = q.shape[1], keys.shape[1]
             # one token sees all of the cache, a prompt what is behind it: only a later chunk needs a mask
@@ -382,7 +842,8 @@ class Attention(nn.Module):
     def qkv(self, x, turn):
         """x (..., C) -> q, k, v (..., nh, hs), q and k normalised and rotated."""
         qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
-        return *rotate_normed(qk, turn).chunk(2, dim=-2), v
+        qk = rotate_normed(qk, turn)
+        return *(qk if self.scale is None else qk * self.heads(self.scale)).chunk(2, dim=-2), v
 
     def keys_values(self, x, rope, cache=None, w_kv=None):
         """x (B, T, C) -> keys and values (B, S, nh, hs), with the cached ones, and where the T start."""
@@ -433,15 +894,16 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = config.activation
         hidden, fan_out = mlp_shape(config)
-        self.c_fc = nn.Linear(config.n_embd, fan_out, bias=False)
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
+        self.c_fc = nn.Linear(config.width, fan_out, bias=False)
+        self.c_proj = nn.Linear(hidden, config.width, bias=False)
+        self.scale = None   # of what c_fc gives, per unit, if a residual wants one
 
     def value_weight(self):
         return self.c_fc.weight
 
-    def forward(self, x, rope=None, cache=None, rows=None, everything=None):
+    def forward(self, x, rope=None, cache=None, rows=None, everything=None, first=None):
         """x (..., C) -> (..., C)"""
-        x = self.c_fc(x)
+        x = self.c_fc(x) if self.scale is None else self.c_fc(x) * self.scale
         if self.activation == "gelu":
             # in place where no backward needs x: a large buffer less to find and to fill
             x = F.gelu(x) if torch.is_grad_enabled() else torch.ops.aten.gelu_(x)
@@ -533,7 +995,7 @@ class Skip(NamedTuple):
         return keep
 
 
-def step(stream, residual, sublayer, rope, cache=None, skip=None):
+def step(stream, residual, sublayer, rope, cache=None, skip=None, first=None):
     """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; None: on all."""
     gain = residual.gain(stream)
     keep = None if skip is None else skip.choose(residual, gain)
@@ -541,7 +1003,8 @@ def step(stream, residual, sublayer, rope, cache=None, skip=None):
     n_kept = None if keep is None else int(keep.sum())
     scaled = lambda update: update if skip is None or skip.scale is None else update * skip.scale
     if keep is None or n_kept == keep.numel() and not counted:
-        return residual.write(stream, scaled(sublayer(residual.read(stream), rope, cache)), gain), keep
+        update = sublayer(residual.read(stream, gain), rope, cache, first=first)
+        return residual.write(stream, scaled(update), gain), keep
     for_all = sublayer.mixes_tokens and skip.kv == "all"
     if n_kept == 0:
         if for_all and cache is not None:   # a later token will want its keys and values
@@ -560,12 +1023,12 @@ class Block(nn.Module):
     """Two sublayers, each with its residual. i counts blocks from 0: the sublayers are 2i + 1 and 2i + 2."""
     def __init__(self, config, i):
         super().__init__()
-        self.attn, self.attn_residual = Attention(config), RESIDUALS[config.residual](config, 2 * i + 1)
+        self.attn, self.attn_residual = Attention(config, i), RESIDUALS[config.residual](config, 2 * i + 1)
         self.mlp, self.mlp_residual = MLP(config), RESIDUALS[config.residual](config, 2 * i + 2)
 
-    def forward(self, stream, rope, cache=None, skips=(None, None)):
+    def forward(self, stream, rope, cache=None, skips=(None, None), first=None):
         """-> (stream, (keep of the attention, keep of the MLP)), see step."""
-        stream, keep_attn = step(stream, self.attn_residual, self.attn, rope, cache, skips[0])
+        stream, keep_attn = step(stream, self.attn_residual, self.attn, rope, cache, skips[0], first)
         stream, keep_mlp = step(stream, self.mlp_residual, self.mlp, rope, None, skips[1])
         return stream, (keep_attn, keep_mlp)
 
@@ -580,10 +1043,10 @@ class RoutedBlock(Block):
     """
     def __init__(self, config, i):
         super().__init__(config, i)
-        self.router = nn.Linear(config.n_embd, 1, bias=False)
+        self.router = nn.Linear(config.width, 1, bias=False)
         self.rate = 2 * config.mod_rate     # only every second block is routed
 
-    def forward(self, x, rope, cache=None, skips=None):
+    def forward(self, x, rope, cache=None, skips=None, first=None):
         """-> (stream, (keep, keep), auxiliary loss)"""
         weight = self.router(rms_norm(x)).squeeze(-1)     # (B, T); of the norm, since streams grow with depth
         if self.training:
@@ -610,14 +1073,18 @@ class GPT(nn.Module):
         if config.problems():
             raise ValueError("\n".join(config.problems()))
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wte = nn.Embedding(config.vocab_size, config.width)
         routed = lambda i: config.mod == "router" and i % 2 == 1
         blocks = ((RoutedBlock if routed(i) else Block)(config, i) for i in range(config.n_layer))
         self.blocks = nn.ModuleList(blocks)
         self.ends = RESIDUALS[config.residual](config, 2 * config.n_layer + 1)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie:
             self.lm_head.weight = self.wte.weight
+        # what a block starts from: the stream and the embedding, each times a weight
+        self.x0 = nn.Parameter(torch.tensor([[1.0, 0.0]] * config.n_layer)) if config.x0 else None
+        # tanh of an embedding as small as ours would be all but linear
+        self.embed_scale = nn.Parameter(torch.tensor(config.width ** 0.5)) if config.norm == "dyt" else None
         hs = config.n_embd // config.n_head
         angle = torch.outer(torch.arange(config.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
         # (block_size, 2 nh, hs), the same for all heads of q and k: long rows are faster than short ones
@@ -639,6 +1106,22 @@ class GPT(nn.Module):
                 module.weight.normal_(std=INIT_STD, generator=rng)
         for residual, sublayer in self.sublayers():
             residual.init_sublayer(sublayer)
+        self.constrain()
+
+    @torch.no_grad()
+    def constrain(self):
+        """After each optimizer step: weights that a residual keeps normalised are normalised again."""
+        for residual, sublayer in self.sublayers():
+            residual.constrain(sublayer)
+        self.ends.constrain(self.wte)
+        self.ends.constrain(self.lm_head)
+
+    def compile_blocks(self, **options):
+        """torch.compile in place: the blocks share one graph, so that the time it takes doesn't grow with depth.
+        Where the stream grows with depth, only sublayers can share one."""
+        for block in self.blocks:
+            for module in [block] if self.ends.one_graph else [block.attn, block.mlp]:
+                module.compile(**options)
 
     def sublayers(self):
         """The 2L pairs (residual, sublayer) in the order in which they run."""
@@ -674,15 +1157,26 @@ class GPT(nn.Module):
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit block_size {self.config.block_size}")
         rope, skips, auxiliary = self.rope(start, T), self.skips(B, T, tau, generator), []
-        stream = self.ends.start(self.wte(idx))
+        stream, embedding = self.start(idx)
+        first = [] if self.config.value_residual else None
         for i, (block, pair) in enumerate(zip(self.blocks, skips)):
-            stream, keeps, *loss = block(stream, rope, cache and cache.layers[i], pair)
+            stream = self.shortcut(i, stream, embedding)
+            stream, keeps, *loss = block(stream, rope, cache and cache.layers[i], pair, first)
             auxiliary += loss
             if kept is not None:
                 kept += keeps
         if cache is not None:
             cache.length += T
         return self.ends.finish(stream), sum(auxiliary) / max(1, len(auxiliary))
+
+    def start(self, idx):
+        """idx (B, T) -> the first stream, the embedding (B, T, C)"""
+        x = self.wte(idx) if self.embed_scale is None else self.wte(idx) * self.embed_scale
+        return self.ends.start(x), x
+
+    def shortcut(self, i, stream, embedding):
+        """What block i gets of the stream that the block before it has left."""
+        return stream if self.x0 is None else self.x0[i, 0] * stream + self.x0[i, 1] * embedding
 
     def head(self, x):
         """(..., C) -> logits (..., V)."""
@@ -711,12 +1205,13 @@ class GPT(nn.Module):
         """
         if self.config.mod == "router":
             raise ValueError("a block with a router has no sublayers to look at one by one")
-        rope, stream = self.rope(0, idx.shape[1]), self.ends.start(self.wte(idx))
+        rope, (stream, embedding) = self.rope(0, idx.shape[1]), self.start(idx)
+        first = [] if self.config.value_residual else None
         skips = [skip for pair in self.skips(*idx.shape, tau) for skip in pair]
         for l, ((residual, sublayer), skip) in enumerate(zip(self.sublayers(), skips), start=1):
-            before = stream
+            before = stream = self.shortcut(l // 2, stream, embedding) if l % 2 else stream
             if l not in without:
-                stream, _ = step(stream, residual, sublayer, rope, skip=skip)
+                stream, _ = step(stream, residual, sublayer, rope, skip=skip, first=first)
             yield l, before, stream
         yield l + 1, stream, self.head(self.ends.finish(stream))
 
@@ -751,10 +1246,11 @@ class GPT(nn.Module):
     def num_params(self):
         """Number of parameters, by formula; a tied head counts once."""
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
-        blocks = c.n_layer * c.n_embd * (4 * c.n_embd + fan_out + hidden)
-        tables = c.vocab_size * c.n_embd * (1 if c.tie else 2)
-        routers = c.n_layer // 2 * c.n_embd if c.mod == "router" else 0
-        return blocks + tables + routers + sum(residual.cost()[0] for residual in self.residuals())
+        blocks = c.n_layer * c.width * (4 * c.n_embd + fan_out + hidden)
+        tables = c.vocab_size * c.width * (1 if c.tie else 2)
+        routers = c.n_layer // 2 * c.width if c.mod == "router" else 0
+        extra = 2 * c.n_layer * c.x0 + 2 * (c.n_layer - 1) * c.value_residual + (c.norm == "dyt")
+        return blocks + tables + routers + extra + sum(residual.cost()[0] for residual in self.residuals())
 
     def flops_per_token(self, T=None, share=None):
         """
@@ -764,17 +1260,17 @@ class GPT(nn.Module):
         Not counted is what attention adds where sequences of a batch keep different numbers of tokens.
         """
         c, (hidden, fan_out) = self.config, mlp_shape(self.config)
-        T, C = c.block_size if T is None else T, c.n_embd
+        T, C, W = c.block_size if T is None else T, c.n_embd, c.width
         share = [1.0] * (2 * c.n_layer) if share is None else share
-        total = 2 * c.vocab_size * C + sum(r.cost()[1] for r in self.residuals())
+        total = 2 * c.vocab_size * W + sum(r.cost()[1] for r in self.residuals())
         for i, (attn, mlp) in enumerate(zip(share[::2], share[1::2])):
             routed = isinstance(self.blocks[i], RoutedBlock)
             # known: share of the tokens whose keys and values are projected; seen: share of its sequence that
             # a kept token looks at, all of it in layer_drop, which keeps or drops whole sequences
             known = attn if routed or c.mod_kv == "kept" or c.layer_drop else 1.0
             seen = 1.0 if c.layer_drop else known
-            total += 4 * C * C * (known + attn) + 4 * T * seen * C * attn
-            total += 2 * C * (fan_out + hidden) * mlp + (2 * C if routed else 0)
+            total += 4 * C * W * (known + attn) + 4 * T * seen * C * attn
+            total += 2 * W * (fan_out + hidden) * mlp + (2 * W if routed else 0)
         return total
 
     def residuals(self):

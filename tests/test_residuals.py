@@ -461,7 +461,7 @@ def test_lns_is_pre_with_gains_1_over_sqrt_block():
     lns = take_over(build("lns", n_layer=5), pre)
     with torch.no_grad():
         for l, (r, _) in enumerate(pre.sublayers(), start=1):
-            r.n_in.mul_(((l + 1) // 2) ** -0.5)
+            r.n_in.gain.mul_(((l + 1) // 2) ** -0.5)
     same(logits(lns), logits(pre))
 
 
