@@ -525,9 +525,7 @@ def main(argv=None):
     # after the last status line: sum of losses, number of steps, sum of skipped shares
     since = since.to(device)
     if config.compile if config.compile is not None else "cuda" in device:
-        # the blocks share one graph, so the time to compile doesn't grow with depth
-        for block in model.blocks:
-            block.compile()
+        model.compile_blocks()
     skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
     # skipping may leave a process without any token for a sublayer
     ddp = DistributedDataParallel(model, find_unused_parameters=skipping) if world_size > 1 else model
@@ -665,6 +663,7 @@ def main(argv=None):
         if device == "cpu":   # on a GPU, looking at every loss would stall it: see the status line
             check(loss.item(), norm.item())
         optimizer.step()
+        model.constrain()
         optimizer.zero_grad(set_to_none=True)
         if target and model.tau is not None:
             steer(model, ran.tolist(), target)
