@@ -158,11 +158,12 @@ def nag_write(r, f, a):
 
 
 # ----------------------------------------------------------------------------- reading across depth
-# Attention over the sources of a stream, once per token (Attention Residuals, arXiv:2603.15031, eqs. 2-4): keys
-# are the normalised sources, values the sources themselves, and a query w is a parameter. Sources come as a
-# list: a stack of them, kept for each read's backward, would cost memory quadratic in depth. Since queries are
-# known beforehand, several reads can share one pass over the sources that exist already (`depth_read_ahead`);
-# each of them then merges what came later (`depth_read` with `ahead`), as in online softmax. Both are exact.
+# Attention over the sources of a stream, once per token (Attention Residuals, arXiv:2603.15031, eqs. 2-4):
+# keys are the normalised sources, values the sources themselves, and a query w is a parameter. Sources come
+# as a list: a stack of them, kept for each read's backward, would cost memory quadratic in depth. Since
+# queries are known beforehand, several reads can share one pass over the sources that exist already
+# (`depth_read_ahead`); each of them then merges what came later (`depth_read` with `ahead`), as in online
+# softmax. Both are exact.
 
 def inverse_rms_reference(v):
     return (v.square().mean(-1) + EPS).rsqrt()
@@ -214,10 +215,11 @@ class DepthRead(torch.autograd.Function):
             torch.mul(grad, out, out=buffer)
             d_gain = torch.mv(buffer.flatten(0, -2).t(), norm.flatten())
             along = torch.matmul(buffer, gain / -C)[..., None].mul_(norm).mul_(norm)
-            grad, factor = (grad * gain).addcmul_(out, along), norm     # of d_out, the norm is taken care of below
-            inner = along * norm * (-C * TINY)                          # <d_out, out>: 0, up to the epsilon
+            grad, factor = (grad * gain).addcmul_(out, along), norm      # d_out is grad * factor
+            inner = along * norm * (-C * TINY)                           # <d_out, out>: 0, up to the epsilon
         else:
-            inner = sum(weight * torch.mul(grad, v, out=buffer).sum(-1, keepdim=True) for weight, v in zip(p, values))
+            dots = [torch.mul(grad, v, out=buffer).sum(-1, keepdim=True) for v in values]
+            inner = sum(weight * dot for weight, dot in zip(p, dots))
         d_w, d_values, d_scores, p_ahead = torch.zeros_like(w), [], [], p[0]
         for v, r, score, weight in zip(values[ctx.ahead:], scale, scores, p[ctx.ahead:]):
             d_score = weight * (torch.mul(grad, v, out=buffer).sum(-1, keepdim=True).mul_(factor) - inner)
@@ -236,8 +238,8 @@ class DepthRead(torch.autograd.Function):
 def depth_read(w, sources, ahead=None, gain=None):
     """
     w (C,), sources n x (..., C) -> their mean (..., C), weighted by the softmax of <w, v> / rms(v) over the
-    sources v. ahead: a pair (o (..., C), lse (...,)) that depth_read_ahead has got from further sources. With gain
-    (C,), the RMSNorm of the mean.
+    sources v. ahead: a pair (o (..., C), lse (...,)) that depth_read_ahead has got from further sources. With
+    gain (C,), the RMSNorm of the mean.
     """
     if by_hand(w) and torch.is_grad_enabled():
         return DepthRead.apply(w, gain, *(ahead or (None, None)), *sources)
@@ -282,7 +284,8 @@ class DepthReadAhead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d_lse, *d_o):
         w, scale, scores, lse, *sources = ctx.saved_tensors
-        flat, d_o, d_lse = [v.flatten(0, -2) for v in sources], [d.flatten(0, -2) for d in d_o], d_lse.flatten(0, -2)
+        flat, d_o = ([x.flatten(0, -2) for x in parts] for parts in (sources, d_o))
+        d_lse = d_lse.flatten(0, -2)
         (N, C), n, d_w = flat[0].shape, len(flat), torch.zeros_like(w)
         d_flat = [torch.empty_like(x) for x in flat]
         for rows in pieces(N, n * C):
@@ -301,10 +304,11 @@ class DepthReadAhead(torch.autograd.Function):
 
 def depth_read_ahead(w, sources):
     """
-    S reads at once: w (S, C), sources n x (..., C) -> for each read a pair that depth_read takes as `ahead`: the
-    weighted mean (..., C), and the logarithm of the sum of the exponentials of the scores (...,).
+    S reads at once: w (S, C), sources n x (..., C) -> for each read a pair that depth_read takes as `ahead`:
+    the weighted mean (..., C), and the logarithm of the sum of the exponentials of the scores (...,).
     """
-    lse, *o = (DepthReadAhead.apply if by_hand(w) and torch.is_grad_enabled() else depth_read_ahead_reference)(w, *sources)
+    fast = by_hand(w) and torch.is_grad_enabled()
+    lse, *o = (DepthReadAhead.apply if fast else depth_read_ahead_reference)(w, *sources)
     return list(zip(o, lse.unbind(-1)))
 
 

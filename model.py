@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import re
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,9 @@ from kernels import (EPS, depth_read, depth_read_ahead, gather_rows, inverse_rms
 
 # ----------------------------------------------------------------------------- config
 
+NORM_KINDS = "rms", "layer", "crms", "single", "seednorm", "dyt", "bhyt", "none", "batch"
+
+
 @dataclass
 class GPTConfig:
     residual: str = "pre"         # how sublayers read and write the stream, a key of RESIDUALS
@@ -43,19 +47,19 @@ class GPTConfig:
     activation: Literal["gelu", "relu2", "swiglu"] = "gelu"  # of the MLP; swiglu has no more parameters
     mlp_ratio: float = 4.0        # width of the MLP's hidden layer / n_embd
     tie: bool = False             # the head shares the embedding's weights
-    norm: Literal["rms", "layer", "crms", "single", "seednorm", "dyt", "bhyt", "none", "batch"] = "rms"  # see NORMS
+    norm: Literal[NORM_KINDS] = "rms"  # of the stream; see NORMS
     value_residual: bool = False  # attention's values are mixed with those of the first block
     x0: bool = False              # a learned share of the embedding is added before each block
     seed: int = 1337              # of the initial weights and, in train.py, of the data order
     mixln_alpha: float = 0.25     # mixln: share of the blocks, from the first, that are post-norm
     layerscale_init: float = 0.1  # layerscale: initial value of the per-channel gain
-    gate_input: Literal["auto", "hu", "h", "u", "none"] = "auto"  # review, convex, highway: what the gate sees, the stream h or the update u
-    gate_bias: float = 0.0        # review, convex, highway: initial bias of the gate
-    gate_range: float = 1.0       # review, convex, highway: the gate is this times a sigmoid
-    gate_rank: str = "full"       # review, convex, highway: of the gate's matrices: full, diag, or a number
-    attnres_block: int = 1        # attnres: sublayers per depth block, whose sum is one source; 1: Full AttnRes
-    attnres_blocks: int = 0       # attnres: number of depth blocks, in place of attnres_block
-    attnres_weights: Literal["softmax", "sigmoid", "static"] = "softmax"  # attnres; static: the same for all tokens
+    gate_input: Literal["auto", "hu", "h", "u", "none"] = "auto"  # gates: see the stream h and/or update u
+    gate_bias: float = 0.0        # gates (review, convex, highway): initial bias
+    gate_range: float = 1.0       # gates: this times a sigmoid
+    gate_rank: str = "full"       # gates: of their matrices; full, diag, or a number
+    attnres_block: int = 1        # attnres: sublayers whose sum is one source; 1: Full AttnRes
+    attnres_blocks: int = 0       # attnres: number of such depth blocks, in place of attnres_block
+    attnres_weights: Literal["softmax", "sigmoid", "static"] = "softmax"  # static: the same for all tokens
     attnres_key_norm: bool = True  # attnres: keys are normalised sources
     attnres_window: int = 0       # attnres: read the last so many sources and the embedding only; 0: all
     hyper_kind: Literal["hc", "mhc", "lite"] = "lite"  # hyper: what the streams' mixing matrices may be
@@ -88,64 +92,61 @@ class GPTConfig:
                 bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(choices)}")
             elif isinstance(value, float) and not math.isfinite(value):
                 bad.append(f"--{field.name} {value}: must be a finite number")
-        if not 0 <= self.seed < 2 ** 31:
-            bad.append(f"--seed {self.seed}: must be from 0 to {2 ** 31 - 1}")
-        if self.residual not in RESIDUALS:
-            bad.append(f"--residual {self.residual}: unknown; choose from {', '.join(RESIDUALS)}")
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "nag_directions"):
             if getattr(self, name) < 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be 1 or more")
+        for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop"):
+            if not 0 <= getattr(self, name) < 1:
+                bad.append(f"--{name} {getattr(self, name)}: is a share; use a value from 0 to below 1")
         if self.n_head >= 1 and self.n_embd % (2 * self.n_head):  # RoPE rotates pairs of channels in a head
             fits = [h for h in range(1, self.n_embd // 2 + 1) if self.n_embd % (2 * h) == 0]
             near = sorted(sorted(fits, key=lambda h: abs(h - self.n_head))[:4])
             bad.append(f"--n_head {self.n_head} --n_embd {self.n_embd}: n_embd must be an even multiple of "
                        f"n_head; try --n_head {' or '.join(map(str, near)) or '1 with an even --n_embd'}")
-        if not self.mlp_ratio * self.n_embd >= 1:
-            bad.append(f"--mlp_ratio {self.mlp_ratio}: leaves the MLP no hidden unit; use a larger one")
-        if not 0 <= self.mixln_alpha <= 1:
-            bad.append(f"--mixln_alpha {self.mixln_alpha}: is a share of the blocks; use a value from 0 to 1")
-        for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop"):
-            if not 0 <= getattr(self, name) < 1:
-                bad.append(f"--{name} {getattr(self, name)}: is a share; use a value from 0 to below 1")
-        kind = RESIDUALS.get(self.residual)
+        kind = RESIDUALS.get(self.residual, Residual)
         kind = getattr(kind, "func", kind)   # the class behind a row of PRESETS
-        if self.mod == "router" and not (0 < self.mod_rate <= 0.45 and self.n_layer > 1):
-            bad.append(f"--mod router --mod_rate {self.mod_rate}: every second block skips twice "
-                       f"that share of its tokens; use two blocks or more and a rate of 0.05 to 0.45")
-        if kind and self.mod == "router" and not kind.one_tensor:
-            bad.append(f"--mod router --residual {self.residual}: the router scales a stream that is one "
-                       f"tensor; use --mod geometric, or --residual pre")
-        if kind and self.mod == "geometric" and self.mod_rate and not kind.knows_gain:
-            bad.append(f"--mod_rate {self.mod_rate} --residual {self.residual}: no gain to decide by; use "
-                       f"--residual nag, or --mod router")
-        if self.mod_rate and self.layer_drop:
-            bad.append("--mod_rate and --layer_drop: both decide what is skipped; give one of them")
-        if kind and self.layer_drop and not kind.single:
-            bad.append(f"--layer_drop {self.layer_drop} --residual {self.residual}: only a stream of one source can "
-                       f"pass a sublayer by; use a residual such as pre or nag")
-        if self.value_residual and (self.mod_rate or self.layer_drop):
-            bad.append("--value_residual with --mod_rate or --layer_drop: a token that skips the first attention "
-                       "has no first values; leave one of them out")
-        if kind and self.x0 and not kind.one_tensor:
-            bad.append(f"--x0 --residual {self.residual}: adds to a stream that is one tensor; use --residual pre")
-        if self.norm != "rms" and self.residual in ("nag", "ngpt", "rezero"):
-            bad.append(f"--norm {self.norm} --residual {self.residual}: has no norm to replace; leave --norm out")
-        if self.attnres_block < 1 or self.attnres_blocks < 0 or self.attnres_blocks and self.attnres_block > 1:
-            bad.append(f"--attnres_block {self.attnres_block} --attnres_blocks {self.attnres_blocks}: give one of "
-                       f"them, and 1 or more")
-        if self.attnres_window < 0 or self.attnres_window and (self.attnres_block > 1 or self.attnres_blocks):
-            bad.append(f"--attnres_window {self.attnres_window}: counts sublayers, 1 or more, of Full AttnRes; leave "
-                       f"--attnres_block out")
-        if not 1 <= self.hyper_n <= (5 if self.hyper_kind == "lite" else 64):
-            bad.append(f"--hyper_n {self.hyper_n}: must be from 1 to 64, for --hyper_kind lite to 5, which weighs all "
-                       f"permutations of the streams")
-        if self.gate_rank not in ("full", "diag") and not (self.gate_rank.isdigit() and int(self.gate_rank)):
-            bad.append(f"--gate_rank {self.gate_rank}: unknown; use full, diag, or a number such as 8")
-        if not self.gate_range > 0:
-            bad.append(f"--gate_range {self.gate_range}: must be above 0, such as 1 or 2")
-        if not self.nag_temp > 0:
-            bad.append(f"--nag_temp {self.nag_temp}: is a standard deviation; use one above 0, such as 0.5")
-        return bad
+        routed = self.mod == "router"
+        said = lambda *names: " ".join(f"--{name} {getattr(self, name)}" for name in names)
+        rules = [   # (flags, whether they are wrong, why and what to do)
+            (["seed"], not 0 <= self.seed < 2 ** 31, f"must be from 0 to {2 ** 31 - 1}"),
+            (["residual"], self.residual not in RESIDUALS, f"unknown; choose from {', '.join(RESIDUALS)}"),
+            (["mlp_ratio"], not self.mlp_ratio * self.n_embd >= 1, "leaves no hidden unit; use a larger one"),
+            (["mixln_alpha"], not 0 <= self.mixln_alpha <= 1, "is a share of blocks; use a value from 0 to 1"),
+            (["nag_temp"], not self.nag_temp > 0, "is a standard deviation; use one above 0, such as 0.5"),
+            (["mod", "mod_rate"], routed and not (0 < self.mod_rate <= 0.45 and self.n_layer > 1),
+             "every second block skips twice that share of its tokens; use two blocks or more and a rate of "
+             "0.05 to 0.45"),
+            (["mod", "residual"], routed and not kind.one_tensor,
+             "the router scales a stream that is one tensor; use --mod geometric, or --residual pre"),
+            (["mod_rate", "residual"], self.mod_rate and not routed and not kind.knows_gain,
+             "no gain to decide by; use --residual nag, or --mod router"),
+            (["mod_rate", "layer_drop"], self.mod_rate and self.layer_drop,
+             "both decide what is skipped; leave one of them out"),
+            (["layer_drop", "residual"], self.layer_drop and not kind.single,
+             "a token can't pass by a sublayer of that stream; use a residual such as pre or nag"),
+            (["value_residual", "mod_rate", "layer_drop"],
+             self.value_residual and (self.mod_rate or self.layer_drop),
+             "a token that skips the first attention has no first values; leave --value_residual out"),
+            (["x0", "residual"], self.x0 and not kind.one_tensor,
+             "adds to a stream that is one tensor; use --residual pre"),
+            (["norm", "residual"], self.norm != "rms" and self.residual in ("nag", "ngpt", "rezero"),
+             "that residual has no norm to replace; leave --norm out"),
+            (["norm", "n_embd"], self.width < 1, "CRMSNorm leaves one entry out; use a larger --n_embd"),
+            (["gate_range"], not self.gate_range > 0, "must be above 0, such as 1 or 2"),
+            (["gate_rank"], not re.fullmatch("full|diag|[1-9][0-9]*", self.gate_rank),
+             "unknown; use full, diag, or a number such as 8"),
+            (["attnres_block"], self.attnres_block < 1, "must be 1 or more"),
+            (["attnres_blocks"], self.attnres_blocks < 0, "must be 1 or more, or 0 to go by --attnres_block"),
+            (["attnres_block", "attnres_blocks"], self.attnres_block > 1 and self.attnres_blocks,
+             "say the same thing in two ways; give one of them"),
+            (["attnres_window"], self.attnres_window < 0, "must be 0 or more"),
+            (["attnres_window", "attnres_block", "attnres_blocks"],
+             self.attnres_window and (self.attnres_block > 1 or self.attnres_blocks),
+             "the window is one of Full AttnRes; leave the blocks out"),
+            (["hyper_n", "hyper_kind"], not 1 <= self.hyper_n <= (5 if self.hyper_kind == "lite" else 64),
+             "must be from 1 to 64 streams, and to 5 for lite, which weighs all their permutations"),
+        ]
+        return bad + [f"{said(*flags)}: {why}" for flags, wrong, why in rules if wrong]
 
 
 INIT_STD = 0.02     # of every weight matrix, before a residual rescales it
@@ -175,10 +176,10 @@ def batch_norm(norm, x):
     return x * (square + EPS).rsqrt() * norm.gain
 
 
-# What --norm can be: (..., C) -> (..., C). `seednorm` lets the size of its input through (arXiv:2510.22777), `dyt`
-# uses no statistics (arXiv:2503.10622), `bhyt` is the exact form of arXiv:2601.09719, `crms` the RMSNorm of a
-# vector of which one entry, minus the sum of the others, is not stored (arXiv:2305.14858), and `batch` the
-# negative control: what a batch-statistics norm does to a causal model.
+# What --norm can be: (..., C) -> (..., C). `seednorm` lets the size of its input through (arXiv:2510.22777),
+# `dyt` uses no statistics (arXiv:2503.10622), `bhyt` is the exact form of arXiv:2601.09719, `crms` the
+# RMSNorm of a vector of which one entry, minus the sum of the others, is not stored (arXiv:2305.14858), and
+# `batch` the negative control: what a batch-statistics norm does to a causal model.
 NORMS = {
     "rms": lambda norm, x: rms_norm(x, norm.gain),
     "layer": lambda norm, x: rms_norm(x - x.mean(-1, keepdim=True), norm.gain),
@@ -223,7 +224,7 @@ class Residual(nn.Module):
     the stream.
 
         start(embedding)             (B, T, C) -> stream
-        gain(stream)                 -> what read and write both need; NAG's is (B, T, 1), the size of the write
+        gain(stream)                 -> what read and write both need; NAG: (B, T, 1), the size of the write
         read(stream, gain)           -> (B, T, C), the sublayer's input
         write(stream, update, gain)  -> the stream after the sublayer's output (B, T, C) has been written
         finish(stream)               -> (B, T, C), the input of the head
@@ -233,8 +234,8 @@ class Residual(nn.Module):
     A skipped token is simply not written: its stream stays what it was. So `read` and `write` also get
     streams of kept tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
     """
-    gates = ()          # names of the parameters that train.py gives their own learning rate and no weight decay
-    single = True       # a token can skip a sublayer: its stream is tensors (B, T, ...) that stay what they were
+    gates = ()          # parameters that train.py gives their own learning rate and no weight decay
+    single = True       # a token can skip a sublayer: its stream is tensors that then stay what they were
     one_tensor = True   # ... namely one tensor (B, T, C)
     knows_gain = False  # ... and gain says beforehand how much a write will change
     one_graph = True    # all blocks can share one compiled graph
@@ -255,8 +256,8 @@ class Residual(nn.Module):
         return weight  # (V, C), for residuals whose head isn't an ordinary linear layer
 
     def init_sublayer(self, sublayer):
-        """Rescale this residual's freshly drawn sublayer, in place. GPT-2: the sum of 2L updates starts with the
-        variance of one."""
+        """Rescale this residual's freshly drawn sublayer, in place. As in GPT-2, the sum of 2L updates starts
+        with the variance of one."""
         sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     def constrain(self, module):
@@ -444,15 +445,15 @@ class Depth(NamedTuple):
     sources: tuple      # of (B, T, C): the embedding, then one per depth block, the sum of its updates
     block: tuple        # the number of each source's depth block; the embedding's is 0
     weights: tuple      # the parameters of all reads
-    ahead: tuple = ()   # (number l of the first read, number of sources seen, [(o, lse) of each read]), or empty
+    ahead: tuple = ()   # what depth_read_ahead gave: (first read, number of sources it saw, its results)
 
 
 class AttnRes(Residual):
     """
-    Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4; Block: section 3.2). Nothing is added up: each
-    sublayer reads a softmax-weighted mean of the embedding and of all earlier updates, or of their sums over
-    depth blocks of S sublayers (attnres_block), by a query of its own, a parameter. One more read is before the
-    head. Queries start at zero: equal weights, which after the norm is PreNorm exactly.
+    Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4; Block: section 3.2). Nothing is added up:
+    each sublayer reads a softmax-weighted mean of the embedding and of all earlier updates, or of their sums
+    over depth blocks of S sublayers (attnres_block), by a query of its own, a parameter. One more read is
+    before the head. Queries start at zero: equal weights, which after the norm is PreNorm exactly.
 
     The ends own the parameters of all reads, row l - 2 those of read l = 2 .. 2L + 1 (read 1 has one source).
     """
@@ -485,7 +486,8 @@ class AttnRes(Residual):
             # a mean, times the number of sources: with equal weights that is the stream of PreNorm
             n = len(stream.sources)
             if not self.softmax:
-                return self.norm(n * sum(p[..., None] * v for p, v in zip(self.weigh(stream), stream.sources)))
+                weights = self.weigh(stream)
+                return self.norm(n * sum(p[..., None] * v for p, v in zip(weights, stream.sources)))
             query, ahead, sources = stream.weights[self.l - 2], None, stream.sources
             if stream.ahead and 0 <= self.l - stream.ahead[0] < len(stream.ahead[2]):
                 first, seen, reads = stream.ahead
@@ -501,8 +503,8 @@ class AttnRes(Residual):
             return torch.ones_like(stream.sources[0][None, ..., 0])
         if c.attnres_weights == "static":
             return stream.weights[0][self.l - 2, :n].softmax(0)[:, None, None]
-        scores = torch.stack([v @ stream.weights[self.l - 2] * (inverse_rms_reference(v) if c.attnres_key_norm else 1)
-                              for v in stream.sources])
+        size = inverse_rms_reference if c.attnres_key_norm else lambda v: 1.0
+        scores = torch.stack([(v @ stream.weights[self.l - 2]) * size(v) for v in stream.sources])
         return scores.sigmoid() if c.attnres_weights == "sigmoid" else scores.softmax(0)
 
     def write(self, stream, update, gain=None):
@@ -534,7 +536,7 @@ class AttnRes(Residual):
         return sum(stream.sources)   # what the residual stream of PreNorm would be
 
     def cost(self):
-        """Matrix products are those of the shared passes: a source, weighed and added for each of their reads."""
+        """The matrix products are in the shared passes: a source is weighed and added for each read."""
         n, C = 2 * self.config.n_layer, self.config.width
         if self.l <= n or not self.softmax or self.config.attnres_window:
             return super().cost()
@@ -546,8 +548,9 @@ class AttnRes(Residual):
 
 class DenseFormer(Residual):
     """
-    PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so far, with weights
-    that are parameters (Pagliardini et al. 2024, arXiv:2402.02622). The stream: x and the tuple of those outputs.
+    PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so far, with
+    weights that are parameters (Pagliardini et al. 2024, arXiv:2402.02622). The stream: x, and a tuple of
+    those outputs.
     """
     single = one_tensor = one_graph = False
 
@@ -575,16 +578,16 @@ class DenseFormer(Residual):
 
 
 # What the gate sees, and whether the stream is scaled by one minus the gate. `review`: Kramer 2026,
-# arXiv:2606.31859. `highway` is that paper's baseline; the Highway layer of 2015 is convex with --gate_input h
-# --gate_bias -3.
+# arXiv:2606.31859. `highway` is that paper's baseline; the Highway layer of 2015 is convex with
+# --gate_input h --gate_bias -3.
 GATES = {"review": ("hu", False), "convex": ("hu", True), "highway": ("h", False)}
 
 
 class Gated(Residual):
     """
     PreNorm whose update passes a gate, per channel, that sees the stream h and the update u:
-    h <- h + r u, r = sigmoid(W_h rms(h) + W_u rms(u) + b). The convex form, h <- (1 - r) h + r u, is the one that
-    fails with depth unless b starts well below 0. Everything starts at zero, so r = 1/2.
+    h <- h + r u, r = sigmoid(W_h rms(h) + W_u rms(u) + b). The convex form, h <- (1 - r) h + r u, is the one
+    that fails with depth unless b starts well below 0. Everything starts at zero, so r = 1/2.
     """
     def __init__(self, preset, config, l):
         super().__init__()
@@ -628,10 +631,10 @@ class Gated(Residual):
 
 class Hyper(Residual):
     """
-    Hyper-connections: n streams in parallel (B, T, n, C). A sublayer reads a mixture of them, pre (n), its update is
-    written to each with a weight, post (n), and the streams are mixed among themselves, res (n, n); all three
-    depend on the token. --hyper_kind says what res may be: `hc` anything (arXiv:2409.19606), `mhc` doubly
-    stochastic by 20 Sinkhorn steps (arXiv:2512.24880), `lite` a mixture of the n! permutations
+    Hyper-connections: n streams in parallel (B, T, n, C). A sublayer reads a mixture of them, pre (n), its
+    update is written to each with a weight, post (n), and the streams are mixed among themselves, res (n, n);
+    all three depend on the token. --hyper_kind says what res may be: `hc` anything (arXiv:2409.19606), `mhc`
+    doubly stochastic by 20 Sinkhorn steps (arXiv:2512.24880), `lite` a mixture of the n! permutations
     (arXiv:2601.05732), doubly stochastic as it stands. At the start all n streams are PreNorm's one.
     """
     single = one_tensor = False
@@ -662,7 +665,7 @@ class Hyper(Residual):
         return x[..., None, :].expand(*x.shape[:-1], self.n, x.shape[-1])
 
     def gain(self, x):
-        """x (..., n, C) -> pre (..., n), post (..., n), res (..., n, n), new stream i = sum_j res[i, j] stream j"""
+        """x (..., n, C) -> pre (..., n), post (..., n), res (..., n, n): new stream i is res[i] @ streams"""
         with full_precision(x):
             seen = rms_norm(widen(x) if self.kind == "hc" else widen(x).flatten(-2))
             moving = F.linear(seen, self.dynamic)
@@ -707,9 +710,9 @@ def sinkhorn(logits, steps=20):
 
 class Siamese(Residual):
     """
-    SiameseNorm (arXiv:2602.08064, in the form of the released code): two streams, x kept small by a norm as in
-    PostNorm, y left to grow as in PreNorm, and sublayers that read their sum. x is written 1 / sqrt(2 i) of an
-    update in block i.
+    SiameseNorm (arXiv:2602.08064, in the form of the released code): two streams, x kept small by a norm as
+    in PostNorm, y left to grow as in PreNorm, and sublayers that read their sum. In block i, x gets
+    1 / sqrt(2 i) of an update.
     """
     single = one_tensor = False
 
@@ -737,10 +740,10 @@ class Siamese(Residual):
 
 class NGPT(Residual):
     """
-    nGPT (Loshchilov et al. 2024, arXiv:2410.01131): the stream stays on a sphere and moves towards the normalised
-    update by a learned step per channel, h <- U(h + |alpha| (U(f) - h)). Weights are normalised along the stream's
-    axis after each optimizer step. U is x / rms(x): norm sqrt(C) where the paper has 1, which its factors
-    sqrt(C) before the MLP's activation and sqrt(hs) in attention then have inside already.
+    nGPT (Loshchilov et al. 2024, arXiv:2410.01131): the stream stays on a sphere and moves towards the
+    normalised update by a learned step per channel, h <- U(h + |alpha| (U(f) - h)). Weights are normalised
+    along the stream's axis after each optimizer step. U is x / rms(x): norm sqrt(C) where the paper has 1,
+    which its factors sqrt(C) before the MLP's activation and sqrt(hs) in attention then have inside already.
     """
     def __init__(self, config, l):
         super().__init__()
@@ -762,10 +765,10 @@ class NGPT(Residual):
         return rms_norm(torch.addcmul(h, step, rms_norm(widen(update)) - h))
 
     def head_weight(self, weight):
-        return weight * self.logit_scale[:, None]   # of unit rows: sqrt(C) x cosine x a scale that starts at 1
+        return weight * self.logit_scale[:, None]   # with unit rows, the first logits are cosines
 
     def n_scale(self):
-        """Of the sublayer: queries and keys have a scale per channel, the MLP's hidden layer has one per unit."""
+        """Of the sublayer: queries and keys have a scale per channel, the MLP's hidden layer one per unit."""
         return 2 * self.config.n_embd if self.l % 2 else mlp_shape(self.config)[1]
 
     def init_sublayer(self, sublayer):
@@ -1117,8 +1120,8 @@ class GPT(nn.Module):
         self.ends.constrain(self.lm_head)
 
     def compile_blocks(self, **options):
-        """torch.compile in place: the blocks share one graph, so that the time it takes doesn't grow with depth.
-        Where the stream grows with depth, only sublayers can share one."""
+        """torch.compile in place. The blocks share one graph, so that the time it takes doesn't grow with
+        depth; where the stream grows with depth, only the sublayers can share one."""
         for block in self.blocks:
             for module in [block] if self.ends.one_graph else [block.attn, block.mlp]:
                 module.compile(**options)

@@ -1,9 +1,9 @@
 """
 What a residual costs: time of a training step (forward and backward), its peak memory, and time per token of
-cached decoding, each as a ratio to the first one listed. Times are medians over rounds in which all take turns;
-memory is how far a process of its own grows beyond the model.
+cached decoding, each as a ratio to the first one listed. Times are medians over rounds in which all take
+turns; memory is how far a process of its own grows beyond the model.
 
-    python results/speed.py "pre" "attnres --attnres_blocks 8" "attnres" --n_layer 24 --n_embd 256 --out FILE.json
+    python results/speed.py "pre" "attnres --attnres_blocks 8" "attnres" --n_layer 24 --n_embd 256
 """
 import argparse
 import json
@@ -63,7 +63,7 @@ def peak_mb(flags, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("residuals", nargs="+")
     for name, value in dict(n_layer=24, n_embd=256, block_size=256, batch_size=8, rounds=10).items():
         parser.add_argument(f"--{name}", type=int, default=value)
