@@ -111,7 +111,7 @@ class GPTConfig:
             (["seed"], not 0 <= self.seed < 2 ** 31, f"must be from 0 to {2 ** 31 - 1}"),
             (["residual"], self.residual not in RESIDUALS, f"unknown; choose from {', '.join(RESIDUALS)}"),
             (["mlp_ratio"], not self.mlp_ratio * self.n_embd >= 1, "leaves no hidden unit; use a larger one"),
-            (["mixln_alpha"], not 0 <= self.mixln_alpha <= 1, "is a share of blocks; use a value from 0 to 1"),
+            (["mixln_alpha"], not 0 <= self.mixln_alpha <= 1, "is a share of blocks; use one from 0 to 1"),
             (["nag_temp"], not self.nag_temp > 0, "is a standard deviation; use one above 0, such as 0.5"),
             (["mod", "mod_rate"], routed and not (0 < self.mod_rate <= 0.45 and self.n_layer > 1),
              "every second block skips twice that share of its tokens; use two blocks or more and a rate of "
@@ -1131,6 +1131,12 @@ class GPT(nn.Module):
         for block in self.blocks:
             yield block.attn_residual, block.attn
             yield block.mlp_residual, block.mlp
+
+    @property
+    def can_skip(self):
+        """Whether thresholds can decide what a token skips. First values would be missing where it did."""
+        c = self.config
+        return self.ends.knows_gain and c.mod == "geometric" and not c.value_residual
 
     def rope(self, start, T):
         return self.turn[start:start + T]

@@ -386,9 +386,9 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
     Thresholds (2L,) at which a run's model skips the share `rate` of its sublayer runs, on held-out tokens.
     They are kept in RUN/skip.json, for this checkpoint and way of skipping. SystemExit if the model can't.
     """
-    if not model.ends.knows_gain or model.config.mod == "router":
-        raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand; use a run of "
-                         f"--residual nag")
+    if not model.can_skip:
+        raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand, no router and no "
+                         f"value residual; use a run of --residual nag")
     path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
     key = f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv}"
     table = {}
