@@ -243,7 +243,7 @@ def depth_read(w, sources, ahead=None, gain=None):
     """
     if by_hand(w) and torch.is_grad_enabled():
         return DepthRead.apply(w, gain, *(ahead or (None, None)), *sources)
-    if ahead is not None and len(sources) == 1:   # the step of decoding that comes most often, in few calls
+    if ahead is not None and len(sources) == 1 and not torch.is_grad_enabled():   # decoding's step, in few calls
         v, (o, lse) = sources[0], ahead
         out = torch.lerp(o, v, torch.sigmoid((v @ w) * inverse_rms(v, EPS)[..., 0] - lse)[..., None])
         return out if gain is None else (out * inverse_rms(out, TINY)).mul_(gain)
@@ -294,9 +294,9 @@ class DepthReadAhead(torch.autograd.Function):
             d_p = torch.matmul(v, d_out.mT)
             d_dot = (d_p - (p * d_p).sum(1, keepdim=True)).add_(d_lse[rows, None]).mul_(p).mul_(scale[rows])
             pull = (d_dot * scores[rows]).sum(-1, keepdim=True).mul_(scale[rows]).div_(-C)
-            d_w.addmm_(d_dot.flatten(0, 1).t(), v.flatten(0, 1))
+            torch.addmm(d_w, d_dot.flatten(0, 1).t(), v.flatten(0, 1), out=d_w)
             d_v = torch.matmul(p, d_out)
-            d_v.view(-1, C).addmm_(d_dot.flatten(0, 1), w)
+            torch.addmm(d_v.view(-1, C), d_dot.flatten(0, 1), w, out=d_v.view(-1, C))
             for out, part in zip(d_flat, d_v.addcmul_(v, pull).unbind(1)):
                 out[rows] = part
         return d_w, *(d.view_as(v) for d, v in zip(d_flat, sources))

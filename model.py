@@ -512,7 +512,7 @@ class AttnRes(Residual):
         if block[-1] == number:   # its depth block has begun
             sources = *sources[:-1], sources[-1] + update
         else:
-            sources, block = (*sources, widen(update)), (*block, number)
+            sources, block = (*sources, update.to(sources[0].dtype)), (*block, number)
         window = self.config.attnres_window
         if window and len(sources) > window + 1:
             sources, block = (sources[0], *sources[-window:]), (0, *block[-window:])
@@ -616,13 +616,13 @@ class Gated(Residual):
         if self.config.gate_rank == "diag":
             z = sum((W * seen[name] for name, W in self.W.items()), 0.0)
         else:
-            z = sum((F.linear(seen[name], W) for name, W in self.W.items()), 0.0)
-            z = z if self.up is None else F.linear(z, self.up)
+            z = sum((F.linear(seen[name], widen(W)) for name, W in self.W.items()), 0.0)
+            z = z if self.up is None else F.linear(z, widen(self.up))
         return self.config.gate_range * torch.sigmoid(z + (self.constant if self.b is None else self.b))
 
     def write(self, h, u, gain=None):
         r = self.gate(h, u)
-        return torch.addcmul((1 - r) * h if self.convex else h, r, widen(u))
+        return torch.addcmul((1 - r) * h if self.convex else h, r, u).to(h.dtype)
 
     def cost(self):
         products = [*self.W.values()] + ([] if self.up is None else [self.up])
@@ -668,7 +668,7 @@ class Hyper(Residual):
         """x (..., n, C) -> pre (..., n), post (..., n), res (..., n, n): new stream i is res[i] @ streams"""
         with full_precision(x):
             seen = rms_norm(widen(x) if self.kind == "hc" else widen(x).flatten(-2))
-            moving = F.linear(seen, self.dynamic)
+            moving = F.linear(seen, widen(self.dynamic))
             moving = torch.tanh(moving) if self.kind == "hc" else moving
             scale = torch.cat([s.expand(size) for s, size in zip(self.scale, self.sizes)])
             pre, res, post = (self.static + scale * moving).split(self.sizes, dim=-1)
@@ -676,16 +676,20 @@ class Hyper(Residual):
                 return pre.squeeze(-1), post.squeeze(-1), res.transpose(-1, -2)
             pre, post, res = pre.sigmoid(), 2 * res.sigmoid(), post
             if self.kind == "lite":
-                res = res.softmax(-1) @ self.permutations
+                res = res.softmax(-1) @ widen(self.permutations)
             res = res.unflatten(-1, (self.n, self.n))
             return pre, post, sinkhorn(res) if self.kind == "mhc" else res
 
     def read(self, x, gain=None):
-        return self.norm(x.mean(-2) if gain is None else (gain[0][..., None, :] @ x).squeeze(-2))
+        pre, _, _ = self.gain(x) if gain is None else gain
+        return self.norm((pre[..., None, :].to(x.dtype) @ x).squeeze(-2))
 
-    def write(self, x, update, gain):
-        _, post, res = gain
-        return torch.addcmul(res @ x, post[..., None], widen(update)[..., None, :])
+    def write(self, x, update, gain=None):
+        _, post, res = self.gain(x) if gain is None else gain
+        return torch.addcmul(res.to(x.dtype) @ x, post[..., None], update[..., None, :]).to(x.dtype)
+
+    def finish(self, x):
+        return self.norm(x.mean(-2))
 
     def as_tensor(self, x):
         return x.mean(-2)
@@ -731,8 +735,9 @@ class Siamese(Residual):
     def read(self, stream, gain=None):
         return self.n_in((self.gain(stream) if gain is None else gain) + self.n_y(stream[1]))
 
-    def write(self, stream, update, gain):
-        return gain + self.share * update, stream[1] + update
+    def write(self, stream, update, gain=None):
+        x = self.gain(stream) if gain is None else gain
+        return x + self.share * update, stream[1] + update
 
     def as_tensor(self, stream):
         return stream[1]
@@ -762,7 +767,7 @@ class NGPT(Residual):
 
     def write(self, h, update, gain=None):
         step = self.alpha.abs() * (0.05 * self.config.width ** 0.5)
-        return rms_norm(torch.addcmul(h, step, rms_norm(widen(update)) - h))
+        return rms_norm(torch.addcmul(h, step, rms_norm(widen(update)) - h)).to(h.dtype)
 
     def head_weight(self, weight):
         return weight * self.logit_scale[:, None]   # with unit rows, the first logits are cosines

@@ -106,7 +106,7 @@ def test_stops_at_end_of_text(run, tmp_path):
     encoding, seen = prepare.get_tokenizer("bytes"), []
 
     class Fake:   # a model whose third token is end-of-text
-        cos = torch.zeros(1)
+        turn = torch.zeros(1)
 
         def stream_tokens(self, *args):
             for token in (65, 66, encoding.eot_token, 67):
