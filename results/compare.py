@@ -1,41 +1,60 @@
-"""Table of the runs that compare.sh has made. --best prints the best learning rate of each residual instead."""
+"""
+Table of the runs FOLDER/LABEL-lrRATE-seedN that a script of this folder has made: each label at the learning rate
+that is best for seed 1, the gap to the first label paired by seed. Writes it to OUT as JSON, too.
+
+    python results/compare.py runs/compare --out results/compare.json pre nag lns
+    python results/compare.py runs/compare --best pre nag lns       prints label and rate of each instead
+"""
+import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("folder", type=Path)
+parser.add_argument("labels", nargs="+")
+parser.add_argument("--out", default="")
+parser.add_argument("--best", action="store_true")
+parser.add_argument("--sort", action="store_true", help="by bits per byte")
+args = parser.parse_args()
 
-def final(folder):
-    """Lowest validation loss of a run, as bits per byte."""
-    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+
+def final(run):
+    """Lowest validation bits per byte of a run."""
+    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
     return min(line["val_bpb"] for line in lines if "val_bpb" in line)
 
 
 table = {}
-for residual in [name for name in sys.argv[1:] if not name.startswith("-")]:
+for label in args.labels:
     runs = {}   # learning rate -> seed -> bits per byte
-    for folder in sorted(Path("runs/compare").glob(f"{residual}-lr*-seed*")):
+    for folder in sorted(args.folder.glob(f"{label}-lr*-seed*")):
         if (folder / "done").exists():
-            lr, seed = folder.name.removeprefix(f"{residual}-lr").split("-seed")
+            lr, seed = folder.name.removeprefix(f"{label}-lr").split("-seed")
             runs.setdefault(lr, {})[seed] = final(folder)
-    sweep = {lr: runs[lr]["1"] for lr in sorted(runs, key=float)}
+    if not runs:
+        continue
+    sweep = {lr: runs[lr]["1"] for lr in sorted(runs, key=float) if "1" in runs[lr]}
     best = min(sweep, key=sweep.get)   # chosen by seed 1, the seed of the sweep
-    if "--best" in sys.argv:
-        print(residual, best)
+    if args.best:
+        print(label, best)
         continue
     bpb = list(runs[best].values())
-    table[residual] = dict(lr=best, bits_per_byte=runs[best], mean=statistics.mean(bpb), sweep=sweep,
-                           sd=statistics.stdev(bpb) if len(bpb) > 1 else None)
+    table[label] = dict(lr=best, bits_per_byte=runs[best], mean=statistics.mean(bpb), sweep=sweep,
+                        sd=statistics.stdev(bpb) if len(bpb) > 1 else None)
 
-for name, row in table.items():
+for row in table.values():
     # the same seed means the same data order and the same shared weights: compare in pairs
-    pairs = [(bpb, table[next(iter(table))]["bits_per_byte"].get(seed)) for seed, bpb in row["bits_per_byte"].items()]
-    gaps = [ours - first for ours, first in pairs if first is not None]
+    first = table[args.labels[0]]["bits_per_byte"]
+    gaps = [bpb - first[seed] for seed, bpb in row["bits_per_byte"].items() if seed in first]
     if len(gaps) > 1:
-        row["gap"] = dict(mean=statistics.mean(gaps), standard_error=statistics.stdev(gaps) / len(gaps) ** 0.5)
+        error = statistics.stdev(gaps) / len(gaps) ** 0.5
+        row["gap"] = dict(mean=statistics.mean(gaps), standard_error=error)
+for label, row in sorted(table.items(), key=lambda item: item[1]["mean"]) if args.sort else table.items():
     sweep = ", ".join(f"{lr}: {bpb:.3f}" for lr, bpb in row["sweep"].items())
-    gap = f"{row['gap']['mean']:+.3f} ± {row['gap']['standard_error']:.3f}" if any(gaps) and "gap" in row else ""
+    gap = row.get("gap", dict(mean=0.0))
+    gap = f"{gap['mean']:+.3f} ± {gap['standard_error']:.3f}" if gap["mean"] else ""
     spread = f" ± {row['sd']:.3f}" if row["sd"] is not None else ""
-    print(f"| `{name}` | {row['mean']:.3f}{spread} | {len(row['bits_per_byte'])} | {gap} | {row['lr']} | {sweep} |")
-if table:
-    Path("results/compare.json").write_text(json.dumps(table, indent=1) + "\n")
+    print(f"| `{label}` | {row['mean']:.3f}{spread} | {len(row['bits_per_byte'])} | {gap} | {row['lr']} | {sweep} |")
+if args.out and table:
+    Path(args.out).write_text(json.dumps(table, indent=1) + "\n")

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Every residual at one small scale: 6 blocks of width 64, 300 steps of 1,024 tokens. A sweep of the learning rate
+# with seed 1, then seeds 2 and 3 at the best rate. About 40 minutes on two cores; prints the table of the README.
+#     bash results/residuals.sh
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+SIZE="--n_layer 6 --n_embd 64 --block_size 64 --max_iters 300 --eval_interval 150 --gate_lr 3e-3"
+
+variants() {   # label, flags
+  for r in pre post peri reordered lns mixln deepnorm keel rezero skipinit layerscale nag attnres denseformer; do
+    echo "$r --residual $r"
+  done
+  echo "attnres-block3 --residual attnres --attnres_block 3"
+  for r in review convex highway siamese; do echo "$r --residual $r"; done
+  echo "convex-bias-3 --residual convex --gate_bias -3"
+  echo "half --residual review --gate_input none"
+  for kind in lite mhc hc; do echo "hyper-$kind --residual hyper --hyper_kind $kind"; done
+  echo "ngpt --residual ngpt --warmup 0 --weight_decay 0"
+  echo "pre-value_residual --residual pre --value_residual"
+  echo "pre-x0 --residual pre --x0"
+  # the gates against PreNorm and Highway of the same size: specs, "cleaner match"
+  echo "pre-mlp6 --residual pre --mlp_ratio 6"
+  echo "highway-mlp5 --residual highway --mlp_ratio 5"
+}
+LABELS=$(variants | cut -d" " -f1)
+
+for lr in 1.5e-3 3e-3 7.5e-4 6e-3 1.2e-2; do
+  variants | while read -r label flags; do echo "runs/residuals/$label-lr$lr-seed1 $SIZE --lr $lr --seed 1 $flags"; done
+done | run_all
+"$PYTHON" results/compare.py runs/residuals --best $LABELS | while read -r label lr; do
+  flags=$(variants | grep "^$label " | cut -d" " -f2-)
+  for seed in 2 3; do echo "runs/residuals/$label-lr$lr-seed$seed $SIZE --lr $lr --seed $seed $flags"; done
+done | run_all
+"$PYTHON" results/compare.py runs/residuals --sort --out results/residuals.json $LABELS
