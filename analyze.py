@@ -96,7 +96,8 @@ def gradient_norm(model, batches):
 def removal(model, batches):
     """
     Loss without sublayer l minus the loss with all of them, in nats per token. A removed sublayer does not
-    run and the stream passes it unchanged, an outer norm (post, deepnorm, keel) included. Source: LLM-Drop,
+    run and the stream passes it unchanged, an outer norm (post, deepnorm, keel) included; hyper, siamese: all
+    parallel streams do; attnres: a source less, the weights of the others sum to 1. Source: LLM-Drop,
     arXiv:2406.15786.
     """
     def loss(without=()):
@@ -219,6 +220,92 @@ def norm_confidence(model, batches):
             "correlation_with_entropy": correlation(s, entropy),
             "correlation_with_correct": correlation(s, correct), "auroc": auroc(s, correct == 1),
             "auroc_of_entropy": auroc(-entropy, correct == 1)}
+
+
+# -- reading across depth, gates, parallel streams
+
+def each_read(model, idx):
+    """(l, residual, stream before the read) of all 2L sublayers and of the head, number 2L + 1."""
+    for residual, (l, before, _) in zip(model.residuals(), model.walk(idx)):
+        yield l, residual, before
+
+
+@torch.no_grad()
+def depth_attention(model, batches):
+    """
+    AttnRes: mean weight (over tokens) that the read of sublayer l = 2 .. 2L, or of the head, 2L + 1, gives to
+    each source: the embedding (number 0), and each depth block's sum, numbered from 1 (Full: each sublayer's
+    output). Weights of a read sum to 1 (softmax). Further, per read: entropy of the mean weights / its
+    maximum, weight on the newest source and on the embedding; per source: sum of the weights it gets. Source:
+    arXiv:2603.15031, figure 8 (specs: routing).
+    """
+    if model.config.residual != "attnres":
+        raise ValueError("only attnres reads earlier sublayers with weights of their own")
+    total = {}
+    for idx, _ in batches:
+        for l, residual, stream in each_read(model, idx):
+            if l > 1:   # the first read has one source
+                weights = residual.weigh(stream).double().mean(dim=(1, 2)) / len(batches)
+                row = total.setdefault(l, {})
+                for number, weight in zip(stream.block, weights.tolist()):
+                    row[number] = row.get(number, 0.0) + weight
+    sources = sorted({number for row in total.values() for number in row})
+    rows = [torch.tensor(list(row.values()), dtype=torch.float64) for row in total.values()]
+    return {"matrix": [[row.get(number) for number in sources] for row in total.values()],
+            "reads": list(total), "sources": sources,
+            "entropy": [(-(w / w.sum()).xlogy(w / w.sum()).sum() / math.log(len(w))).item() for w in rows],
+            "newest": [w[-1].item() for w in rows], "embedding": [w[0].item() for w in rows],
+            "received": [sum(row.get(number, 0.0) for row in total.values()) for number in sources]}
+
+
+@torch.no_grad()
+def gate(model, batches):
+    """
+    Review, convex, highway: share of the gate's values r, over tokens and channels, in 20 equal bins from 0
+    to --gate_range, per sublayer (2L, 20); mean per sublayer, and per quarter of the depth. Source:
+    arXiv:2606.31859 (specs: what analyze should draw).
+    """
+    if not hasattr(model.ends, "gate"):
+        raise ValueError(f"--residual {model.config.residual} has no gate; review, convex and highway have")
+    updates, top = [], model.config.gate_range
+    hooks = [sublayer.register_forward_hook(lambda module, inputs, out: updates.append(out))
+             for _, sublayer in model.sublayers()]
+    histogram, means = 0.0, 0.0
+    for idx, _ in batches:
+        updates.clear()
+        befores = [before for _, before, _ in model.walk(idx)]
+        gates = [r.gate(h, u).double() for (r, _), h, u in zip(model.sublayers(), befores, updates)]
+        counts = torch.stack([torch.histc(g, 20, 0, top) / g.numel() for g in gates])
+        histogram = histogram + counts / len(batches)
+        means = means + torch.stack([g.mean() for g in gates]) / len(batches)
+    for hook in hooks:
+        hook.remove()
+    return {"mean": means.tolist(), "histogram": histogram.tolist(), "range": top,
+            "quarters": [part.mean().item() for part in means.tensor_split(4)]}
+
+
+@torch.no_grad()
+def stream_mixing(model, batches):
+    """
+    Hyper-connections: means over tokens of what a sublayer reads of each of the n streams, pre (2L, n),
+    writes to each, post (2L, n), and of the matrix by which it mixes them, res (2L, n, n); the product of all
+    res, last sublayer first, its largest absolute row and column sums and spectral norm. Source:
+    arXiv:2512.24880 (specs: composite gain).
+    """
+    if model.config.residual != "hyper":
+        raise ValueError("only hyper has streams to mix")
+    means = [0.0, 0.0, 0.0]
+    for idx, _ in batches:
+        gains = [residual.gain(before) for _, residual, before in list(each_read(model, idx))[:-1]]
+        for i, parts in enumerate(zip(*gains)):
+            mean = torch.stack([part.double().mean(dim=(0, 1)) for part in parts])
+            means[i] = means[i] + mean / len(batches)
+    pre, post, res = means
+    product = torch.linalg.multi_dot(list(res.flip(0))) if len(res) > 1 else res[0]
+    return {"pre": pre.tolist(), "post": post.tolist(), "res": res.tolist(), "product": product.tolist(),
+            "largest_row_sum": product.abs().sum(1).max().item(),
+            "largest_column_sum": product.abs().sum(0).max().item(),
+            "spectral_norm": torch.linalg.matrix_norm(product, 2).item()}
 
 
 # -- skipping
@@ -364,24 +451,63 @@ def draw_deciles(figure, stat, results):
     axes.legend(frameon=False, fontsize=8)
 
 
-def draw_matrix(figure, stat, results):
-    """One panel per run, four in a row; sublayer 1 is at the lower left."""
-    found = present(results)
-    columns = min(4, len(found))
+class Panel(NamedTuple):
+    """A heat map. first: numbers of its lowest row and of its leftmost column."""
+    title: str
+    matrix: list
+    xlabel: str
+    ylabel: str = "sublayer l"
+    first: tuple = (1, 1)
+    label: str = ""
+    step: float = 1.0      # of the x axis
+    rows: float = 1.0      # of the y axis
+
+
+def draw_panels(figure, stat, results, panels, columns=4, **options):
+    """Heat maps, the lowest number at the lower left; panels: a run's result -> its Panels."""
+    found = [(label, panel) for _, label, result in present(results) for panel in panels(result)]
+    columns = min(columns, len(found))
     rows = -(-len(found) // columns)
     figure.set_size_inches(max(4.5, 3.9 * columns), 3.2 * rows + 0.7)
-    panels = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes, (_, label, result) in zip(panels, found):
-        n = len(result["matrix"])
-        image = axes.imshow(result["matrix"], vmin=-1, vmax=1, cmap="RdBu_r", origin="lower",
-                            extent=(0.5, n + 0.5, 0.5, n + 0.5))
-        axes.set(xlabel=stat.ylabel, ylabel=stat.ylabel)
-        axes.set_title(label, fontsize=9)
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes, (label, panel) in zip(grid, found):
+        matrix = torch.tensor([[math.nan if x is None else x for x in row] for row in panel.matrix])
+        (n, m), (y, x) = matrix.shape, panel.first
+        edges = (x - panel.step / 2, x + (m - 0.5) * panel.step,
+                 y - panel.rows / 2, y + (n - 0.5) * panel.rows)
+        image = axes.imshow(matrix, origin="lower", aspect="auto", extent=edges, **options)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+        axes.set_title(f"{label}{panel.title and ', '}{panel.title}", fontsize=9)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.get_major_locator().set_params(integer=True)
-        figure.colorbar(image, ax=axes, label="cosine", fraction=0.046)
-    for axes in panels[len(found):]:
+            axis.get_major_locator().set_params(integer=axis is axes.yaxis or panel.step == 1)
+        figure.colorbar(image, ax=axes, label=panel.label, fraction=0.046)
+    for axes in grid[len(found):]:
         axes.set_axis_off()
+
+
+def direction_panels(result):
+    return [Panel("", result["matrix"], "sublayer", "sublayer", label="cosine")]
+
+
+def depth_attention_panels(result):
+    """Sublayers that attend, with the head as the last of them, and MLPs read apart."""
+    parts = [("attention and head", 1), ("MLP", 0)]
+    return [Panel(who, [row for row, l in zip(result["matrix"], result["reads"]) if l % 2 == odd],
+                  "source (0: embedding)", "reading sublayer", (2 + odd, 0), "mean weight", rows=2.0)
+            for who, odd in parts]
+
+
+def gate_panels(result):
+    step = result["range"] / 20
+    return [Panel("", result["histogram"], "gate", first=(1, step / 2), label="share of tokens and channels",
+                  step=step)]
+
+
+def mixing_panels(result):
+    flat = [[x for row in res for x in row] for res in result["res"]]
+    return [Panel("read", result["pre"], "stream"), Panel("written", result["post"], "stream"),
+            Panel("mixed", flat, "to and from: 1-1, 1-2, .."),
+            Panel("all sublayers", result["product"], "from stream", "to stream")]
 
 
 def draw_map(figure, stat, results):
@@ -459,7 +585,21 @@ STATS = {
     "direction_similarity": Stat(
         direction_similarity, "Preferred directions", "sublayer",
         "Cosine of the stream directions at which two sublayers write most. 1: they serve the same tokens.",
-        draw=draw_matrix),
+        draw=partial(draw_panels, panels=direction_panels, vmin=-1, vmax=1, cmap="RdBu_r")),
+    "depth_attention": Stat(
+        depth_attention, "Attention over depth", "reading sublayer",
+        "A row: what a sublayer reads, from the embedding (0) to the newest source. One colour: PreNorm's sum."
+        " A bright column: many read that source. Weight is not importance: what is read may not be needed.",
+        draw=partial(draw_panels, panels=depth_attention_panels, columns=2, cmap="viridis", vmin=0)),
+    "gate": Stat(
+        gate, "Gates", "sublayer l",
+        "A row: how a sublayer's gates are spread over tokens and channels. In one bin: a constant would do.",
+        draw=partial(draw_panels, panels=gate_panels, cmap="viridis", vmin=0)),
+    "stream_mixing": Stat(
+        stream_mixing, "Mixing of the streams", "sublayer l",
+        "Means over tokens. Mixed: n columns per target stream; bright where a stream stays itself, dark "
+        "elsewhere: the streams stay apart. All sublayers: where what enters a stream below ends up on top.",
+        draw=partial(draw_panels, panels=mixing_panels, cmap="viridis", vmin=0)),
     "norm_confidence": Stat(
         norm_confidence, "The norm as confidence", "mean loss (nats/token)",
         "Tokens in ten groups by the norm of their last stream. Falling: a larger norm is a surer model.",

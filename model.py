@@ -990,7 +990,7 @@ class Skip(NamedTuple):
 
     def choose(self, residual, gain):
         """-> (B, T) bool, or None: every token, because the residual has no gain."""
-        if self.keep is not None or gain is None:
+        if self.keep is not None or not residual.knows_gain:
             return self.keep
         with torch.no_grad():   # a hard decision; the gates learn from the tokens that do run
             score = residual.score(gain)

@@ -328,3 +328,93 @@ def test_bad_input(runs, tmp_path):
     assert "is a file" in refused("analyze.py", runs / "pre", "--out", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "precious"
     assert "--windows" in refused("analyze.py", runs / "pre", "--window", 3)
+
+
+# ----------------------------------------------------------------------------- across depth, gates, streams
+
+def random_model(**flags):
+    from test_residuals import build, perturb
+    return perturb(build(**flags)).eval()
+
+
+def two_batches():
+    from test_residuals import ids
+    return [(ids(seed=seed), ids(seed=seed + 5)) for seed in (0, 1)]
+
+
+@pytest.mark.parametrize("S", [1, 2])
+def test_depth_attention(S):
+    model = random_model(residual="attnres", attnres_block=S)
+    result = analyze.depth_attention(model, two_batches())
+    assert result["reads"] == [2, 3, 4, 5, 6, 7] and result["sources"] == list(range(6 // S + 1))
+    for l, row in zip(result["reads"], result["matrix"]):
+        seen = [x for x in row if x is not None]
+        assert sum(seen) == pytest.approx(1) and len(seen) == -(-(l - 1) // S) + 1
+        query = model.ends.query[l - 2] * model.ends.key_gain[l - 2]
+        mean = 0.0
+        for idx, _ in two_batches():
+            stream = {number: stream for number, stream, _ in model.walk(idx)}[l]
+            keys = torch.stack([v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() for v in stream.sources])
+            mean = mean + (keys @ query).softmax(0).mean((1, 2)) / 2
+        assert seen == pytest.approx(mean.tolist())
+    assert result["received"][0] == pytest.approx(sum(row[0] for row in result["matrix"]))
+    uniform = random_model(residual="attnres")
+    with torch.no_grad():
+        uniform.ends.query.zero_()
+    assert analyze.depth_attention(uniform, two_batches())["entropy"] == pytest.approx([1] * 6)
+
+
+def test_gate_statistics():
+    model = random_model(residual="review")
+    result = analyze.gate(model, two_batches())
+    assert all(sum(row) == pytest.approx(1) for row in result["histogram"])
+    (h, after), expected = [list(model.walk(two_batches()[0][0]))[2][i] for i in (1, 2)], []
+    u = model.blocks[1].attn(model.blocks[1].attn_residual.read(h), model.rope(0, 12))
+    r = model.blocks[1].attn_residual.gate(h, u)
+    assert torch.allclose(h + r * u, after)
+    for idx, _ in two_batches():
+        h = list(model.walk(idx))[2][1]
+        u = model.blocks[1].attn(model.blocks[1].attn_residual.read(h), model.rope(0, 12))
+        expected.append(model.blocks[1].attn_residual.gate(h, u).mean().item())
+    assert result["mean"][2] == pytest.approx(sum(expected) / 2)
+    constant = analyze.gate(random_model(residual="review", gate_input="none"), two_batches())
+    assert constant["mean"] == pytest.approx([0.5] * 6) and constant["histogram"][0][10] == 1
+    assert not model.blocks[0].attn._forward_hooks
+
+
+def test_stream_mixing_statistics():
+    model = random_model(residual="hyper", hyper_kind="hc")
+    result = analyze.stream_mixing(model, two_batches())
+    means = 0.0
+    for idx, _ in two_batches():
+        before = list(model.walk(idx))[3][1]
+        means = means + model.blocks[1].mlp_residual.gain(before)[2].mean((0, 1)) / 2
+    assert torch.allclose(torch.tensor(result["res"][3], dtype=torch.float64), means)
+    product = torch.eye(4, dtype=torch.float64)
+    for res in result["res"]:
+        product = torch.tensor(res, dtype=torch.float64) @ product
+    assert torch.allclose(torch.tensor(result["product"], dtype=torch.float64), product)
+    assert result["spectral_norm"] == pytest.approx(torch.linalg.svdvals(product)[0].item())
+
+
+@pytest.mark.parametrize("statistic", ["depth_attention", "gate", "stream_mixing"])
+def test_statistics_of_other_residuals_say_why_not(statistic):
+    with pytest.raises(ValueError, match="only|no gate"):
+        getattr(analyze, statistic)(random_model(), two_batches())
+
+
+@pytest.mark.parametrize("flags", [dict(residual="attnres"), dict(residual="attnres", attnres_block=2),
+                                   dict(residual="review", gate_range=2.0), dict(residual="hyper"),
+                                   dict(residual="siamese"), dict(residual="denseformer"),
+                                   dict(norm="crms"), dict(value_residual=True), dict(x0=True)], ids=str)
+def test_every_figure_of_a_residual(flags, tmp_path):
+    model, drawn = random_model(**flags), 0
+    for name, stat in analyze.STATS.items():
+        try:
+            result = stat.measure(model, two_batches())
+        except ValueError:
+            continue
+        json.dumps(result, allow_nan=False)
+        analyze.save_figure(tmp_path / f"{name}.png", stat, {"a": result, "b": result, "c": None})
+        drawn += (tmp_path / f"{name}.png").stat().st_size > 10000
+    assert drawn >= 6
