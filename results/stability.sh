@@ -19,7 +19,7 @@ line() {  # depth, learning rate, seed, label, flags
 LABELS=$(for depth in 4 8 16 32; do variants | while read -r label flags; do echo "$depth-$label"; done; done)
 
 for depth in 32 16 8 4; do
-  for lr in 1.5e-3 3e-3 6e-3; do variants | while read -r label flags; do line $depth $lr 1 "$label" $flags; done; done
+  for lr in 1.5e-3 3e-3; do variants | while read -r label flags; do line $depth $lr 1 "$label" $flags; done; done
 done | run_all
 "$PYTHON" results/compare.py runs/stability --best $LABELS | while read -r name lr; do
   label=${name#*-}; flags=$(variants | grep "^$label " | cut -d" " -f2-)
