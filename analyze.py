@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from prepare import get_tokenizer
+from sample import BLOCK_SCORES, loss_without, prune, span_distance
 from train import (Parser, calibrate, load_run, pick_device, read_metrics, shares, skip_threshold,
                    val_windows, write_file)
 
@@ -59,7 +60,7 @@ def over_writes(model, batches, measure):
     rows = []
     for idx, _ in batches:
         writes = [(model.ends.as_tensor(before).double(), model.ends.as_tensor(after).double())
-                  for l, before, after in model.walk(idx) if l <= 2 * model.config.n_layer]
+                  for l, before, after in model.walk(idx) if l <= 2 * len(model.blocks)]
         rows.append(torch.stack([measure(before, after).mean() for before, after in writes]))
     return {"mean": torch.stack(rows).mean(0).tolist()}
 
@@ -100,15 +101,9 @@ def removal(model, batches):
     parallel streams do; attnres: a source less, the weights of the others sum to 1. Source: LLM-Drop,
     arXiv:2406.15786.
     """
-    def loss(without=()):
-        total = 0.0
-        for idx, targets in batches:
-            *_, (_, _, logits) = model.walk(idx, without)
-            total += F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()).item() / len(batches)
-        return total
-
-    full, sublayers = loss(), range(1, 2 * model.config.n_layer + 1)
-    return {"loss_increase": [loss({l}) - full for l in meter("removal", sublayers)], "full_loss": full}
+    full, sublayers = loss_without(model, batches), range(1, 2 * len(model.blocks) + 1)
+    return {"loss_increase": [loss_without(model, batches, {l}) - full for l in meter("removal", sublayers)],
+            "full_loss": full}
 
 
 def meter(name, items):

@@ -50,6 +50,15 @@ class GPTConfig:
     norm: Literal[NORM_KINDS] = "rms"  # of the stream; see NORMS
     value_residual: bool = False  # attention's values are mixed with those of the first block
     x0: bool = False              # a learned share of the embedding is added before each block
+    taper: Literal["none", "linear", "cosine", "step", "fanin", "ends"] = "none"  # widths over depth
+    taper_start: float = 1.5      # taper: relative width of the first block, before matching
+    taper_end: float = 0.5        # taper: width of the last block (ends: of the middle one)
+    taper_on: Literal["mlp", "heads", "both"] = "mlp"  # taper: hidden units of the MLP, attention heads
+    taper_match: Literal["params", "flops", "none"] = "params"  # taper: equal to the uniform model in this
+    share_every: int = 0          # block i has the weights of block i - share_every, but residuals of its own
+    share_rank: int = 0           # share_every: rank of what a block adds to the weights that it shares
+    repeat: str = ""              # run blocks several times: 9:3 block 9 three times, 9-12:3 the loop of four
+    deep_supervision: bool = False  # training: mean loss of the streams after all blocks, not of the last
     seed: int = 1337              # of the initial weights and, in train.py, of the data order
     mixln_alpha: float = 0.25     # mixln: share of the blocks, from the first, that are post-norm
     layerscale_init: float = 0.1  # layerscale: initial value of the per-channel gain
@@ -83,6 +92,17 @@ class GPTConfig:
         """Entries of the stream that are stored. CRMSNorm leaves one out, since all of them sum to zero."""
         return self.n_embd - (self.norm == "crms")
 
+    def order(self) -> list[int]:
+        """The blocks, from 0, in the order in which they run. ValueError where --repeat makes no sense."""
+        blocks = list(range(self.n_layer))
+        if not self.repeat:
+            return blocks
+        found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?:([0-9]+)", self.repeat)
+        first, last, times = (int(x or found[1]) for x in found.groups()) if found else (0, 0, 0)
+        if not 1 <= first <= last <= self.n_layer or times < 1:
+            raise ValueError("say blocks from 1 to --n_layer and how often, such as 9:3 or 9-12:3")
+        return blocks[:first - 1] + blocks[first - 1:last] * times + blocks[last:]
+
     def problems(self) -> list[str]:
         """Every reason why this config can't be built, one sentence each, naming the flags and a remedy."""
         bad = []
@@ -105,8 +125,17 @@ class GPTConfig:
                        f"n_head; try --n_head {' or '.join(map(str, near)) or '1 with an even --n_embd'}")
         kind = RESIDUALS.get(self.residual, Residual)
         kind = getattr(kind, "func", kind)   # the class behind a row of PRESETS
-        routed = self.mod == "router"
-        said = lambda *names: " ".join(f"--{name} {getattr(self, name)}" for name in names)
+        routed, shared = self.mod == "router", self.share_every or self.repeat
+        repeat, miss = "", 0.0
+        try:
+            self.order()
+        except ValueError as error:
+            repeat = str(error)
+        if not bad and self.taper != "none" and min(self.taper_start, self.taper_end) > 0:
+            miss = taper_miss(self)
+        default = {field.name: field.default for field in dataclasses.fields(self)}
+        said = lambda *names: " ".join(f"--{name} {getattr(self, name)}" for name in names
+                                       if len(names) < 3 or getattr(self, name) != default[name])
         rules = [   # (flags, whether they are wrong, why and what to do)
             (["seed"], not 0 <= self.seed < 2 ** 31, f"must be from 0 to {2 ** 31 - 1}"),
             (["residual"], self.residual not in RESIDUALS, f"unknown; choose from {', '.join(RESIDUALS)}"),
@@ -143,6 +172,20 @@ class GPTConfig:
             (["attnres_window", "attnres_block", "attnres_blocks"],
              self.attnres_window and (self.attnres_block > 1 or self.attnres_blocks),
              "the window is one of Full AttnRes; leave the blocks out"),
+            (["taper_start", "taper_end"], min(self.taper_start, self.taper_end) <= 0, "must be above 0"),
+            (["taper", "taper_match"], abs(miss) > 0.01, f"rounded widths miss the uniform model's "
+             f"{self.taper_match} by {miss:+.1%}; use a wider model, or --taper_match none"),
+            (["repeat"], repeat, repeat),
+            (["share_every"], not 0 <= self.share_every <= self.n_layer, "must be from 1 to --n_layer, or 0"),
+            (["share_rank", "share_every"], self.share_rank < 0 or self.share_rank and not self.share_every,
+             "is the rank of what blocks add to weights that they share; give --share_every, and 1 or more"),
+            (["share_every", "repeat"], self.share_every and self.repeat, "give one of them"),
+            (["share_every", "repeat", "taper"], shared and self.taper != "none",
+             "blocks of different widths can't have the same weights; leave --taper out"),
+            (["share_every", "repeat", "mod_rate", "residual", "value_residual", "x0"],
+             shared and (self.mod_rate or self.value_residual or self.x0 or self.residual in (
+                 "attnres", "denseformer", "ngpt")),
+             "blocks that run more than once go with plain residuals only, such as pre, nag or review"),
             (["hyper_n", "hyper_kind"], not 1 <= self.hyper_n <= (5 if self.hyper_kind == "lite" else 64),
              "must be from 1 to 64 streams, and to 5 for lite, which weighs all their permutations"),
         ]
@@ -774,7 +817,8 @@ class NGPT(Residual):
 
     def n_scale(self):
         """Of the sublayer: queries and keys have a scale per channel, the MLP's hidden layer one per unit."""
-        return 2 * self.config.n_embd if self.l % 2 else mlp_shape(self.config)[1]
+        heads, _, fan_out = block_shapes(self.config)[(self.l - 1) // 2]
+        return 2 * heads * self.config.n_embd // self.config.n_head if self.l % 2 else fan_out
 
     def init_sublayer(self, sublayer):
         sublayer.scale = nn.Parameter(torch.ones(self.n_scale()))
@@ -802,7 +846,8 @@ class Attention(nn.Module):
 
     def __init__(self, config, i):
         super().__init__()
-        C, self.n_head, self.hs = config.n_embd, config.n_head, config.n_embd // config.n_head
+        self.n_head, self.hs = block_shapes(config)[i][0], config.n_embd // config.n_head
+        C = self.n_head * self.hs
         self.c_attn = nn.Linear(config.width, 3 * C, bias=False)
         self.c_proj = nn.Linear(C, config.width, bias=False)
         # value residual: the weights of the first block's values and of its own
@@ -834,7 +879,7 @@ class Attention(nn.Module):
             return self.c_proj(attend(q, keys, values, mask, is_causal=mask is None and T > 1).flatten(-2))
         turn = rope[:, :1][rows.place]                                               # (N, 1, hs)
         if everything is not None:
-            w_q, w_kv = self.c_attn.weight.split((x.shape[-1], 2 * x.shape[-1]))
+            w_q, w_kv = self.c_attn.weight.split((self.n_head * self.hs, 2 * self.n_head * self.hs))
             q = rotate_normed(self.heads(F.linear(x, w_q)), turn)                    # (N, nh, hs)
             keys, values, start = self.keys_values(everything, rope, cache, w_kv)
             position = rows.place + start
@@ -850,12 +895,12 @@ class Attention(nn.Module):
     def qkv(self, x, turn):
         """x (..., C) -> q, k, v (..., nh, hs), q and k normalised and rotated."""
         qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
-        qk = rotate_normed(qk, turn)
+        qk = rotate_normed(qk, turn[:, :2 * self.n_head])
         return *(qk if self.scale is None else qk * self.heads(self.scale)).chunk(2, dim=-2), v
 
     def keys_values(self, x, rope, cache=None, w_kv=None):
         """x (B, T, C) -> keys and values (B, S, nh, hs), with the cached ones, and where the T start."""
-        w_kv = self.c_attn.weight[x.shape[-1]:] if w_kv is None else w_kv
+        w_kv = self.c_attn.weight[self.n_head * self.hs:] if w_kv is None else w_kv
         k, v = self.heads(F.linear(x, w_kv)).chunk(2, dim=-2)
         k = rotate_normed(k, rope[:, :self.n_head])
         return (k, v, 0) if cache is None else self.append(k, v, cache)
@@ -898,10 +943,10 @@ def causal_mask(position, S):
 class MLP(nn.Module):
     mixes_tokens = False
 
-    def __init__(self, config):
+    def __init__(self, config, i):
         super().__init__()
         self.activation = config.activation
-        hidden, fan_out = mlp_shape(config)
+        _, hidden, fan_out = block_shapes(config)[i]
         self.c_fc = nn.Linear(config.width, fan_out, bias=False)
         self.c_proj = nn.Linear(hidden, config.width, bias=False)
         self.scale = None   # of what c_fc gives, per unit, if a residual wants one
@@ -923,13 +968,85 @@ class MLP(nn.Module):
         return self.c_proj(x)
 
 
-def mlp_shape(config):
-    """(hidden units, outputs of c_fc). swiglu has three matrices where gelu has two, so two thirds of the
-    units."""
-    if config.activation == "swiglu":
-        hidden = max(1, round(config.mlp_ratio * config.n_embd * 2 / 3))
-        return hidden, 2 * hidden
-    return (int(config.mlp_ratio * config.n_embd),) * 2
+def block_shapes(config):
+    """(heads, hidden units of the MLP, outputs of c_fc) of each block. swiglu has three matrices where gelu
+    has two, so two thirds of the units."""
+    glu, hidden = config.activation == "swiglu", config.mlp_ratio * config.n_embd
+    hidden = max(1, round(hidden * 2 / 3)) if glu else int(hidden)
+    widths = [(config.n_head, hidden)] * config.n_layer
+    if config.taper != "none":
+        widths = taper(config, hidden)
+    return [(heads, hidden, hidden * (2 if glu else 1)) for heads, hidden in widths]
+
+
+def taper_profile(config):
+    """
+    Relative widths of the blocks (L,): from taper_start to taper_end (CascadeFormer, arXiv:2606.26538; the
+    cosine: Tapered Language Models, arXiv:2606.23670; a rising line: OpenELM, arXiv:2404.14619). step: in
+    thirds; ends: wide at both ends; fanin: 2 (L - l) / (L + 1), in proportion to the number of gradient terms
+    that reach block l, but at least 1/4.
+    """
+    L, s, e = config.n_layer, config.taper_start, config.taper_end
+    shapes = dict(linear=lambda u: s + (e - s) * u, step=lambda u: s + (e - s) * min(2, int(3 * u)) / 2,
+                  cosine=lambda u: e + (s - e) * (1 + math.cos(math.pi * u)) / 2,
+                  ends=lambda u: e + (s - e) * abs(2 * u - 1),
+                  fanin=lambda u: max(0.25, 2 * (L - u * (L - 1)) / (L + 1)))
+    return [shapes[config.taper](l / (L - 1) if L > 1 else 0.5) for l in range(L)]
+
+
+def block_cost(config, heads, hidden):
+    """Parameters of a block's matrices, or, with --taper_match flops, FLOPs of a token at full context."""
+    inner = heads * config.n_embd // config.n_head
+    matrices = config.width * (4 * inner + hidden * (3 if config.activation == "swiglu" else 2))
+    return 2 * matrices + 4 * config.block_size * inner if config.taper_match == "flops" else matrices
+
+
+def taper(config, hidden):
+    """(heads, hidden units) of each block, scaled so that the sum of the costs is the uniform model's."""
+    profile, unit = taper_profile(config), 8 if hidden >= 64 else 1   # multiples of 8 make for fast products
+
+    def widths(scale):
+        wide = [scale * m for m in profile]
+        heads, units = [config.n_head] * len(wide), [hidden] * len(wide)
+        if config.taper_on != "mlp":
+            heads = [max(1, round(w * config.n_head)) for w in wide]
+        if config.taper_on != "heads":
+            units = [max(1, round(w * hidden / unit)) * unit for w in wide]
+        return list(zip(heads, units))
+
+    if config.taper_match == "none":
+        return widths(1.0)
+    cost = lambda scale: sum(block_cost(config, *shape) for shape in widths(scale))
+    target, low, high = config.n_layer * block_cost(config, config.n_head, hidden), 0.0, 8.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost(middle) < target else (low, middle)
+    return widths(min((low, high), key=lambda scale: abs(cost(scale) - target)))
+
+
+def taper_miss(config):
+    """Relative difference between the cost of the tapered and of the uniform model's blocks."""
+    if config.taper_match == "none":
+        return 0.0
+    uniform, tapered = block_shapes(dataclasses.replace(config, taper="none")), block_shapes(config)
+    cost = lambda shapes: sum(block_cost(config, heads, hidden) for heads, hidden, _ in shapes)
+    return cost(tapered) / cost(uniform) - 1
+
+
+class LowRank(nn.Module):
+    """A shared linear layer plus a private change of low rank, at first 0 (arXiv:2410.20672)."""
+    def __init__(self, linear, rank):
+        super().__init__()
+        self.linear = linear
+        self.a = nn.Parameter(torch.zeros(rank, linear.in_features))     # drawn in GPT.init_weights
+        self.b = nn.Parameter(torch.zeros(linear.out_features, rank))
+
+    @property
+    def weight(self):
+        return self.linear.weight + self.b @ self.a
+
+    def forward(self, x):
+        return self.linear(x) + F.linear(F.linear(x, self.a), self.b)
 
 
 # ----------------------------------------------------------------------------- skipping
@@ -1032,12 +1149,24 @@ class Block(nn.Module):
     def __init__(self, config, i):
         super().__init__()
         self.attn, self.attn_residual = Attention(config, i), RESIDUALS[config.residual](config, 2 * i + 1)
-        self.mlp, self.mlp_residual = MLP(config), RESIDUALS[config.residual](config, 2 * i + 2)
+        self.mlp, self.mlp_residual = MLP(config, i), RESIDUALS[config.residual](config, 2 * i + 2)
+        self.runs = [True, True]   # attention, MLP: GPT.remove takes them out
+
+    def share(self, other, rank):
+        """Use another block's weights; with rank > 0, plus a change of one's own."""
+        if not rank:
+            self.attn, self.mlp = other.attn, other.mlp
+        for mine, shared in ((self.attn, other.attn), (self.mlp, other.mlp)) if rank else ():
+            for name, linear in shared.named_children():
+                setattr(mine, name, LowRank(linear, rank))
 
     def forward(self, stream, rope, cache=None, skips=(None, None), first=None):
         """-> (stream, (keep of the attention, keep of the MLP)), see step."""
-        stream, keep_attn = step(stream, self.attn_residual, self.attn, rope, cache, skips[0], first)
-        stream, keep_mlp = step(stream, self.mlp_residual, self.mlp, rope, None, skips[1])
+        keep_attn = keep_mlp = None
+        if self.runs[0]:
+            stream, keep_attn = step(stream, self.attn_residual, self.attn, rope, cache, skips[0], first)
+        if self.runs[1]:
+            stream, keep_mlp = step(stream, self.mlp_residual, self.mlp, rope, None, skips[1])
         return stream, (keep_attn, keep_mlp)
 
 
@@ -1083,8 +1212,10 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.width)
         routed = lambda i: config.mod == "router" and i % 2 == 1
-        blocks = ((RoutedBlock if routed(i) else Block)(config, i) for i in range(config.n_layer))
-        self.blocks = nn.ModuleList(blocks)
+        blocks = [(RoutedBlock if routed(i) else Block)(config, i) for i in range(config.n_layer)]
+        for i in range(config.share_every, config.n_layer) if config.share_every else ():
+            blocks[i].share(blocks[i % config.share_every], config.share_rank)
+        self.blocks = nn.ModuleList([blocks[i] for i in config.order()])   # one may be there several times
         self.ends = RESIDUALS[config.residual](config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tie:
@@ -1097,7 +1228,8 @@ class GPT(nn.Module):
         angle = torch.outer(torch.arange(config.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
         # (block_size, 2 nh, hs), the same for all heads of q and k: long rows are faster than short ones
         pairs = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(1)           # cos, sin, cos, sin, ...
-        self.register_buffer("turn", pairs[:, None].repeat(1, 2 * config.n_head, 1), persistent=False)
+        most = max(heads for heads, _, _ in block_shapes(config))
+        self.register_buffer("turn", pairs[:, None].repeat(1, 2 * most, 1), persistent=False)
         # the thresholds of a model that is trained with skipping: train.py moves them, evaluation leaves them
         trained = config.mod == "geometric" and config.mod_rate > 0
         self.register_buffer("tau", torch.full((2 * config.n_layer,), -1.0) if trained else None)
@@ -1109,10 +1241,20 @@ class GPT(nn.Module):
         # start from the same values wherever they share a parameter, however many parameters either has
         # besides.
         for name, module in self.named_modules():
+            rng = torch.Generator().manual_seed(self.config.seed + (zlib.crc32(name.encode()) << 20))
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                rng = torch.Generator().manual_seed(self.config.seed + (zlib.crc32(name.encode()) << 20))
                 module.weight.normal_(std=INIT_STD, generator=rng)
+            elif isinstance(module, LowRank):
+                module.a.normal_(std=len(module.a) ** -0.5, generator=rng)
+        _, hidden, _ = block_shapes(dataclasses.replace(self.config, taper="none"))[0]
+        done = set()
         for residual, sublayer in self.sublayers():
+            if sublayer in done or isinstance(sublayer.c_proj, LowRank):
+                continue   # shared weights: once, by the first block that has them
+            done.add(sublayer)
+            # a wide block must not write louder than a narrow one
+            uniform = self.config.n_embd if sublayer.mixes_tokens else hidden
+            sublayer.c_proj.weight.mul_((uniform / sublayer.c_proj.in_features) ** 0.5)
             residual.init_sublayer(sublayer)
         self.constrain()
 
@@ -1124,6 +1266,11 @@ class GPT(nn.Module):
         self.ends.constrain(self.wte)
         self.ends.constrain(self.lm_head)
 
+    def remove(self, numbers):
+        """Take out sublayers, numbered from 1: they don't run any more, and new caches leave them out."""
+        for l in numbers:
+            self.blocks[(l - 1) // 2].runs[(l - 1) % 2] = False
+
     def compile_blocks(self, **options):
         """torch.compile in place. The blocks share one graph, so that the time it takes doesn't grow with
         depth; where the stream grows with depth, only the sublayers can share one."""
@@ -1132,7 +1279,7 @@ class GPT(nn.Module):
                 module.compile(**options)
 
     def sublayers(self):
-        """The 2L pairs (residual, sublayer) in the order in which they run."""
+        """The 2L pairs (residual, sublayer) in the order in which they run (repeated blocks repeatedly)."""
         for block in self.blocks:
             yield block.attn_residual, block.attn
             yield block.mlp_residual, block.mlp
@@ -1141,14 +1288,14 @@ class GPT(nn.Module):
     def can_skip(self):
         """Whether thresholds can decide what a token skips. First values would be missing where it did."""
         c = self.config
-        return self.ends.knows_gain and c.mod == "geometric" and not c.value_residual
+        return self.ends.knows_gain and c.mod == "geometric" and not c.value_residual and not c.repeat
 
     def rope(self, start, T):
         return self.turn[start:start + T]
 
     def skips(self, B, T, tau=None, generator=None):
         """A pair of Skips per block. tau: one threshold or 2L; default: those of the model's training."""
-        c, n, device = self.config, 2 * self.config.n_layer, self.turn.device
+        c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
         if tau is not None:
@@ -1165,8 +1312,9 @@ class GPT(nn.Module):
             pairs = [Skip(keep=keep[l], scale=1 / (1 - drop[l])) for l in range(n)]
         return list(zip(pairs[::2], pairs[1::2]))
 
-    def hidden(self, idx, cache=None, tau=None, generator=None, kept=None):
-        """idx (B, T) -> what the head reads (B, T, C), the routers' auxiliary loss. The rest: see forward."""
+    def hidden(self, idx, cache=None, tau=None, generator=None, kept=None, exits=None):
+        """idx (B, T) -> what the head reads (B, T, C), the routers' auxiliary loss. exits: a list that gets
+        what the head would read after each block but the last. The rest: see forward."""
         B, T, start = *idx.shape, 0 if cache is None else cache.length
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit block_size {self.config.block_size}")
@@ -1179,6 +1327,8 @@ class GPT(nn.Module):
             auxiliary += loss
             if kept is not None:
                 kept += keeps
+            if exits is not None and i < len(self.blocks) - 1:
+                exits.append(self.ends.finish(stream))
         if cache is not None:
             cache.length += T
         return self.ends.finish(stream), sum(auxiliary) / max(1, len(auxiliary))
@@ -1199,15 +1349,20 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, tau=None, generator=None, kept=None):
         """
         idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None if no targets;
-        in training plus the routers' auxiliary loss). tau: skip thresholds, a number or 2L of them; default
-        those of the training, -1 skips nothing. generator: of the random skips of training. kept: a list that
-        gets, per sublayer, the tokens that ran, (B, T) bool, or None if it has nothing to decide by.
+        in training the mean over all exits with deep supervision, plus the routers' auxiliary loss). tau:
+        skip thresholds, a number or 2L of them; default those of the training, -1 skips nothing. generator:
+        of the random skips of training. kept: a list that gets, per sublayer, the tokens that ran, (B, T)
+        bool, or None if it has nothing to decide by.
         """
-        x, auxiliary = self.hidden(idx, cache, tau, generator, kept)
+        exits = [] if self.config.deep_supervision and self.training else None
+        x, auxiliary = self.hidden(idx, cache, tau, generator, kept, exits)
         logits = self.head(x)
         if targets is None:
             return logits, None
         loss = F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten())
+        if exits is not None:
+            losses = [F.cross_entropy(widen(self.head(x)).flatten(0, 1), targets.flatten()) for x in exits]
+            loss = (loss + sum(losses)) / (1 + len(losses))
         return logits, loss + ROUTER_LOSS * auxiliary if self.training else loss
 
     def walk(self, idx, without=(), tau=None):
@@ -1219,12 +1374,13 @@ class GPT(nn.Module):
         """
         if self.config.mod == "router":
             raise ValueError("a block with a router has no sublayers to look at one by one")
+        runs = [run for block in self.blocks for run in block.runs]
         rope, (stream, embedding) = self.rope(0, idx.shape[1]), self.start(idx)
         first = [] if self.config.value_residual else None
         skips = [skip for pair in self.skips(*idx.shape, tau) for skip in pair]
         for l, ((residual, sublayer), skip) in enumerate(zip(self.sublayers(), skips), start=1):
             before = stream = self.shortcut(l // 2, stream, embedding) if l % 2 else stream
-            if l not in without:
+            if l not in without and runs[l - 1]:
                 stream, _ = step(stream, residual, sublayer, rope, skip=skip, first=first)
             yield l, before, stream
         yield l + 1, stream, self.head(self.ends.finish(stream))
@@ -1259,32 +1415,43 @@ class GPT(nn.Module):
 
     def num_params(self):
         """Number of parameters, by formula; a tied head counts once."""
-        c, (hidden, fan_out) = self.config, mlp_shape(self.config)
-        blocks = c.n_layer * c.width * (4 * c.n_embd + fan_out + hidden)
+        c, shapes = self.config, block_shapes(self.config)
+        inner = [heads * c.n_embd // c.n_head for heads, _, _ in shapes]
+        unique = c.share_every or c.n_layer
+        blocks = sum(c.width * (4 * n + fan_out + hidden) for n, (_, hidden, fan_out)
+                     in zip(inner[:unique], shapes))
+        _, hidden, fan_out = shapes[0]   # what the others add to what they share: rank x (inputs + outputs)
+        changes = (c.n_layer - unique) * c.share_rank * (4 * c.width + 4 * inner[0] + fan_out + hidden)
         tables = c.vocab_size * c.width * (1 if c.tie else 2)
         routers = c.n_layer // 2 * c.width if c.mod == "router" else 0
         extra = 2 * c.n_layer * c.x0 + 2 * (c.n_layer - 1) * c.value_residual + (c.norm == "dyt")
-        return blocks + tables + routers + extra + sum(residual.cost()[0] for residual in self.residuals())
+        residuals = {*self.residuals()}   # those of a repeated block once
+        return blocks + changes + tables + routers + extra + sum(residual.cost()[0] for residual in residuals)
 
-    def flops_per_token(self, T=None, share=None):
+    def flops_per_token(self, T=None, share=None, exits=1):
         """
         Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
         though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
-        Not counted is what attention adds where sequences of a batch keep different numbers of tokens.
+        exits: number of streams that the head reads (deep supervision). Not counted is what attention adds
+        where sequences of a batch keep different numbers of tokens.
         """
-        c, (hidden, fan_out) = self.config, mlp_shape(self.config)
-        T, C, W = c.block_size if T is None else T, c.n_embd, c.width
-        share = [1.0] * (2 * c.n_layer) if share is None else share
-        total = 2 * c.vocab_size * W + sum(r.cost()[1] for r in self.residuals())
-        for i, (attn, mlp) in enumerate(zip(share[::2], share[1::2])):
-            routed = isinstance(self.blocks[i], RoutedBlock)
+        c, shapes = self.config, block_shapes(self.config)
+        T, W, rank = c.block_size if T is None else T, c.width, c.share_rank
+        ran = [float(run) for block in self.blocks for run in block.runs] if share is None else share
+        total = exits * 2 * c.vocab_size * W + self.ends.cost()[1]
+        total += sum(residual.cost()[1] for run, (residual, _) in zip(ran, self.sublayers()) if run)
+        for block, i, attn, mlp in zip(self.blocks, c.order(), ran[::2], ran[1::2]):
+            heads, hidden, fan_out = shapes[i]
+            inner, routed = heads * c.n_embd // c.n_head, isinstance(block, RoutedBlock)
             # known: share of the tokens whose keys and values are projected; seen: share of its sequence that
             # a kept token looks at, all of it in layer_drop, which keeps or drops whole sequences
-            known = attn if routed or c.mod_kv == "kept" or c.layer_drop else 1.0
+            known = attn if routed or c.mod_kv == "kept" or c.layer_drop or not block.runs[0] else 1.0
             seen = 1.0 if c.layer_drop else known
-            total += 4 * C * W * (known + attn) + 4 * T * seen * C * attn
+            total += 4 * inner * W * (known + attn) + 4 * T * seen * inner * attn
             total += 2 * W * (fan_out + hidden) * mlp + (2 * W if routed else 0)
+            if c.share_every and i >= c.share_every:
+                total += 2 * rank * ((2 * W + 4 * inner) * attn + (2 * W + fan_out + hidden) * mlp)
         return total
 
     def residuals(self):
@@ -1292,18 +1459,19 @@ class GPT(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens so far, room for block_size of them: (L, B, block_size, nh, hs) each."""
+    """Keys and values of the tokens so far, room for block_size of them, of each attention that runs."""
     def __init__(self, model, batch_size):
-        c, weight = model.config, model.lm_head.weight
-        shape = c.n_layer, batch_size, c.block_size, c.n_head, c.n_embd // c.n_head
-        self.keys, self.values = weight.new_zeros(shape), weight.new_zeros(shape)
-        count = torch.zeros(shape[:2], dtype=torch.long, device=weight.device)
-        self.layers = [LayerCache(*each) for each in zip(self.keys, self.values, count)]
+        weight, size = model.lm_head.weight, (batch_size, model.config.block_size)
+        self.layers = []
+        for block in model.blocks:
+            keys = weight.new_zeros(*size, block.attn.n_head, block.attn.hs) if block.runs[0] else None
+            count = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
+            self.layers.append(None if keys is None else LayerCache(keys, torch.zeros_like(keys), count))
         self.length = 0     # tokens seen
 
     def clear(self):
         self.length = 0
-        for layer in self.layers:
+        for layer in filter(None, self.layers):
             layer.length = 0
             layer.count.zero_()
             layer.waiting.clear()

@@ -4,23 +4,135 @@ Sample from a run, with a KV cache and, if wanted, with Mixture-of-Depths: token
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
     python sample.py runs/nag --skip 0.25 --depth          # colours: the share of sublayers each token used
     python sample.py runs/nag --prompt_file story.txt --max_new_tokens 500 --seed 7
+    python sample.py runs/pre --prune cfp:3                # without the three blocks that mattered least
 
 The text goes to stdout as it comes, everything about it to stderr.
 """
 import argparse
 import codecs
 import contextlib
+import math
 import os
 import sys
 import time
 from typing import get_args
 
 import torch
+import torch.nn.functional as F
 
 import prepare
 from model import GPTConfig
-from train import Parser, load_run, pick_device, skip_threshold
+from train import Parser, load_run, pick_device, skip_threshold, val_windows
 
+
+# ----------------------------------------------------------------------------- pruning
+# Which blocks, or sublayers, to remove from a trained model that is not trained further. A method is a function
+# of (model, batches of (idx, targets), gradient norms of the training (3L,)) -> a score per candidate; the
+# lowest go first. Sources and formulas: specs, 8.1 and 8.3. `reverse` is the confound that a score must beat,
+# `loss` the true effect of removing one, which no cheap score can know.
+
+def each_gradient(model, batches):
+    """[(parameter, gradient of the loss summed over the batches)] of each block."""
+    model.zero_grad(set_to_none=True)
+    for idx, targets in batches:
+        model(idx, targets)[1].backward()
+    grads = [[(p.detach(), p.grad) for p in block.parameters() if p.grad is not None]
+             for block in model.blocks]
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+@torch.no_grad()
+def stays(model, batches, step):
+    """Mean over tokens of 1 - cos(stream before, stream after), per sublayer or, with step 2, per block."""
+    total = 0.0
+    for idx, _ in batches:
+        walk = [model.ends.as_tensor(before).double() for _, before, _ in model.walk(idx)]
+        walk = walk[::step]
+        cos = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(walk, walk[1:])]
+        total = total + 1 - torch.stack(cos)
+    return total / len(batches)
+
+
+@torch.no_grad()
+def span_distance(model, batches, k):
+    """Gromov et al.: angle / pi between the streams before and after k blocks, by the first of the blocks; at
+    each window's last token."""
+    total = 0.0
+    for idx, _ in batches:
+        walk = [model.ends.as_tensor(before)[:, -1].double() for _, before, _ in model.walk(idx)][::2]
+        cos = [F.cosine_similarity(a, b, dim=-1) for a, b in zip(walk, walk[k:])]
+        total = total + torch.stack([c.clamp(-1, 1).arccos().mean() / math.pi for c in cos])
+    return total / len(batches)
+
+
+@torch.no_grad()
+def loss_without(model, batches, removed=()):
+    """Mean loss in nats per token without some sublayers, numbered from 1."""
+    total = 0.0
+    for idx, targets in batches:
+        *_, (_, _, logits) = model.walk(idx, removed)
+        total += F.cross_entropy(logits.flatten(0, 1).double(), targets.flatten()).item() / len(batches)
+    return total
+
+
+BLOCK_SCORES = {
+    "cfp": lambda model, batches, norms: norms[2 * len(norms) // 3:],     # CascadeFlow Pruning: needs no data
+    "magnitude": lambda model, batches, norms: torch.stack([
+        sum(p.detach().double().abs().sum() for p in block.parameters()) for block in model.blocks]),
+    "taylor": lambda model, batches, norms: torch.stack([
+        sum((p * g).double().abs().sum() for p, g in block) for block in each_gradient(model, batches)]),
+    "influence": lambda model, batches, norms: stays(model, batches, 2),  # ShortGPT's, LLM-Drop's of blocks
+    "loss": lambda model, batches, norms: torch.tensor([
+        loss_without(model, batches, {2 * i + 1, 2 * i + 2}) for i in range(len(model.blocks))]),
+    "reverse": lambda model, batches, norms: -torch.arange(len(model.blocks)).double(),
+    "random": lambda model, batches, norms: torch.rand(
+        len(model.blocks), generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+}
+SUBLAYERS = {"attention": (0, 2), "mlp": (1, 2), "sublayer": (0, 1)}   # LLM-Drop: the first, every how many
+PRUNE_METHODS = [*BLOCK_SCORES, "span", *SUBLAYERS]
+
+
+def lowest(scores, k):
+    return scores.argsort(stable=True)[:k].tolist()
+
+
+def to_remove(method, k, model, batches, norms):
+    """The sublayers, numbered from 1, that a method removes: k blocks, or k attentions, MLPs or sublayers."""
+    if method in SUBLAYERS:
+        first, every = SUBLAYERS[method]
+        return {first + every * i + 1 for i in lowest(stays(model, batches, 1)[first::every], k)}
+    if method == "span":
+        first = span_distance(model, batches, k).argmin().item()
+        blocks = range(first, first + k)
+    else:
+        blocks = lowest(BLOCK_SCORES[method](model, batches, norms), k)
+    return {l for i in blocks for l in (2 * i + 1, 2 * i + 2)}
+
+
+def prune(model, run, config, wanted, which="ckpt.pt"):
+    """Remove what `METHOD:K` says. SystemExit if it can't be done. -> the removed sublayers"""
+    method, _, k = wanted.partition(":")
+    most = len(model.blocks) * (2 if method == "sublayer" else 1)
+    if method not in PRUNE_METHODS or not k.isdigit() or not 0 <= int(k) < most:
+        raise SystemExit(f"--prune {wanted}: say METHOD:K, K below {most}, METHOD one of "
+                         f"{', '.join(PRUNE_METHODS)}")
+    if model.config.mod == "router" or model.config.repeat:
+        raise SystemExit(f"--prune {wanted}: {run} has routed or repeated blocks, which don't stand alone; "
+                         f"use another run")
+    norms = torch.load(f"{run}/{which}", map_location="cpu", weights_only=True).get("grad_norms")
+    if method == "cfp" and (norms is None or not norms.any()):
+        raise SystemExit(f"--prune {wanted}: {run}/{which} holds no gradient norms, which training collects "
+                         f"after its warm-up; train on, or use another method")
+    if not int(k):
+        return set()
+    x, y = (t.to(model.turn.device).split(8) for t in val_windows(config["data"], config["block_size"], 32))
+    gone = to_remove(method, int(k), model, list(zip(x, y)), None if norms is None else norms[0])
+    model.remove(gone)
+    return gone
+
+
+# ----------------------------------------------------------------------------- sampling
 
 def parse(argv):
     parser = Parser("sample.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,6 +148,8 @@ def parse(argv):
     parser.add_argument("--seed", type=int, default=1337, help="of the sampling (default 1337)")
     parser.add_argument("--skip", type=float,
                         help="share of the sublayer runs to skip; 0: none (default: as trained)")
+    parser.add_argument("--prune", metavar="METHOD:K", help="run without K blocks (or sublayers), those that "
+                        f"a method chooses: {', '.join(PRUNE_METHODS)}")
     parser.add_argument("--depth", action="store_true",
                         help="colour each token by the share of sublayers it used")
     for name, what in (("mod_on", "what is compared with the threshold"),
@@ -123,6 +237,9 @@ def main(argv=None):
     for name in ("mod_on", "mod_scope", "mod_kv"):
         if getattr(args, name) is not None:
             setattr(model.config, name, getattr(args, name))
+    if args.prune is not None:
+        gone = prune(model, args.run, config, args.prune, "best.pt" if args.best else "ckpt.pt")
+        print(f"sample.py: removed sublayers: {', '.join(map(str, sorted(gone))) or 'none'}", file=sys.stderr)
     tau = None if args.skip is None else -1.0
     if args.skip:
         tau = skip_threshold(args.run, model, config, args.skip, "best.pt" if args.best else "ckpt.pt")

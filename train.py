@@ -56,7 +56,9 @@ class TrainConfig:
     mod_ramp: float = 0.1          # share of the run in which mod_rate rises from 0, after the warm-ups
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay
     decay: float = 0.2             # wsd: share of the run with a falling learning rate
+    optimizer: Literal["adamw", "sgd"] = "adamw"  # sgd: with momentum beta1
     weight_decay: float = 0.1      # of matrices only
+    equalize_grads: bool = False   # give the gradients of all blocks the same norm before the optimizer
     beta1: float = 0.9             # AdamW's first momentum
     beta2: float = 0.95            # AdamW's second momentum
     grad_clip: float = 1.0         # largest global gradient norm; 0 switches clipping off
@@ -408,7 +410,7 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
 # ----------------------------------------------------------------------------- training
 
 def make_optimizer(model, config):
-    """AdamW with three groups: matrices (decayed), vectors, and the residuals' gates (own learning rate)."""
+    """AdamW or SGD in three groups: matrices (decayed), vectors, the residuals' gates (own learning rate)."""
     gates = {getattr(residual, name) for residual in model.residuals() for name in residual.gates
              if hasattr(residual, name)}
     others = [p for p in model.parameters() if p not in gates]
@@ -417,7 +419,42 @@ def make_optimizer(model, config):
               dict(params=[p for p in others if p.dim() < 2]),
               dict(params=gates, lr=config.gate_lr, betas=(0.8, 0.95))]
     groups = [dict(group, peak=group.get("lr", config.lr)) for group in groups if group["params"]]
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(groups, config.lr, momentum=config.beta1)
     return torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), weight_decay=0.0, fused=True)
+
+
+class GradNorms:
+    """
+    Gradient norms per sublayer and per block, from one pass over the gradients (which clipping takes anyway).
+    `sums` (2, 2L + L) accumulates the norms, and their squares, of the 2L sublayers and then of the L blocks:
+    the statistic of CascadeFlow Pruning and of Gradient Fan-in Asymmetry (arXiv:2606.26538; specs, 7.1, 8.1).
+    A residual's parameters count to its sublayer, those of a shared or repeated block to its first place.
+    """
+    def __init__(self, model, device):
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        n, owner = 2 * len(model.blocks), {}
+        for l, (residual, sublayer) in enumerate(model.sublayers()):
+            for p in (*residual.parameters(), *sublayer.parameters()):
+                owner.setdefault(p, l)
+        self.owner = torch.tensor([owner.get(p, n) for p in self.params], device=device)   # n: no sublayer's
+        self.sums = torch.zeros(2, n + n // 2, dtype=torch.float64, device=device)
+
+    def measure(self, accumulate, equalize=False):
+        """-> the norm of all gradients. accumulate: add this step to the sums; equalize: see TrainConfig."""
+        grads = [torch.zeros((), device=self.owner.device) if p.grad is None else p.grad for p in self.params]
+        squares = torch.stack(torch._foreach_norm(grads)).double().square()
+        n = len(self.sums[0]) // 3 * 2
+        sublayers = squares.new_zeros(n + 1).index_add_(0, self.owner, squares)[:n]
+        blocks = sublayers.unflatten(0, (-1, 2)).sum(1)
+        if accumulate:
+            both = torch.cat((sublayers, blocks))
+            self.sums += torch.stack((both.sqrt(), both))
+        if equalize:   # to their root mean square, so that the norm of all of them stays what it is
+            scale = (blocks.mean() / blocks.clamp_min(1e-30)).sqrt()
+            scale = torch.cat((scale.repeat_interleave(2), scale.new_ones(1)))[self.owner].float()
+            torch._foreach_mul_(grads, list(scale.unbind()))
+        return squares.sum().sqrt().float()
 
 
 def lr_share(config, progress, one_step):
@@ -512,7 +549,7 @@ def main(argv=None):
     ckpt = load_checkpoint(out / "ckpt.pt", gpt) if config.resume else None
     model = GPT(gpt).to(device)
     optimizer = make_optimizer(model, config)
-    step, best_val, spent = 0, math.inf, 0.0   # spent: FLOPs
+    step, best_val, spent, pull = 0, math.inf, 0.0, GradNorms(model, device)   # spent: FLOPs
     since = torch.zeros(3, dtype=torch.float64)   # see the status line
     if ckpt:
         model.load_state_dict(ckpt["model"])
@@ -522,6 +559,7 @@ def main(argv=None):
             group.update(now)   # the moments are the checkpoint's, learning rates and decay are the flags'
         torch.set_rng_state(ckpt["rng"])
         step, best_val, since, spent = ckpt["step"], ckpt["best_val"], ckpt["since"], ckpt["flops"]
+        pull.sums.copy_(ckpt["grad_norms"])
     # after the last status line: sum of losses, number of steps, sum of skipped shares
     since = since.to(device)
     if config.compile if config.compile is not None else "cuda" in device:
@@ -532,7 +570,9 @@ def main(argv=None):
 
     # length of the run
     parts = config.grad_accum * world_size   # of a batch
-    tokens_per_step, dense_flops = config.batch_size * T, 3 * model.flops_per_token()   # a step: per token
+    exits = len(model.blocks) if gpt.deep_supervision else 1
+    # a training step: per token
+    tokens_per_step, dense_flops = config.batch_size * T, 3 * model.flops_per_token(exits=exits)
     # with max_flops a guess: skipping makes steps cheaper
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
                or math.ceil(config.max_flops / tokens_per_step / dense_flops) or 420)
@@ -542,8 +582,8 @@ def main(argv=None):
                          f"give a later one, such as --max_iters {2 * step}")
     device_name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
     peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
-    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; "
-        f"{n_steps} steps of {tokens_per_step:,} tokens on {world_size} x {device_name}")
+    say(f"{gpt.residual}: {len(model.blocks)} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M "
+        f"parameters; {n_steps} steps of {tokens_per_step:,} tokens on {world_size} x {device_name}")
     if "cuda" in device and not peak:
         say(f"the peak FLOP/s of {device_name} is not in PEAK_FLOPS, so no MFU is shown")
 
@@ -569,6 +609,7 @@ def main(argv=None):
         if rank == 0:
             state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), step=step,
                          best_val=best_val, since=since, flops=spent, rng=torch.get_rng_state(),
+                         grad_norms=pull.sums,
                          model_config=dataclasses.asdict(gpt))
             write_file(out / "ckpt.pt", lambda f: torch.save(state, f))
 
@@ -612,7 +653,7 @@ def main(argv=None):
             say(f"step {step:5d} | validation loss {val_loss:.4f} | {bpb:.4f} bits per byte"
                 + (f" | {skipped:.1%} skipped" if gpt.mod_rate else ""), flush=True)
             log(step=step, tokens=step * tokens_per_step, flops=spent, val_loss=val_loss, val_bpb=bpb,
-                val_skip_rate=skipped, **health)
+                val_skip_rate=skipped, grad_norms=pull.sums[0].tolist(), **health)
             if not math.isfinite(val_loss):
                 raise SystemExit(f"step {step}: validation loss {val_loss}; {out}/best.pt holds the best "
                                  f"weights so far; train again with a lower --lr")
@@ -631,7 +672,7 @@ def main(argv=None):
             warm.fill_(min(1.0, (progress + 1 / n_steps) / (config.alpha_warmup + 1 / n_steps)))
         ramp = (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)
         target = gpt.mod_rate * min(1.0, max(0.0, ramp))
-        ran = torch.zeros(2 * gpt.n_layer)   # sum over the micro-batches of the shares that ran
+        ran = torch.zeros(2 * len(model.blocks))   # sum over the micro-batches of the shares that ran
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * share
         lr, loss = config.lr * share, torch.zeros((), device=device)
@@ -652,7 +693,9 @@ def main(argv=None):
                 part.backward()
             loss += part.detach()
             ran += torch.tensor(shares(kept)) / config.grad_accum if skipping else 1 / config.grad_accum
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        norm = pull.measure(progress >= config.warmup, config.equalize_grads)
+        if config.grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(pull.params, config.grad_clip, norm)
         if world_size > 1:
             dist.all_reduce(loss)
             loss /= world_size
@@ -668,7 +711,7 @@ def main(argv=None):
         if target and model.tau is not None:
             steer(model, ran.tolist(), target)
         step, timed = step + 1, timed + 1
-        spent += 3 * tokens_per_step * model.flops_per_token(share=ran.tolist())
+        spent += 3 * tokens_per_step * model.flops_per_token(share=ran.tolist(), exits=exits)
         since += torch.stack((loss, torch.ones_like(loss), 1 - ran.mean().to(device))).double()
 
         # status line

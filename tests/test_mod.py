@@ -191,7 +191,7 @@ def test_skipped_tokens_cost_keys_and_values_only(rate, activation):
     model, idx = varied(activation=activation), ids(3, 16)
     tau = INF if rate is None else tau_for(model, idx, rate)
     decisions = masked(model, idx, tau)[1]
-    C, (hidden, fan_out), BT = 16, M.mlp_shape(model.config), 48
+    C, (_, hidden, fan_out), BT = 16, M.block_shapes(model.config)[0], 48
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, depth=None) as counter:
         model(idx, tau=tau)
     by_module = {key: sum(ops.values()) for key, ops in counter.get_flop_counts().items()}
