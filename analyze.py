@@ -11,6 +11,7 @@ validation windows, a model trained with skipping at the thresholds of its train
 """
 import argparse
 import codecs
+import io
 import json
 import math
 import sys
@@ -24,6 +25,7 @@ import matplotlib
 import torch
 import torch.nn.functional as F
 
+from model import GPT
 from prepare import get_tokenizer
 from sample import BLOCK_SCORES, loss_without, prune, span_distance
 from train import (Parser, calibrate, load_run, pick_device, read_metrics, shares, skip_threshold,
@@ -129,6 +131,364 @@ def rotation(model, batches):
 
     each = over_writes(model, batches, angle)["mean"]
     return {"cumulative": torch.tensor(each, dtype=torch.float64).cumsum(0).tolist(), "mean": each}
+
+
+# -- blocks
+
+def mixed(tokens, before, after):
+    """The stream `before` where tokens (T,) is true, else `after`."""
+    if isinstance(before, tuple):
+        return tuple(mixed(tokens, a, b) for a, b in zip(before, after))
+    return torch.where(tokens.view(-1, *[1] * (before.dim() - 2)), before, after)
+
+
+@torch.no_grad()
+def boundaries(model, idx, skip=None, tokens=None, order=None):
+    """
+    The streams before each block and at the end (L + 1). skip: number (from 0) of a block that does not run,
+    or not for the tokens (T,); order: other than 0, 1, ...
+    """
+    if not model.ends.one_graph and (skip is not None or order):
+        raise ValueError(f"blocks of --residual {model.config.residual} read each other by number")
+    stream, embedding = model.start(idx)
+    rope, first, streams = model.rope(0, idx.shape[1]), [] if model.config.value_residual else None, [stream]
+    skips = model.skips(*idx.shape)
+    for place, i in enumerate(order or range(len(model.blocks))):
+        before = model.shortcut(place, stream, embedding)
+        stream = before
+        if i != skip or tokens is not None:
+            stream = model.blocks[i](before, rope, None, skips[i], first)[0]
+        if i == skip and tokens is not None:
+            stream = mixed(tokens, before, stream)
+        streams.append(stream)
+    return streams
+
+
+def vectors(model, streams):
+    """Streams -> (number, B, T, C)"""
+    return torch.stack([model.ends.as_tensor(stream) for stream in streams]).double()
+
+
+def loss_at(model, stream, targets):
+    logits = model.head(model.ends.finish(stream)).double()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+@torch.no_grad()
+def contribution(model, batches):
+    """
+    Size of an update relative to the stream that it is added to, mean over tokens: of a block, |a + m| / |h|,
+    of its attention, |a| / |h|, and of its MLP, |m| / |h + a|. Source: arXiv:2505.13898.
+    """
+    each, rows = relative_update(model, batches)["mean"], []
+    for idx, _ in batches:
+        z = vectors(model, boundaries(model, idx))
+        rows.append(((z[1:] - z[:-1]).norm(dim=-1) / z[:-1].norm(dim=-1).clamp_min(1e-30)).mean((1, 2)))
+    return {"block": torch.stack(rows).mean(0).tolist(), "attention": each[::2], "mlp": each[1::2]}
+
+
+@torch.no_grad()
+def causal_score(model, batches):
+    """
+    C(s, l) = |u_l without block s - u_l| / |u_l|, u_l the update of block l, mean over the tokens of two
+    windows: how much block l depends on block s. `future`: s is left out for the first half of the window
+    only, and C read off the second half, which must get it through attention. Source: arXiv:2505.13898 (there
+    the maximum).
+    """
+    idx, L = batches[0][0][:2], len(model.blocks)
+    first = torch.arange(idx.shape[1], device=idx.device) < idx.shape[1] // 2
+    full = vectors(model, boundaries(model, idx)).diff(dim=0)                              # (L, B, T, C)
+
+    def row(s, tokens):
+        seen = slice(None) if tokens is None else ~tokens
+        change = vectors(model, boundaries(model, idx, s, tokens)).diff(dim=0) - full
+        score = change[:, :, seen].norm(dim=-1) / full[:, :, seen].norm(dim=-1).clamp_min(1e-30)
+        return [score[l].mean().item() if l > s else None for l in range(L)]
+
+    return {"matrix": [row(s, None) for s in range(L)], "future": [row(s, first) for s in range(L)]}
+
+
+@torch.no_grad()
+def block_removal(model, batches):
+    """
+    Loss without block l minus the loss with all, in nats per token; depth score: mean block number weighted
+    by that (where it is above 0). A repeated block is removed at one of its places. Source: arXiv:2505.13898.
+    """
+    full, L = loss_without(model, batches), len(model.blocks)
+    worth = [loss_without(model, batches, {2 * i + 1, 2 * i + 2}) - full
+             for i in meter("block_removal", range(L))]
+    positive = [max(0.0, w) for w in worth]
+    return {"loss_increase": worth, "full_loss": full, "depth_score": sum(
+        (i + 1) * w for i, w in enumerate(positive)) / max(sum(positive), 1e-30)}
+
+
+@torch.no_grad()
+def angular_distance(model, batches):
+    """
+    Mean angle / pi between the streams before blocks i and j (L + 1, L + 1), all tokens; per length k of a
+    span, the first block of the one that turns the last token least, and by how much. Source:
+    arXiv:2403.17887.
+    """
+    total, L = 0.0, len(model.blocks)
+    for idx, _ in batches:
+        z = F.normalize(vectors(model, boundaries(model, idx)).flatten(1, 2), dim=-1)  # (L + 1, tokens, C)
+        cosine = torch.einsum("int,jnt->ijn", z, z).clamp(-1, 1)
+        total = total + (cosine.arccos() / math.pi).mean(-1) / len(batches)
+    spans = [span_distance(model, batches, k) for k in range(1, L)]
+    return {"matrix": total.fill_diagonal_(0.0).tolist(),
+            "best_first": [d.argmin().item() + 1 for d in spans],
+            "best_distance": [d.min().item() for d in spans]}
+
+
+@torch.no_grad()
+def permutation_score(model, batches):
+    """
+    |loss with blocks i and j swapped - loss| / loss, on the first batch. 0: their order does not matter.
+    Source: DepthBench (specs, section 5).
+    """
+    (idx, targets), L = batches[0], len(model.blocks)
+    full, matrix = loss_at(model, boundaries(model, idx)[-1], targets), [[0.0] * L for _ in range(L)]
+    for i in meter("permutation_score", range(L)):
+        for j in range(i):
+            order = list(range(L))
+            order[i], order[j] = j, i
+            loss = loss_at(model, boundaries(model, idx, order=order)[-1], targets)
+            matrix[i][j] = matrix[j][i] = abs(loss - full) / full
+    return {"matrix": matrix}
+
+
+@torch.no_grad()
+def logit_lens(model, batches):
+    """
+    What the head reads in the stream after each block (0: in the embedding): loss; KL divergence of that
+    prediction from the final one; share of its 5 likeliest tokens that are among the final 5; expected
+    calibration error, 15 bins of confidence. Means over tokens. Source: arXiv:2505.13898, calibration
+    arXiv:2308.11838.
+    """
+    rows = []
+    for idx, targets in batches:
+        logp = [model.head(model.ends.finish(stream)).double().log_softmax(-1).flatten(0, 1)
+                for stream in boundaries(model, idx)]
+        final, flat, row = logp[-1], targets.flatten(), []
+        for p in logp:
+            confidence, guess = p.exp().max(-1)
+            bins = (confidence * 15).long().clamp_max(14)
+            gap = p.new_zeros(15).index_add_(0, bins, (guess == flat).to(p) - confidence)
+            same = (p.topk(5).indices[:, :, None] == final.topk(5).indices[:, None]).sum((1, 2)) / 5.0
+            row.append([F.nll_loss(p, flat), (final.exp() * (final - p)).sum(-1).mean(), same.mean(),
+                        gap.abs().sum() / len(p)])
+        rows.append(torch.tensor(row))
+    names = "loss", "kl_from_final", "top5_overlap", "calibration_error"
+    return dict(zip(names, torch.stack(rows).mean(0).T.tolist()))
+
+
+@torch.no_grad()
+def kurtosis(model, batches):
+    """
+    Excess kurtosis over channels of the stream before each block and at the end: mean and median over tokens
+    (single tokens dominate the mean), and the largest |entry| / root mean square. Source: arXiv:2506.19697.
+    """
+    z = torch.cat([vectors(model, boundaries(model, idx)).flatten(1, 2) for idx, _ in batches], dim=1)
+    each = excess_kurtosis(z)                                                              # (L + 1, tokens)
+    largest = z.abs().amax((1, 2)) / z.square().mean((1, 2)).sqrt().clamp_min(1e-30)
+    return {"median": each.median(1).values.tolist(), "mean": each.mean(1).tolist(),
+            "largest": largest.tolist()}
+
+
+def excess_kurtosis(x):
+    """(..., C) -> (...,); 0 for a Gaussian"""
+    x = x - x.mean(-1, keepdim=True)
+    return x.pow(4).mean(-1) / x.square().mean(-1).square().clamp_min(1e-300) - 3
+
+
+@torch.no_grad()
+def effective_rank(model, batches):
+    """
+    Of all tokens' streams Z (tokens, C) before each block and at the end: exp of the entropy of the squared
+    singular values' shares, and stable rank |Z|_F^2 / |Z|_2^2. Source: specs, section 5 (token collapse).
+    """
+    z = torch.cat([vectors(model, boundaries(model, idx)).flatten(1, 2) for idx, _ in batches], dim=1)
+    ranks = [ranks_of(each) for each in z]
+    return {"effective": [e for e, _ in ranks], "stable": [r for _, r in ranks]}
+
+
+def ranks_of(z):
+    power = torch.linalg.svdvals(z).square()
+    share = power / power.sum()
+    return (-share.xlogy(share).sum()).exp().item(), (power.sum() / power.max()).item()
+
+
+@torch.no_grad()
+def jacobian(model, batches):
+    """
+    |J v - v| / |v| of each block's map of the stream, v random, by finite differences in float64-sized steps
+    on the first window: 0 is the identity. Source: arXiv:2605.17842 (closeness to identity).
+    """
+    if not model.ends.one_tensor:
+        raise ValueError("needs a stream that is one tensor")
+    idx, rows = batches[0][0][:1], []
+    streams, rope, skips = boundaries(model, idx), model.rope(0, idx.shape[1]), model.skips(1, idx.shape[1])
+    if model.config.value_residual or model.config.x0:
+        raise ValueError("a block with a value residual or x0 is no map of its stream alone")
+    for block, x, pair in zip(model.blocks, streams, skips):
+        v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
+        step = 1e-2 * x.norm() / v.norm()
+        up, down = (block(x + sign * step * v, rope, None, pair)[0] for sign in (1, -1))
+        rows.append((((up - down) / (2 * step) - v).norm() / v.norm()).item())
+    return {"distance": rows}
+
+
+# -- attention, weights
+
+@torch.no_grad()
+def attention_sink(model, batches):
+    """Mean attention of the queries 2 .. T to the first token, per block. Source: arXiv:2506.19697."""
+    rows = []
+    for idx, _ in batches:
+        walk, T = list(model.walk(idx)), idx.shape[1]
+        hidden = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1)
+        for block, (_, before, _) in zip(model.blocks, walk[::2]):
+            x = block.attn_residual.read(before)
+            q, k, _ = (each.transpose(1, 2) for each in block.attn.qkv(x, model.rope(0, T)))  # (B, nh, T, hs)
+            weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -math.inf).softmax(-1)
+            rows.append(weights[:, :, 1:, 0].double().mean().item())
+    return {"share": torch.tensor(rows).view(len(batches), -1).mean(0).tolist()}
+
+
+@torch.no_grad()
+def heavy_tail(model, batches):
+    """
+    Exponent alpha of the power law that the eigenvalues of W^T W follow from some smallest one on, per
+    sublayer (of c_attn, c_fc): maximum likelihood, the start with the least Kolmogorov-Smirnov distance; its
+    standard error, (alpha - 1) / sqrt(n), and the number n of eigenvalues in the tail. None: no tail, all
+    eigenvalues are within 10 % of those of a Gaussian matrix (Marchenko-Pastur). Source: arXiv:2507.17912.
+    """
+    fits = []
+    for _, sublayer in model.sublayers():
+        W = (sublayer.c_attn if sublayer.mixes_tokens else sublayer.c_fc).weight.double()
+        power, n, m = torch.linalg.svdvals(W).square(), max(W.shape), min(W.shape)
+        edge = W.square().mean() * n * (1 + (m / n) ** 0.5) ** 2
+        fits.append(power_law(power) if power.max() > 1.1 * edge else (None, None, 0))
+    return dict(zip(("alpha", "standard_error", "tail"), map(list, zip(*fits))))
+
+
+def power_law(x):
+    """Positive numbers (N,) -> alpha of their tail, its standard error, size of the tail."""
+    x, best = x.sort().values, (math.inf, None, None, 0)
+    for i in range(max(1, len(x) - 9)):   # ten numbers at least
+        tail = x[i:]
+        n, alpha = len(tail), (1 + len(tail) / (tail / tail[0]).log().sum()).item()
+        model = 1 - (tail / tail[0]).pow(1 - alpha)
+        distance = (model - torch.arange(n, dtype=x.dtype) / n).abs().max().item()
+        best = min(best, (distance, alpha, (alpha - 1) / n ** 0.5, n))
+    return best[1:]
+
+
+@torch.no_grad()
+def quantisation(model, batches):
+    """
+    Loss increase (nats per token) when the blocks' matrices are rounded to b bits, symmetrically, a scale per
+    row: b = 8, 6, 4, 3. Source: arXiv:2309.05210.
+    """
+    matrices = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
+    kept, full, losses = [p.clone() for p in matrices], loss_without(model, batches), {}
+    for bits in meter("quantisation", (8, 6, 4, 3)):
+        for p, original in zip(matrices, kept):
+            p.copy_(rounded(original, bits))
+        losses[bits] = loss_without(model, batches) - full
+    for p, original in zip(matrices, kept):
+        p.copy_(original)
+    return {"bits": list(losses), "loss_increase": list(losses.values())}
+
+
+def rounded(W, bits):
+    scale = W.abs().amax(1, keepdim=True).clamp_min(1e-30) / (2 ** (bits - 1) - 1)
+    return (W / scale).round() * scale
+
+
+@torch.no_grad()
+def norm_growth(model, batches):
+    """
+    PreNorm dilution. Mean square of the stream before block l of a fresh model of the same config, the
+    embedding's being 1, beside the bounds 1 + l/2 and 1 + 3l/2 of Xiong et al. 2020 for a PreNorm Transformer
+    at their init (arXiv:2002.04745; ours scales c_proj down, so that it grows less). share: |update| of each
+    sublayer of the trained model / the sum of all, and the effective number of sublayers, exp of their
+    entropy.
+    """
+    fresh = GPT(model.config).to(batches[0][0].device).eval()
+    z = vectors(fresh, boundaries(fresh, batches[0][0])).square().mean((1, 2, 3))
+    sizes = over_writes(model, batches, lambda x, y: (y - x).norm(dim=-1))["mean"]
+    share = torch.tensor(sizes, dtype=torch.float64) / max(sum(sizes), 1e-30)
+    blocks = range(len(z))
+    return {"initial": (z / z[0]).tolist(), "lower": [1 + l / 2 for l in blocks],
+            "upper": [1 + 3 * l / 2 for l in blocks], "share": share.tolist(),
+            "effective_sublayers": (-share.xlogy(share).sum()).exp().item()}
+
+
+# -- pruning and gradient fan-in
+
+def ranks(x):
+    """Ranks of (N,) numbers, equal ones share their mean rank."""
+    x = torch.as_tensor(x, dtype=torch.float64)
+    return ((x[:, None] > x).sum(1) + (x[:, None] >= x).sum(1) - 1).double() / 2
+
+
+def spearman(a, b):
+    return correlation(ranks(a), ranks(b))
+
+
+def prune_curve(model, batches, norms=None):
+    """
+    Loss (nats per token) after removing the 0 to 8 blocks that a method scores lowest, without further
+    training; every second window is for the scores. rank_correlation: Spearman's, of a score with the true
+    loss after removing that block alone. Methods: sample.py --prune. Source: arXiv:2606.26538 and specs, 8.
+    """
+    if model.config.mod == "router" or model.config.repeat:
+        raise ValueError("routed or repeated blocks don't stand alone")
+    x, y = (torch.cat(part) for part in zip(*batches))
+    if len(x) < 2:
+        raise ValueError("needs two --windows or more, since half of them are for the scores")
+    calibration, measured = ([(x[first::2], y[first::2])] for first in (0, 1))
+    most, L = min(8, len(model.blocks) - 1), len(model.blocks)
+    scores = {name: score(model, calibration, norms) for name, score in BLOCK_SCORES.items()
+              if name != "cfp" or norms is not None}
+    truth = BLOCK_SCORES["loss"](model, measured, None)
+    curves = {}
+    for name in meter("prune_curve", [*scores, "span"]):
+        order = None if name == "span" else scores[name].argsort(stable=True).tolist()
+        curves[name] = []
+        for k in range(most + 1):
+            first = span_distance(model, calibration, k).argmin().item() if order is None and k else 0
+            gone = range(first, first + k) if order is None else order[:k]
+            gone = {l for i in gone for l in (2 * i + 1, 2 * i + 2)}
+            curves[name].append(loss_without(model, measured, gone))
+    return {"loss": curves,
+            "rank_correlation": {name: spearman(score, truth) for name, score in scores.items()},
+            "scores": {name: score.tolist() for name, score in scores.items()}, "blocks": L}
+
+
+def fan_in(model, batches, norms=None, history=()):
+    """
+    Gradient norm of each block, summed over the training after its warm-up, / the sum of all blocks; beside
+    it the least-squares fit a + b F(l) of the theory's count of gradient terms, F = L - l + 1, or under deep
+    supervision F = (L - l + 1)(L - l + 2) / 2, with R^2 and rank correlation; and Spearman's correlation of
+    the sums at a share of the training with the final ones. Source: arXiv:2606.26538 (specs, 7).
+    """
+    if norms is None or not norms.any():
+        raise ValueError("the checkpoint holds no gradient norms, which training collects after its warm-up")
+    pull, L = norms[2 * len(norms) // 3:], len(model.blocks)
+    pull, left = pull / pull.sum(), torch.arange(L, 0, -1, dtype=torch.float64)
+    count = left * (left + 1) / 2 if model.config.deep_supervision else left
+    design = torch.stack((torch.ones(L, dtype=torch.float64), count), dim=1)
+    fit = design @ torch.linalg.lstsq(design, pull[:, None]).solution[:, 0]
+    spread = (pull - pull.mean()).square().sum()
+    # what was summed up at each evaluation
+    sums = [(row["step"], torch.tensor(row["grad_norms"])[2 * L:])
+            for row in history if any(row.get("grad_norms", []))]
+    return {"share": pull.tolist(), "fit": fit.tolist(), "rank_correlation": spearman(pull, count),
+            "r_squared": (1 - (pull - fit).square().sum() / spread).item() if spread else None,
+            "stability_steps": [step for step, _ in sums],
+            "stability": [spearman(row, pull) for _, row in sums]}
 
 
 # -- NAG's gates
@@ -385,13 +745,31 @@ def depth_map(model, batches, tau=None, text=None, tokenizer="bytes"):
 # ----------------------------------------------------------------------------- figures
 
 def save_figure(path, stat, results):
-    """One statistic: its drawing, a title, and a caption that says how to read it."""
-    figure = plt.figure(figsize=(7, 4.6), dpi=130)
+    write_file(path, lambda f: draw_figure(f, stat, results))
+
+
+def draw_figure(file, stat, results):
+    """One statistic as a PNG: its drawing, a title, and a caption that says how to read it."""
+    figure = plt.figure(figsize=(6.4, 4.4), dpi=130)
     stat.draw(figure, stat, results)
     width, height = figure.get_size_inches()
     figure.suptitle(stat.title, x=0.14 / width, ha="left", fontweight="bold")
     figure.text(0.14 / width, 0.07 / height, stat.caption, fontsize=8, color="0.3", wrap=True, va="bottom")
     figure.tight_layout(rect=(0, 0.345 / height, 1, 1))
+    figure.savefig(file, format="png")
+    plt.close(figure)
+
+
+def save_page(path, title, images):
+    """A page of PNG images, three in a row."""
+    rows = -(-len(images) // 3)
+    height = 4.0 * rows + 0.5
+    figure = plt.figure(figsize=(16, height), dpi=100)
+    for i, file in enumerate(images):
+        axes = figure.add_axes(((i % 3) / 3, 1 - (i // 3 + 1) * 4.0 / height, 0.33, 3.9 / height))
+        axes.imshow(plt.imread(file), interpolation="lanczos")
+        axes.set_axis_off()
+    figure.text(0.01, 0.15 / height, title, fontsize=11)
     write_file(path, lambda f: figure.savefig(f, format="png"))
     plt.close(figure)
 
@@ -427,6 +805,34 @@ def draw_stat(figure, stat, results):
         axes.axhline(0, color="0.6", lw=0.8)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, fontsize=8)
+
+
+def draw_lines(figure, stat, results, keys, xlabel, start=1, x=None):
+    """One line per run and key, a dash pattern per key."""
+    axes = line_axes(figure, stat, xlabel)
+    for color, label, result in present(results):
+        for key, style in zip(keys, ("-", "--", ":", "-.")):
+            values = [math.nan if v is None else v for v in result[key]]
+            places = result[x] if x else range(start, start + len(values))
+            axes.plot(places, values, style, marker="o", ms=3, color=color, lw=1.2,
+                      label=label if len(keys) == 1 else f"{label}: {key.replace('_', ' ')}")
+    if stat.log:
+        axes.set_yscale("log")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_prune(figure, stat, results):
+    found = present(results)
+    figure.set_size_inches(max(6, 4.2 * len(found)), 4.6)
+    for axes, (_, label, result) in zip(figure.subplots(1, len(found), squeeze=False, sharey=True)[0], found):
+        for i, (name, losses) in enumerate(result["loss"].items()):
+            rho = result["rank_correlation"].get(name)
+            axes.plot(losses, "o-", ms=3, lw=1.2, color=f"C{i}",
+                      label=name if rho is None else f"{name} {rho:+.2f}")
+        axes.set(xlabel="blocks removed", ylabel=stat.ylabel, title=label)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False, fontsize=7, title="method, rank correlation", title_fontsize=7)
 
 
 def draw_curve(figure, stat, results, key, xlabel):
@@ -492,6 +898,11 @@ def depth_attention_panels(result):
             for who, odd in parts]
 
 
+def block_panels(result, xlabel, ylabel, first=(1, 1)):
+    names = [("", "matrix")] + ([("later tokens", "future")] if "future" in result else [])
+    return [Panel(title, result[key], xlabel, ylabel, first) for title, key in names]
+
+
 def gate_panels(result):
     step = result["range"] / 20
     return [Panel("", result["histogram"], "gate", first=(1, step / 2), label="share of tokens and channels",
@@ -548,7 +959,7 @@ class Stat(NamedTuple):
     caption: str
     log: bool = False
     draw: Callable = draw_stat   # (figure, stat, {run: what measure returned, or None})
-    settings: tuple = ()         # of tau, text and tokenizer, those that measure takes
+    settings: tuple = ()         # of tau, text, tokenizer, norms and history, those that measure takes
 
 
 STATS = {
@@ -571,6 +982,73 @@ STATS = {
         removal, "What a sublayer is worth", "loss increase when removed (nats/token)",
         "Each point is the model with that one sublayer taken out, not retrained. Near 0: delete it.",
         log=True),
+    "contribution": Stat(
+        contribution, "Contribution of a block", "|update| / |stream|",
+        "What a block, its attention and its MLP add, relative to the stream they add it to.", log=True,
+        draw=partial(draw_lines, keys=("block", "attention", "mlp"), xlabel="block")),
+    "block_removal": Stat(
+        block_removal, "What a block is worth", "loss increase when removed (nats/token)",
+        "Each point is the model with that one block taken out, not retrained.",
+        draw=partial(draw_lines, keys=("loss_increase",), xlabel="block")),
+    "causal_score": Stat(
+        causal_score, "Who depends on whom", "block left out",
+        "A row: how much the updates of later blocks change when a block is left out. Dark: they do without "
+        "it. Later tokens: it is left out in the first half of the text, and they are in the second.",
+        draw=partial(draw_panels, panels=partial(block_panels, xlabel="later block", ylabel="block left out"),
+                     columns=2, vmin=0, vmax=1, cmap="viridis")),
+    "angular_distance": Stat(
+        angular_distance, "Angle between depths", "block",
+        "Dark: the stream points the same way before both blocks. A dark square: what is between may go.",
+        draw=partial(draw_panels, panels=partial(block_panels, xlabel="before block", ylabel="before block"),
+                     vmin=0, cmap="viridis")),
+    "permutation_score": Stat(
+        permutation_score, "Swapped blocks", "block",
+        "Relative increase of the loss when two blocks change places. Dark: their order hardly matters.",
+        draw=partial(draw_panels, panels=partial(block_panels, xlabel="block", ylabel="block"), vmin=0,
+                     cmap="viridis")),
+    "logit_lens": Stat(
+        logit_lens, "Logit lens", "nats per token",
+        "The head applied to the stream after each block: loss, and distance from the final prediction.",
+        draw=partial(draw_lines, keys=("loss", "kl_from_final"), start=0,
+                     xlabel="after block (0: embedding)")),
+    "kurtosis": Stat(
+        kurtosis, "Outlier channels", "excess kurtosis",
+        "0: channels are spread like a Gaussian. Large: a few of them hold most of the stream's norm.",
+        draw=partial(draw_lines, keys=("median", "mean"), xlabel="before block")),
+    "effective_rank": Stat(
+        effective_rank, "Rank of the stream", "effective rank",
+        "How many directions the tokens' streams use. Falling: tokens become alike.",
+        draw=partial(draw_lines, keys=("effective", "stable"), xlabel="before block")),
+    "jacobian": Stat(
+        jacobian, "Closeness to the identity", "|J v - v| / |v|",
+        "How far a block's map is from doing nothing, in random directions.",
+        draw=partial(draw_lines, keys=("distance",), xlabel="block")),
+    "attention_sink": Stat(
+        attention_sink, "Attention sink", "mean attention to the first token",
+        "High: heads that have nothing to say rest on the first token.",
+        draw=partial(draw_lines, keys=("share",), xlabel="block")),
+    "heavy_tail": Stat(
+        heavy_tail, "Heavy tails of the weights", "alpha",
+        "Exponent of the eigenvalues' power law, of well-trained layers mostly 2 to 6; a gap: no tail yet. "
+        "Small matrices have few eigenvalues: see the standard errors in depth.json.",
+        draw=partial(draw_lines, keys=("alpha",), xlabel="sublayer l")),
+    "quantisation": Stat(
+        quantisation, "Rounded weights", "loss increase (nats/token)",
+        "Matrices of the blocks rounded to the nearest of 2^b values per row. Flat: easy to quantise.",
+        draw=partial(draw_lines, keys=("loss_increase",), xlabel="bits", x="bits")),
+    "norm_growth": Stat(
+        norm_growth, "Growth of the stream before training", "mean square, embedding = 1",
+        "Measured at initialisation; dashed, dotted: the bounds of Xiong et al. for PreNorm at their init.",
+        log=True, draw=partial(draw_lines, keys=("initial", "lower", "upper"), start=0,
+                               xlabel="after block (0: embedding)")),
+    "fan_in": Stat(
+        fan_in, "Gradient fan-in", "share of the summed gradient norms",
+        "Solid: measured over the training. Dashed: the theory's count of gradient terms, fitted.",
+        draw=partial(draw_lines, keys=("share", "fit"), xlabel="block"), settings=("norms", "history")),
+    "prune_curve": Stat(
+        prune_curve, "Pruning", "loss (nats/token)",
+        "Blocks removed in each method's order, without further training. Lower is better; `reverse`, the "
+        "deepest first, needs no score at all.", draw=draw_prune, settings=("norms",)),
     "rotation": Stat(
         rotation, "Cumulative rotation", "degrees turned up to sublayer l",
         "How far the sublayers turn the stream, added up. Where the line is flat, depth is idle."),
@@ -583,8 +1061,8 @@ STATS = {
         draw=partial(draw_panels, panels=direction_panels, vmin=-1, vmax=1, cmap="RdBu_r")),
     "depth_attention": Stat(
         depth_attention, "Attention over depth", "reading sublayer",
-        "A row: what a sublayer reads, from the embedding (0) to the newest source. One colour: PreNorm's sum."
-        " A bright column: many read that source. Weight is not importance: what is read may not be needed.",
+        "A row: what a sublayer reads, from the embedding (0) to the newest source. One colour: PreNorm's "
+        "sum. A bright column: many read it. Weight is not importance: what is read may not be needed.",
         draw=partial(draw_panels, panels=depth_attention_panels, columns=2, cmap="viridis", vmin=0)),
     "gate": Stat(
         gate, "Gates", "sublayer l",
@@ -635,6 +1113,7 @@ def parse(argv):
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"some of: {names}")
     parser.add_argument("--skip", type=float, default=0.25, metavar="RATE", help="share of the sublayer runs "
                         "that a dense-trained model skips in skip_share and depth_map (default 0.25)")
+    parser.add_argument("--prune", metavar="METHOD:K", help="the models without K blocks, see sample.py")
     parser.add_argument("--text", help="text of depth_map (default: the start of the first window)")
     parser.add_argument("--text_file", help="UTF-8 file with the text of depth_map")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
@@ -691,7 +1170,12 @@ def main(argv=None):
         batches = list(zip(x.split(size), y.split(size)))
         shown = ("residual", "n_layer", "n_head", "n_embd", "data", "mod", "mod_rate")
         results[label] = {"config": {key: config[key] for key in shown if key in config}}
-        settings = dict(tau=None, text=args.text, tokenizer=config["tokenizer"])
+        ckpt = torch.load(Path(runs[label]) / which, map_location="cpu", weights_only=True)
+        norms = ckpt["grad_norms"][0] if "grad_norms" in ckpt and not args.prune else None
+        settings = dict(tau=None, text=args.text, tokenizer=config["tokenizer"], norms=norms,
+                        history=read_metrics(runs[label]))
+        if args.prune:
+            results[label]["removed"] = sorted(prune(model, runs[label], config, args.prune, which))
         if any("tau" in STATS[name].settings for name in wanted if name in STATS) and model.ends.knows_gain:
             if not skips_by_itself(model):
                 settings["tau"] = skip_threshold(runs[label], model, config, args.skip, which)
@@ -713,6 +1197,22 @@ def main(argv=None):
     for name in drawn:
         found = runs if name == "loss_curve" else {label: run.get(name) for label, run in results.items()}
         save_figure(out / f"{name}.png", STATS.get(name, LOSS_CURVE), found)
+    if not args.only:   # a page per run, and one that compares them
+        for label, run in results.items():
+            pages = []
+            for name in [name for name in drawn if not name.startswith("report-")]:
+                one = {label: runs[label] if name == "loss_curve" else run.get(name)}
+                if one[label]:
+                    pages.append(io.BytesIO())
+                    draw_figure(pages[-1], STATS.get(name, LOSS_CURVE), one)
+                    pages[-1].seek(0)
+            name = f"report-{label.replace('/', '-')}"
+            save_page(out / f"{name}.png", f"{label}: {run['config']}", pages)
+            drawn.append(name)
+        if len(runs) > 1:
+            names = [name for name in drawn if not name.startswith("report-")]
+            save_page(out / "comparison.png", " / ".join(runs), [out / f"{name}.png" for name in names])
+            drawn.append("comparison")
     print(f"{out}: depth.json" + "".join(f", {name}.png" for name in drawn))
 
 

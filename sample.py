@@ -26,7 +26,7 @@ from train import Parser, load_run, pick_device, skip_threshold, val_windows
 
 
 # ----------------------------------------------------------------------------- pruning
-# Which blocks, or sublayers, to remove from a trained model that is not trained further. A method is a function
+# Which blocks, or sublayers, to remove from a trained model, with no training after it. A method is a function
 # of (model, batches of (idx, targets), gradient norms of the training (3L,)) -> a score per candidate; the
 # lowest go first. Sources and formulas: specs, 8.1 and 8.3. `reverse` is the confound that a score must beat,
 # `loss` the true effect of removing one, which no cheap score can know.

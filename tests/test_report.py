@@ -1,0 +1,253 @@
+"""The statistics of the depth report and the pruning methods: identities of the specs, values, real runs."""
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import analyze
+import sample
+from test_residuals import build, ids, perturb
+from test_sample import cli, refused
+
+SIZE = dict(n_layer=4, n_head=2, n_embd=32)
+BATCHES = [(ids(2, 12, seed=seed), ids(2, 12, seed=seed + 5)) for seed in (0, 1)]
+
+
+def model_of(**flags):
+    return perturb(build(**{**SIZE, **flags}), 0.1).eval()
+
+
+def zeroed(block=1, **flags):
+    model = model_of(**flags)
+    with torch.no_grad():
+        model.blocks[block].attn.c_proj.weight.zero_()
+        model.blocks[block].mlp.c_proj.weight.zero_()
+    return model
+
+
+def test_a_zeroed_block_contributes_nothing():
+    model = zeroed()
+    contribution = analyze.contribution(model, BATCHES)
+    assert contribution["block"][1] == contribution["attention"][1] == contribution["mlp"][1] == 0
+    assert min(contribution["block"][::2]) > 1e-3
+    assert abs(analyze.block_removal(model, BATCHES)["loss_increase"][1]) < 1e-12
+    score = analyze.causal_score(model, BATCHES)
+    for key in ("matrix", "future"):
+        assert score[key][1][2:] == [0, 0] and score[key][0][2] > 1e-4
+        assert all(score[key][s][l] is None for s in range(4) for l in range(s + 1))
+    assert analyze.angular_distance(model, BATCHES)["matrix"][1][2] < 1e-7
+    assert analyze.jacobian(model, BATCHES)["distance"][1] < 1e-9
+    assert sample.stays(model, BATCHES, 2)[1] < 1e-12
+
+
+@pytest.mark.parametrize("flags", [dict(residual="pre"), dict(residual="nag"), dict(residual="siamese")], ids=str)
+def test_causal_scores(flags):
+    """By hand: without block 0, and with it left out for the first six of twelve tokens."""
+    model, (idx, _) = model_of(**flags), BATCHES[0]
+    after = lambda **how: analyze.vectors(model, analyze.boundaries(model, idx, **how)).diff(dim=0)
+    full, without = after(), after(skip=0)
+    with torch.no_grad():
+        walk = {l: before for l, before, _ in model.walk(idx, without={1, 2})}
+    ours = analyze.vectors(model, [walk[1], walk[3], walk[5], walk[7], walk[9]]).diff(dim=0)
+    assert torch.allclose(without, ours, atol=1e-12)
+    expected = ((without - full)[3].norm(dim=-1) / full[3].norm(dim=-1)).mean().item()
+    result = analyze.causal_score(model, BATCHES)
+    assert result["matrix"][0][3] == pytest.approx(expected)
+    half = after(skip=0, tokens=torch.arange(12) < 6)
+    assert half[0, :, :6].abs().max() < 1e-12 and torch.allclose(half[0, :, 6:], full[0, :, 6:])
+    expected = ((half - full)[3, :, 6:].norm(dim=-1) / full[3, :, 6:].norm(dim=-1)).mean().item()
+    assert result["future"][0][3] == pytest.approx(expected) and result["future"][0][3] < result["matrix"][0][3]
+
+
+@pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer"])
+def test_logit_lens_ends_at_the_models_loss(residual):
+    model = model_of(residual=residual)
+    lens = analyze.logit_lens(model, BATCHES)
+    loss = sum(model(*batch)[1].item() for batch in BATCHES) / 2
+    assert lens["loss"][-1] == pytest.approx(loss, rel=1e-9)
+    assert lens["kl_from_final"][-1] == pytest.approx(0, abs=1e-12) and lens["top5_overlap"][-1] == 1
+    assert min(lens["kl_from_final"][:-1]) > 0 and len(lens["loss"]) == 5
+    assert all(0 <= x <= 1 for x in lens["calibration_error"])
+
+
+def test_angles_and_swaps():
+    model = model_of()
+    matrix = torch.tensor(analyze.angular_distance(model, BATCHES)["matrix"])
+    assert torch.equal(matrix, matrix.T) and not matrix.diagonal().any() and matrix.max() <= 1
+    swaps = analyze.permutation_score(model, BATCHES)["matrix"]
+    assert all(swaps[i][i] == 0 and swaps[i][0] == swaps[0][i] for i in range(4))
+    other = model_of()
+    other.blocks[1], other.blocks[3] = other.blocks[3], other.blocks[1]
+    loss, swapped = (m(*BATCHES[0])[1].item() for m in (model, other))
+    assert swaps[1][3] == pytest.approx(abs(swapped - loss) / loss)
+    twins = model_of()
+    twins.blocks[2].load_state_dict(twins.blocks[1].state_dict())
+    assert analyze.permutation_score(twins, BATCHES)["matrix"][1][2] < 1e-14
+
+
+def test_kurtosis():
+    one_hot = torch.zeros(768, dtype=torch.float64)
+    one_hot[5] = 1
+    assert analyze.excess_kurtosis(one_hot).item() == pytest.approx(763, abs=1)
+    gaussian = torch.randn(10 ** 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert analyze.excess_kurtosis(gaussian).item() == pytest.approx(0, abs=0.02)
+
+
+def test_ranks():
+    q = torch.linalg.qr(torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    assert analyze.ranks_of(q) == pytest.approx((8, 8))
+    assert analyze.ranks_of(q[:, :1] @ q[:1, :8]) == pytest.approx((1, 1))
+    assert analyze.spearman([1, 2, 3, 4], [10, 20, 30, 25]) == pytest.approx(0.8)
+    assert analyze.ranks([3, 1, 3]).tolist() == [1.5, 0, 1.5]
+
+
+@pytest.mark.parametrize("alpha", [2.5, 3.5])
+def test_power_law_of_pareto_data(alpha):
+    u = torch.rand(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, error, n = analyze.power_law((1 - u) ** (-1 / (alpha - 1)))
+    assert found == pytest.approx(alpha, rel=0.02) and error == pytest.approx((found - 1) / n ** 0.5)
+
+
+def test_a_gaussian_matrix_has_no_tail():
+    model = build(n_layer=2, n_embd=128, n_head=2)
+    assert analyze.heavy_tail(model, BATCHES)["alpha"] == [None] * 4
+    with torch.no_grad():
+        W = model.blocks[1].mlp.c_fc.weight
+        W += 0.5 * W.std() * torch.linspace(0, 1, 128)[None, :] ** 20 * 40
+    assert [a is None for a in analyze.heavy_tail(model, BATCHES)["alpha"]] == [True, True, True, False]
+
+
+def test_rounding():
+    model = model_of()
+    before = [p.clone() for p in model.parameters()]
+    result = analyze.quantisation(model, BATCHES)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert result["bits"] == [8, 6, 4, 3] and abs(result["loss_increase"][0]) < abs(result["loss_increase"][3])
+    W = torch.randn(7, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert (analyze.rounded(W, 24) - W).abs().max() < 1e-6
+    assert len(analyze.rounded(W, 3)[0].unique()) <= 7
+    assert torch.allclose(analyze.rounded(W, 3).abs().amax(1), W.abs().amax(1))
+
+
+def test_attention_sink():
+    model, (idx, _) = model_of(), BATCHES[0]
+    attn, walk = model.blocks[2].attn, list(model.walk(idx))
+    q, k, v = attn.qkv(model.blocks[2].attn_residual.read(walk[4][1]), model.rope(0, 12))
+    right = 0.0
+    for b in range(2):
+        for h in range(2):
+            for t in range(1, 12):
+                right += (q[b, t, h] @ k[b, :t + 1, h].T / 4).softmax(-1)[0].item() / (2 * 2 * 11)
+    found = [analyze.attention_sink(model, [batch])["share"][2] for batch in BATCHES]
+    assert found[0] == pytest.approx(right)
+    assert analyze.attention_sink(model, BATCHES)["share"][2] == pytest.approx(sum(found) / 2)
+
+
+def test_norm_growth_of_a_fresh_model():
+    result = analyze.norm_growth(model_of(n_layer=12), BATCHES)
+    assert result["initial"][0] == 1 and len(result["initial"]) == 13
+    assert result["lower"][12] == 7 and result["upper"][12] == 19
+    assert sum(result["share"]) == pytest.approx(1) and 1 <= result["effective_sublayers"] <= 24
+    even = analyze.norm_growth(model_of(residual="post"), BATCHES)["initial"]
+    assert max(even[1:]) == pytest.approx(min(even[1:]))
+
+
+def test_fan_in_fits_its_own_law():
+    L = 4
+    norms = torch.cat((torch.zeros(2 * L), 3 + 2.0 * torch.arange(L, 0, -1))).double()
+    result = analyze.fan_in(model_of(), BATCHES, norms, [dict(step=5), dict(step=9, grad_norms=norms.tolist())])
+    assert result["r_squared"] == pytest.approx(1) and result["rank_correlation"] == pytest.approx(1)
+    assert result["share"] == pytest.approx(result["fit"]) and result["stability"] == pytest.approx([1])
+    count = torch.tensor([10.0, 6, 3, 1])
+    deep = torch.cat((torch.zeros(2 * L), count)).double()
+    assert analyze.fan_in(model_of(deep_supervision=True), BATCHES, deep)["r_squared"] == pytest.approx(1)
+    with pytest.raises(ValueError, match="warm-up"):
+        analyze.fan_in(model_of(), BATCHES)
+
+
+# ----------------------------------------------------------------------------- pruning
+
+def test_scores():
+    model = model_of()
+    norms = torch.arange(12).double()
+    assert sample.BLOCK_SCORES["cfp"](model, BATCHES, norms).tolist() == [8, 9, 10, 11]
+    magnitude = sample.BLOCK_SCORES["magnitude"](model, BATCHES, None)
+    assert magnitude[2].item() == pytest.approx(sum(p.abs().sum().item() for p in model.blocks[2].parameters()))
+    taylor = sample.BLOCK_SCORES["taylor"](model, BATCHES, None)
+    model.zero_grad()
+    sum(model(*batch)[1] for batch in BATCHES).backward()
+    right = sum((p * p.grad).abs().sum().item() for p in model.blocks[2].parameters())
+    assert taylor[2].item() == pytest.approx(right)
+    z = [before for _, before, _ in model.walk(BATCHES[0][0])]
+    cos = F.cosine_similarity(z[4], z[6], dim=-1).mean().item()
+    assert sample.stays(model, BATCHES[:1], 2)[2].item() == pytest.approx(1 - cos)
+    angle = F.cosine_similarity(z[2][:, -1], z[6][:, -1], dim=-1).arccos().mean().item() / math.pi
+    assert sample.span_distance(model, BATCHES[:1], 2)[1].item() == pytest.approx(angle)
+    truth = sample.BLOCK_SCORES["loss"](model, BATCHES, None)
+    assert truth[1].item() == pytest.approx(sample.loss_without(model, BATCHES, {3, 4}))
+
+
+@pytest.mark.parametrize("method", sample.PRUNE_METHODS)
+def test_methods_choose_what_a_zeroed_block_leaves(method):
+    model, norms = zeroed(2), torch.tensor([1.0] * 8 + [3, 4, 0, 5]).double()
+    gone = sample.to_remove(method, 1, model, BATCHES, norms)
+    expected = dict(attention={5}, mlp={6}, sublayer={5}, reverse={7, 8}).get(method, {5, 6})
+    if method not in ("random",):
+        assert gone == expected
+    assert len(sample.to_remove(method, 2, model, BATCHES, norms)) == (2 if method in sample.SUBLAYERS else 4)
+
+
+def test_prune_curve():
+    model = zeroed(2)
+    result = analyze.prune_curve(model, BATCHES, torch.tensor([1.0] * 8 + [3, 4, 0, 5]).double())
+    measured = [tuple(torch.cat(part)[1::2] for part in zip(*BATCHES))]
+    full = sample.loss_without(model, measured)
+    for name, losses in result["loss"].items():
+        assert losses[0] == pytest.approx(full) and len(losses) == 4, name
+        if name in ("cfp", "influence", "loss", "span"):
+            assert losses[1] == pytest.approx(full, abs=1e-12)
+    assert result["rank_correlation"]["loss"] > 0 and set(result["loss"]) == {*sample.BLOCK_SCORES, "span"}
+
+
+# ----------------------------------------------------------------------------- real runs
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained run, with gradient norms."""
+    folder = tmp_path_factory.mktemp("report")
+    cli("prepare.py", "text", "--input", "train.py", "model.py", "--out", folder / "data")
+    cli("train.py", "--data", folder / "data", "--out", folder / "run", "--n_layer", 3, "--n_embd", 32, "--n_head", 2,
+        "--block_size", 32, "--max_iters", 12, "--eval_interval", 4, "--batch_size", 4, "--eval_windows", 4)
+    return folder / "run"
+
+
+def test_gradient_norms_of_a_run(run):
+    rows = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    sums = [row["grad_norms"] for row in rows if "grad_norms" in row]
+    assert len(sums) == 4 and all(len(row) == 9 for row in sums) and not any(sums[0])
+    assert all(b > a for a, b in zip(sums[1], sums[2]))
+    stored = torch.load(run / "ckpt.pt", weights_only=True)["grad_norms"]
+    assert stored[0].tolist() == pytest.approx(sums[-1])
+    # a block's gradient is both of its sublayers': sum of squares
+    assert torch.allclose(stored[1, 6:], stored[1, :6].view(3, 2).sum(1))
+
+
+def test_sampling_from_a_pruned_run(run):
+    whole = cli("sample.py", run, "--max_new_tokens", 20, "--temperature", 0).stdout
+    assert cli("sample.py", run, "--max_new_tokens", 20, "--temperature", 0, "--prune", "cfp:0").stdout == whole
+    done = cli("sample.py", run, "--max_new_tokens", 20, "--prune", "influence:1")
+    assert "removed sublayers" in done.stderr
+    for wrong in ("cfp", "cfp:3", "nothing:1", "cfp:-1", "cfp:x"):
+        assert "--prune" in refused("sample.py", run, "--prune", wrong)
+
+
+def test_the_whole_report(run, tmp_path):
+    out = cli("analyze.py", run, "--out", tmp_path, "--windows", 4, "--prune", "magnitude:1").stdout
+    report = json.loads((tmp_path / "depth.json").read_text())["runs"]["run"]
+    assert len(report["removed"]) == 2 and "report-run.png" in out
+    removed = report["removal"]["loss_increase"]
+    assert all(abs(removed[l - 1]) < 1e-9 for l in report["removed"])     # they are gone already
+    assert (tmp_path / "report-run.png").stat().st_size > 100_000
+    assert {"logit_lens", "prune_curve", "causal_score", "norm_growth", "quantisation"} <= report.keys()
