@@ -243,7 +243,7 @@ def depth_read(w, sources, ahead=None, gain=None):
     """
     if by_hand(w) and torch.is_grad_enabled():
         return DepthRead.apply(w, gain, *(ahead or (None, None)), *sources)
-    if ahead is not None and len(sources) == 1 and not torch.is_grad_enabled():   # decoding's step, in few calls
+    if ahead is not None and len(sources) == 1 and not torch.is_grad_enabled():   # decoding, in few calls
         v, (o, lse) = sources[0], ahead
         out = torch.lerp(o, v, torch.sigmoid((v @ w) * inverse_rms(v, EPS)[..., 0] - lse)[..., None])
         return out if gain is None else (out * inverse_rms(out, TINY)).mul_(gain)

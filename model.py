@@ -868,9 +868,9 @@ class Attention(nn.Module):
         """
         if rows is None:
             q, k, v = self.qkv(x, rope)                                              # (B, T, nh, hs) each
-            if first:
+            if first and self.mix is not None:
                 v = self.mix[0] * first[0] + self.mix[1] * v
-            elif first is not None:
+            elif first is not None and not first:
                 first.append(v)
             keys, values, start = (k, v, 0) if cache is None else self.append(k, v, cache)
             T, S = q.shape[1], keys.shape[1]

@@ -26,7 +26,7 @@ from train import Parser, load_run, pick_device, skip_threshold, val_windows
 
 
 # ----------------------------------------------------------------------------- pruning
-# Which blocks, or sublayers, to remove from a trained model, with no training after it. A method is a function
+# Which blocks, or sublayers, to remove from a trained model, with no training after. A method is a function
 # of (model, batches of (idx, targets), gradient norms of the training (3L,)) -> a score per candidate; the
 # lowest go first. Sources and formulas: specs, 8.1 and 8.3. `reverse` is the confound that a score must beat,
 # `loss` the true effect of removing one, which no cheap score can know.
@@ -79,9 +79,10 @@ def loss_without(model, batches, removed=()):
 BLOCK_SCORES = {
     "cfp": lambda model, batches, norms: norms[2 * len(norms) // 3:],     # CascadeFlow Pruning: needs no data
     "magnitude": lambda model, batches, norms: torch.stack([
-        sum(p.detach().double().abs().sum() for p in block.parameters()) for block in model.blocks]),
+        sum(p.detach().double().abs().sum().cpu() for p in block.parameters()) for block in model.blocks]),
     "taylor": lambda model, batches, norms: torch.stack([
-        sum((p * g).double().abs().sum() for p, g in block) for block in each_gradient(model, batches)]),
+        sum(((p * g).double().abs().sum().cpu() for p, g in block), torch.zeros((), dtype=torch.float64))
+        for block in each_gradient(model, batches)]),
     "influence": lambda model, batches, norms: stays(model, batches, 2),  # ShortGPT's, LLM-Drop's of blocks
     "loss": lambda model, batches, norms: torch.tensor([
         loss_without(model, batches, {2 * i + 1, 2 * i + 2}) for i in range(len(model.blocks))]),

@@ -127,7 +127,7 @@ def test_rotation_of_a_tensor():
     assert found["mean"][2] == 0 and len(found["mean"]) == 6
     # an angle whose cosine is 1 in floating point
     monkey = [(1, torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0, 1e-10]]])), (3, None, None)]
-    model.walk, model.config.n_layer = lambda idx: monkey, 1
+    model.walk, model.blocks = lambda idx: monkey, model.blocks[:1]
     assert analyze.rotation(model, data)["mean"] == pytest.approx([math.degrees(1e-10)], rel=1e-6)
 
 
@@ -273,15 +273,16 @@ def test_command_line(runs, tmp_path, capsys):
     out = tmp_path / "figures"
     analyze.main([*map(str, (runs / "pre", runs / "nag", "--out", out, "--windows", 6, "--batch_size", 4))])
     told = capsys.readouterr()
-    for name in (*analyze.STATS, "loss_curve"):
+    others = {"depth_attention", "gate", "stream_mixing"}   # are about other residuals
+    for name in (*(analyze.STATS.keys() - others), "loss_curve", "report-pre", "report-nag", "comparison"):
         height, width, _ = image.imread(out / f"{name}.png").shape
         assert width > 500 and height > 350 and f"{name}.png" in told.out
     report = json.loads((out / "depth.json").read_text())["runs"]
     assert set(report) == {"pre", "nag"}
     gated = {"gain", "direction_similarity", "norm_confidence", "skip_share", "skip_curve", "flops_curve",
              "depth_map"}
-    assert set(report["nag"]) == {"config", *analyze.STATS}
-    assert set(report["pre"]) == set(report["nag"]) - gated
+    assert set(report["nag"]) == {"config", *analyze.STATS} - others - {"jacobian"}
+    assert set(report["pre"]) == (set(report["nag"]) | {"jacobian"}) - gated
     lines = {name for name, stat in analyze.STATS.items() if stat.draw is analyze.draw_stat}
     for run in report.values():
         for name in run.keys() & lines:
@@ -292,8 +293,9 @@ def test_command_line(runs, tmp_path, capsys):
     assert len(nag["norm_confidence"]["loss_by_decile"]) == 10
     assert [len(row) for row in nag["direction_similarity"]["matrix"]] == [4] * 4
     assert [len(row) for row in nag["depth_map"]["ran"]] == [32] * 4 == [len(nag["depth_map"]["text"])] * 4
-    line, = told.err.splitlines()
+    line, other = told.err.splitlines()
     assert line.startswith("analyze.py: pre: left out of") and all(name in line for name in gated)
+    assert other.startswith("analyze.py: nag: left out of jacobian")
 
 
 def test_only_some(runs, tmp_path):

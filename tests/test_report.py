@@ -42,10 +42,10 @@ def test_a_zeroed_block_contributes_nothing():
     assert sample.stays(model, BATCHES, 2)[1] < 1e-12
 
 
-@pytest.mark.parametrize("flags", [dict(residual="pre"), dict(residual="nag"), dict(residual="siamese")], ids=str)
-def test_causal_scores(flags):
+@pytest.mark.parametrize("residual", ["pre", "nag", "siamese"])
+def test_causal_scores(residual):
     """By hand: without block 0, and with it left out for the first six of twelve tokens."""
-    model, (idx, _) = model_of(**flags), BATCHES[0]
+    model, (idx, _) = model_of(residual=residual), BATCHES[0]
     after = lambda **how: analyze.vectors(model, analyze.boundaries(model, idx, **how)).diff(dim=0)
     full, without = after(), after(skip=0)
     with torch.no_grad():
@@ -58,7 +58,8 @@ def test_causal_scores(flags):
     half = after(skip=0, tokens=torch.arange(12) < 6)
     assert half[0, :, :6].abs().max() < 1e-12 and torch.allclose(half[0, :, 6:], full[0, :, 6:])
     expected = ((half - full)[3, :, 6:].norm(dim=-1) / full[3, :, 6:].norm(dim=-1)).mean().item()
-    assert result["future"][0][3] == pytest.approx(expected) and result["future"][0][3] < result["matrix"][0][3]
+    assert result["future"][0][3] == pytest.approx(expected)
+    assert result["future"][0][3] < result["matrix"][0][3]
 
 
 @pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer"])
@@ -96,7 +97,8 @@ def test_kurtosis():
 
 
 def test_ranks():
-    q = torch.linalg.qr(torch.randn(50, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    rng = torch.Generator().manual_seed(0)
+    q = torch.linalg.qr(torch.randn(50, 8, generator=rng, dtype=torch.float64))[0]
     assert analyze.ranks_of(q) == pytest.approx((8, 8))
     assert analyze.ranks_of(q[:, :1] @ q[:1, :8]) == pytest.approx((1, 1))
     assert analyze.spearman([1, 2, 3, 4], [10, 20, 30, 25]) == pytest.approx(0.8)
@@ -124,7 +126,8 @@ def test_rounding():
     before = [p.clone() for p in model.parameters()]
     result = analyze.quantisation(model, BATCHES)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    assert result["bits"] == [8, 6, 4, 3] and abs(result["loss_increase"][0]) < abs(result["loss_increase"][3])
+    assert result["bits"] == [8, 6, 4, 3]
+    assert abs(result["loss_increase"][0]) < abs(result["loss_increase"][3])
     W = torch.randn(7, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert (analyze.rounded(W, 24) - W).abs().max() < 1e-6
     assert len(analyze.rounded(W, 3)[0].unique()) <= 7
@@ -157,7 +160,8 @@ def test_norm_growth_of_a_fresh_model():
 def test_fan_in_fits_its_own_law():
     L = 4
     norms = torch.cat((torch.zeros(2 * L), 3 + 2.0 * torch.arange(L, 0, -1))).double()
-    result = analyze.fan_in(model_of(), BATCHES, norms, [dict(step=5), dict(step=9, grad_norms=norms.tolist())])
+    history = [dict(step=5), dict(step=9, grad_norms=norms.tolist())]
+    result = analyze.fan_in(model_of(), BATCHES, norms, history)
     assert result["r_squared"] == pytest.approx(1) and result["rank_correlation"] == pytest.approx(1)
     assert result["share"] == pytest.approx(result["fit"]) and result["stability"] == pytest.approx([1])
     count = torch.tensor([10.0, 6, 3, 1])
@@ -174,7 +178,8 @@ def test_scores():
     norms = torch.arange(12).double()
     assert sample.BLOCK_SCORES["cfp"](model, BATCHES, norms).tolist() == [8, 9, 10, 11]
     magnitude = sample.BLOCK_SCORES["magnitude"](model, BATCHES, None)
-    assert magnitude[2].item() == pytest.approx(sum(p.abs().sum().item() for p in model.blocks[2].parameters()))
+    right = sum(p.abs().sum().item() for p in model.blocks[2].parameters())
+    assert magnitude[2].item() == pytest.approx(right)
     taylor = sample.BLOCK_SCORES["taylor"](model, BATCHES, None)
     model.zero_grad()
     sum(model(*batch)[1] for batch in BATCHES).backward()
@@ -218,8 +223,8 @@ def run(tmp_path_factory):
     """A trained run, with gradient norms."""
     folder = tmp_path_factory.mktemp("report")
     cli("prepare.py", "text", "--input", "train.py", "model.py", "--out", folder / "data")
-    cli("train.py", "--data", folder / "data", "--out", folder / "run", "--n_layer", 3, "--n_embd", 32, "--n_head", 2,
-        "--block_size", 32, "--max_iters", 12, "--eval_interval", 4, "--batch_size", 4, "--eval_windows", 4)
+    cli("train.py", "--data", folder / "data", "--out", folder / "run", "--n_layer", 3, "--n_embd", 32,
+        "--n_head", 2, "--block_size", 32, "--max_iters", 12, "--eval_interval", 4, "--batch_size", 4, "--eval_windows", 4)
     return folder / "run"
 
 
@@ -236,7 +241,8 @@ def test_gradient_norms_of_a_run(run):
 
 def test_sampling_from_a_pruned_run(run):
     whole = cli("sample.py", run, "--max_new_tokens", 20, "--temperature", 0).stdout
-    assert cli("sample.py", run, "--max_new_tokens", 20, "--temperature", 0, "--prune", "cfp:0").stdout == whole
+    same = cli("sample.py", run, "--max_new_tokens", 20, "--temperature", 0, "--prune", "cfp:0").stdout
+    assert same == whole
     done = cli("sample.py", run, "--max_new_tokens", 20, "--prune", "influence:1")
     assert "removed sublayers" in done.stderr
     for wrong in ("cfp", "cfp:3", "nothing:1", "cfp:-1", "cfp:x"):
