@@ -1387,10 +1387,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, generator=None,
-                      n_vocab=None, tau=None, kept=None):
+                      n_vocab=None, tau=None, kept=None, forward=None):
         """
         Continue idx (B, T) with a KV cache; yields one (B, 1) of new tokens at a time. temperature 0: greedy.
         kept: a list that gets one list per token: what forward's kept gets in the pass that led to it.
+        forward: in place of the model's own pass, new tokens (B, T), cache -> logits of the last one (B, V).
         """
         cache = KVCache(self, idx.shape[0])
         for _ in range(max_new_tokens):
@@ -1401,7 +1402,8 @@ class GPT(nn.Module):
                 cache.clear()
                 fresh = idx[:, -max(1, keep):]
             ran = None if kept is None else []
-            logits = self.head(self.hidden(fresh, cache, tau, kept=ran)[0][:, -1])[:, :n_vocab]
+            logits = (forward(fresh, cache) if forward else
+                      self.head(self.hidden(fresh, cache, tau, kept=ran)[0][:, -1]))[:, :n_vocab]
             if kept is not None:
                 kept.append(ran)
             fresh = pick(widen(logits), temperature, top_k, top_p, generator)

@@ -5,6 +5,7 @@ Sample from a run, with a KV cache and, if wanted, with Mixture-of-Depths: token
     python sample.py runs/nag --skip 0.25 --depth          # colours: the share of sublayers each token used
     python sample.py runs/nag --prompt_file story.txt --max_new_tokens 500 --seed 7
     python sample.py runs/pre --prune cfp:3                # without the three blocks that mattered least
+    python sample.py runs/pre --exit 0.9                   # stop at the block whose prediction is sure
 
 The text goes to stdout as it comes, everything about it to stderr.
 """
@@ -133,6 +134,117 @@ def prune(model, run, config, wanted, which="ckpt.pt"):
     return gone
 
 
+# ----------------------------------------------------------------------------- other ways through the depth
+# Each makes a function that stream_tokens calls in place of the model's own pass: new tokens (B, T), a cache ->
+# logits of the last token (B, V). `used` gets the number of blocks that each pass used.
+
+def early_exit(model, sure, used):
+    """
+    Stop after the block whose lens (final norm and head) gives a token a probability above `sure`; the blocks
+    not run get the keys and values that the last stream has for them, and nothing else. A prompt runs in
+    full. Source: confidence exit, specs, 6.3.
+    """
+    def forward(idx, cache):
+        rope, (stream, _), T = model.rope(cache.length, idx.shape[1]), model.start(idx), idx.shape[1]
+        for i, (block, layer) in enumerate(zip(model.blocks, cache.layers)):
+            stream, _ = block(stream, rope, layer)
+            logits = model.head(model.ends.finish(stream))[:, -1]
+            if T == 1 and i + 1 < len(model.blocks) and logits.softmax(-1).max(-1).values.min() > sure:
+                for later, layer in zip(model.blocks[i + 1:], cache.layers[i + 1:]):
+                    later.attn.keys_values(later.attn_residual.read(stream), rope, layer)
+                break
+        used.append(i + 1)
+        cache.length += T
+        return logits
+    return forward
+
+
+def lac(model, form, alpha, used):
+    """
+    The skip rule of Void / LAC: with d_l the growth of the stream's norm in block l, block l is active for a
+    token if d_l >= alpha (max d_j - min d_j over j < l); the first one is. `exit`, as in the released code:
+    all blocks run, the head reads the stream after the last active one. `skip`: an inactive block's update is
+    dropped. Either way a block runs before its d_l is known: this shows what a model could skip, and saves no
+    time. Source: arXiv:2505.14467 (specs, 6.4).
+    """
+    def forward(idx, cache):
+        rope, (stream, _) = model.rope(cache.length, idx.shape[1]), model.start(idx)
+        norm = lambda stream: model.ends.as_tensor(stream).norm(dim=-1)                # (B, T)
+        last, growth, count = stream, [], 0.0
+        for block, layer in zip(model.blocks, cache.layers):
+            after, _ = block(stream, rope, layer)
+            growth.append(norm(after) - norm(stream))
+            past = torch.stack(growth[:-1]) if growth[:-1] else torch.zeros_like(growth[0])[None]
+            active = growth[-1] >= alpha * (past.amax(0) - past.amin(0)) if growth[:-1] else past[0] == 0
+            last = torch.where(active[..., None], after, last if form == "exit" else stream)
+            stream = after if form == "exit" else last
+            count += active[:, -1].float().mean().item()
+        used.append(count)
+        cache.length += idx.shape[1]
+        return model.head(model.ends.finish(last))[:, -1]
+    return forward
+
+
+def newton(model, idx, n, iterations):
+    """
+    The last n blocks evaluated at once on a guess of all their inputs, which a prefix sum of their updates
+    corrects, again and again: Identity Newton, exact after n iterations (arXiv:2605.17842; specs, 6.2). Here
+    the blocks run one after the other all the same: what it shows is the error. -> logits (B, T, V)
+    """
+    rope, (stream, _), split = model.rope(0, idx.shape[1]), model.start(idx), len(model.blocks) - n
+    for block in model.blocks[:split]:
+        stream, _ = block(stream, rope)
+    trace = [stream] * n
+    for _ in range(iterations):
+        updates = [block(x, rope)[0] - x for block, x in zip(model.blocks[split:], trace)]
+        ends = [stream + total for total in torch.stack(updates).cumsum(0)]
+        trace = [stream, *ends[:-1]]
+    return model.head(model.ends.finish(ends[-1]))
+
+
+def layer_parallel(model, n, iterations, used):
+    """newton for sampling: the whole text anew for each token, since its keys and values are not final."""
+    seen = []
+
+    def forward(idx, cache):
+        if cache.length == 0:
+            seen.clear()
+        seen.append(idx)
+        cache.length += idx.shape[1]
+        used.append(len(model.blocks) - n + iterations)   # blocks one after the other, if n ran at once
+        return newton(model, torch.cat(seen, dim=1), n, iterations)[:, -1]
+    return forward
+
+
+def other_way(model, args, used):
+    """What --exit, --lac or --newton ask for, or None. SystemExit where the model or the flags do not fit."""
+    ways = [f"--{name} {getattr(args, name)}" for name in ("exit", "lac", "newton")
+            if getattr(args, name) is not None]
+    if not ways:
+        return None
+    c, others = model.config, [f"--{name}" for name in ("skip", "depth") if getattr(args, name)]
+    if len(ways + others) > 1:
+        raise SystemExit(f"{' and '.join(ways + others)}: each is a way of its own; give one of them")
+    if c.mod == "router" or c.value_residual or c.x0 or model.tau is not None:
+        raise SystemExit(f"{ways[0]}: needs blocks that are maps of the stream alone; use a run without "
+                         f"routers, --mod_rate, --value_residual and --x0")
+    grows = ("pre", "lns", "layerscale", "skipinit", "rezero", "peri", "reordered", "review", "highway")
+    if args.exit is not None:
+        if not model.ends.one_graph:
+            raise SystemExit(f"{ways[0]}: --residual {c.residual} reads across depth; use a run such as nag")
+        return early_exit(model, args.exit, used)
+    if c.residual not in grows:
+        raise SystemExit(f"{ways[0]}: needs a stream to which blocks add, and whose norm can grow; use a run "
+                         f"such as --residual pre")
+    if args.lac:
+        return lac(model, args.lac, args.lac_alpha, used)
+    n, _, iterations = args.newton.partition(":")
+    if not (n.isdigit() and iterations.isdigit() and 1 <= int(iterations) <= int(n) <= len(model.blocks)):
+        raise SystemExit(f"{ways[0]}: say N:K, K iterations on the last N of {len(model.blocks)} blocks, K at"
+                         f" most N")
+    return layer_parallel(model, int(n), int(iterations), used)
+
+
 # ----------------------------------------------------------------------------- sampling
 
 def parse(argv):
@@ -151,6 +263,12 @@ def parse(argv):
                         help="share of the sublayer runs to skip; 0: none (default: as trained)")
     parser.add_argument("--prune", metavar="METHOD:K", help="run without K blocks (or sublayers), those that "
                         f"a method chooses: {', '.join(PRUNE_METHODS)}")
+    parser.add_argument("--exit", type=float, metavar="P",
+                        help="stop at the block whose lens gives a token a probability above P")
+    parser.add_argument("--lac", choices=("skip", "exit"), help="drop blocks in which the norm hardly grows, "
+                        "or read the stream after the last other one")
+    parser.add_argument("--lac_alpha", type=float, default=0.8, help="of --lac (default 0.8)")
+    parser.add_argument("--newton", metavar="N:K", help="the last N blocks in parallel, K iterations")
     parser.add_argument("--depth", action="store_true",
                         help="colour each token by the share of sublayers it used")
     for name, what in (("mod_on", "what is compared with the threshold"),
@@ -172,6 +290,9 @@ def parse(argv):
         parser.error(f"--top_p {args.top_p}: is a probability, above 0 and at most 1")
     if args.skip is not None and not 0 <= args.skip < 1:
         parser.error(f"--skip {args.skip}: is a share; use a value from 0 to below 1")
+    for name in ("exit", "lac_alpha"):
+        if getattr(args, name) is not None and not 0 <= getattr(args, name) < float("inf"):
+            parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
     if args.prompt_file is not None:
@@ -185,7 +306,7 @@ def parse(argv):
     return args
 
 
-def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=None):
+def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=None, forward=None):
     """
     Stream one sample to show(text, depth), depth the share of sublayers that the token used. -> (tokens
     generated, seconds they took, the prompt's own pass not counted).
@@ -196,7 +317,7 @@ def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=
     count, begin = 0, time.perf_counter()
     try:
         for token in model.stream_tokens(idx, args.max_new_tokens, args.temperature, args.top_k, args.top_p,
-                                         generator, encoding.n_vocab, tau, kept):
+                                         generator, encoding.n_vocab, tau, kept, forward):
             token = token.item()
             count += 1
             if count == 1:
@@ -247,16 +368,23 @@ def main(argv=None):
     show = coloured if args.depth and sys.stdout.isatty() else plain
     bf16 = device == "cuda" and torch.cuda.get_device_capability()[0] >= 8
     with torch.autocast("cuda", torch.bfloat16) if bf16 else contextlib.nullcontext():
-        def rate(tau, show, kept):   # tokens per second over all samples
+        def rate(tau, show, kept, forward=None):   # tokens per second over all samples
             generator, total, seconds = torch.Generator(device).manual_seed(args.seed), 0, 0.0
             for _ in range(args.num_samples):
                 show(args.prompt or "", 1.0)
-                count, took = sample(model, encoding, prompt, args, generator, tau, show, kept)
+                count, took = sample(model, encoding, prompt, args, generator, tau, show, kept, forward)
                 total, seconds = total + count, seconds + took
             return total / max(seconds, 1e-9)
 
-        kept = []
-        skipping, dense = rate(tau, show, kept), None
+        kept, blocks = [], []
+        forward = other_way(model, args, blocks)
+        skipping, dense = rate(tau, show, kept, forward), None
+        if forward:
+            dense = rate(tau, lambda text, depth: None, [])
+            print(f"{len(blocks)} tokens, {skipping:,.0f} tokens/s after the prompt; mean depth "
+                  f"{sum(blocks) / len(blocks):.1f} of {len(model.blocks)} blocks; {dense:,.0f} tokens/s at "
+                  f"full depth", file=sys.stderr)
+            return
         used = [depth(each) for each in kept]
         told = f"{len(used)} tokens, {skipping:,.0f} tokens/s after the prompt"
         if min(used) < 1:
