@@ -1,0 +1,25 @@
+"""Table of what prune.sh has measured: loss after removing blocks, rank correlations, rank stability."""
+import json
+import statistics
+from pathlib import Path
+
+runs = json.loads(Path("runs/prune/figures/depth.json").read_text())["runs"]
+curves, fans = ([run[name] for run in runs.values()] for name in ("prune_curve", "fan_in"))
+mean = lambda values: statistics.mean(values)
+table = {}
+for method in curves[0]["loss"]:
+    losses = [curve["loss"][method] for curve in curves]
+    rho = [curve["rank_correlation"].get(method) for curve in curves]
+    table[method] = dict(loss=[mean(at_k) for at_k in zip(*losses)], seeds=losses,
+                         rank_correlation=None if None in rho else mean(rho))
+print("| method | rank correlation | 0 | 1 | 2 | 4 | 6 | 8 |\n|" + " --- |" * 8)
+for method, row in sorted(table.items(), key=lambda item: item[1]["loss"][4]):
+    rho = "" if row["rank_correlation"] is None else f"{row['rank_correlation']:+.2f}"
+    print(f"| `{method}` | {rho} | " + " | ".join(f"{row['loss'][k]:.3f}" for k in (0, 1, 2, 4, 6, 8)) + " |")
+stability = {f"{step / fans[0]['stability_steps'][-1]:.0%}": [fan["stability"][i] for fan in fans]
+             for i, step in enumerate(fans[0]["stability_steps"])}
+print("stability of cfp's ranking, Spearman with the final one: " + ", ".join(
+    f"{share} {mean(rho):.2f}" for share, rho in stability.items()))
+print("fan-in line: R^2 " + ", ".join(f"{fan['r_squared']:.2f}" for fan in fans))
+Path("results/prune.json").write_text(json.dumps(dict(
+    methods=table, stability=stability, r_squared=[fan["r_squared"] for fan in fans]), indent=1) + "\n")
