@@ -1,6 +1,6 @@
 """
-Table of the runs FOLDER/LABEL-lrRATE-seedN that a script of this folder has made: each label at the learning rate
-that is best for seed 1, the gap to the first label paired by seed. Writes it to OUT as JSON, too.
+Table of the runs FOLDER/LABEL-lrRATE-seedN that a script of this folder has made: each label at the learning
+rate that is best for seed 1, the gap to the first label paired by seed. Writes it to OUT as JSON, too.
 
     python results/compare.py runs/compare --out results/compare.json pre nag lns
     python results/compare.py runs/compare --best pre nag lns       prints label and rate of each instead
@@ -55,6 +55,7 @@ for label, row in sorted(table.items(), key=lambda item: item[1]["mean"]) if arg
     gap = row.get("gap", dict(mean=0.0))
     gap = f"{gap['mean']:+.3f} ± {gap['standard_error']:.3f}" if gap["mean"] else ""
     spread = f" ± {row['sd']:.3f}" if row["sd"] is not None else ""
-    print(f"| `{label}` | {row['mean']:.3f}{spread} | {len(row['bits_per_byte'])} | {gap} | {row['lr']} | {sweep} |")
+    seeds = len(row["bits_per_byte"])
+    print(f"| `{label}` | {row['mean']:.3f}{spread} | {seeds} | {gap} | {row['lr']} | {sweep} |")
 if args.out and table:
     Path(args.out).write_text(json.dumps(table, indent=1) + "\n")

@@ -43,20 +43,24 @@ for depth, row in table.items():
     cells = [f"{statistics.mean(row[r]['bits_per_byte'].values()):.3f} ({row[r]['lr']}; "
              + ", ".join(f"{bpb:.3f}" for bpb in row[r]["sweep"].values()) + ")" for r in ("pre", "nag")]
     error = row["gap"]["standard_error"]
-    print(f"| {depth} | {cells[0]} | {cells[1]} | {row['gap']['mean']:+.3f}" + (f" ± {error:.3f} |" if error else " |"))
+    spread = f" ± {error:.3f}" if error else ""
+    print(f"| {depth} | {cells[0]} | {cells[1]} | {row['gap']['mean']:+.3f}{spread} |")
 if table:
     Path("results/depth.json").write_text(json.dumps(table, indent=1) + "\n")
     figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
     gaps = [row["gap"] for row in table.values()]
-    axes.errorbar(list(table), [g["mean"] for g in gaps], [g["standard_error"] or 0 for g in gaps], fmt="o-", capsize=4)
+    mean, error = [gap["mean"] for gap in gaps], [gap["standard_error"] or 0 for gap in gaps]
+    axes.errorbar(list(table), mean, error, fmt="o-", capsize=4)
     axes.axhline(0, color="0.6", lw=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(table), map(str, table))
     axes.set_xlabel("blocks (width 64, 204,800 tokens)")
     axes.set_ylabel("bits per byte, nag minus pre")
-    axes.set_title("Gap against depth, each at its best learning rate", loc="left", fontweight="bold", fontsize=10)
+    axes.set_title("Gap against depth, each at its best learning rate", loc="left", fontweight="bold",
+                   fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    figure.text(0.02, 0.015, "Below 0: NAG is better. Mean of paired seeds and its standard error.", fontsize=8, color="0.3")
+    figure.text(0.02, 0.015, "Below 0: NAG is better. Mean of paired seeds and its standard error.", fontsize=8,
+                color="0.3")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig("results/depth.png")

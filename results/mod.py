@@ -1,4 +1,4 @@
-"""Table and figure of the runs that mod.sh has made, beside the runs without skipping that compare.sh has made."""
+"""Table and figure of the runs that mod.sh has made, beside the dense runs that compare.sh has made."""
 import json
 import statistics
 from pathlib import Path
@@ -16,8 +16,8 @@ def read(folder):
 
 
 # label: (folder of a seed, label of the run without skipping)
-RUNS = {"nag 0": ("runs/compare/nag-lr1.5e-3-seed{}", "nag 0"), "nag 0.125": ("runs/mod/nag-0.125-seed{}", "nag 0"),
-        "nag 0.25": ("runs/mod/nag-0.25-seed{}", "nag 0"), "nag 0.375": ("runs/mod/nag-0.375-seed{}", "nag 0"),
+RUNS = {"nag 0": ("runs/compare/nag-lr1.5e-3-seed{}", "nag 0"),
+        **{f"nag {rate}": (f"runs/mod/nag-{rate}-seed{{}}", "nag 0") for rate in ("0.125", "0.25", "0.375")},
         "pre 0": ("runs/compare/pre-lr1.5e-3-seed{}", "pre 0"),
         "router 0.25": ("runs/mod/router-0.25-seed{}", "pre 0")}
 table = {}
@@ -28,28 +28,30 @@ for label, (pattern, dense) in RUNS.items():
         continue
     train, val = zip(*map(read, folders))
     bpb = [line["val_bpb"] for line in val]
-    gaps = [ours - theirs for ours, theirs in zip(bpb, table[dense]["bits_per_byte"] if dense in table else bpb)]
+    gaps = [ours - theirs for ours, theirs in zip(bpb, table.get(dense, dict(bits_per_byte=bpb))["bits_per_byte"])]
     mean = lambda values: statistics.mean(values)
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else 0.0
     table[label] = dict(bits_per_byte=bpb, mean=mean(bpb), sd=spread(bpb), gap=mean(gaps),
                         gap_standard_error=spread(gaps) / len(gaps) ** 0.5,
                         train_skip_rate=mean(line.get("skip_rate", 0.0) for line in train),
                         val_skip_rate=mean(line.get("val_skip_rate", 0.0) for line in val),
-                        tokens=mean(line["tokens"] for line in train), flops=mean(line["flops"] for line in train))
+                        tokens=mean(line["tokens"] for line in train),
+                        flops=mean(line["flops"] for line in train))
 
 for label, row in table.items():
     gap = "" if label.endswith(" 0") else f"{row['gap']:+.3f} ± {row['gap_standard_error']:.3f}"
-    print(f"| {label} | {row['train_skip_rate']:.1%} | {row['val_skip_rate']:.1%} | {row['tokens']:,.0f} | {row['flops']:.3e} "
-          f"| {row['mean']:.3f} ± {row['sd']:.3f} | {gap} |")
+    print(f"| {label} | {row['train_skip_rate']:.1%} | {row['val_skip_rate']:.1%} | {row['tokens']:,.0f} "
+          f"| {row['flops']:.3e} | {row['mean']:.3f} ± {row['sd']:.3f} | {gap} |")
 Path("results/mod.json").write_text(json.dumps(table, indent=1) + "\n")
 nag = [row for label, row in table.items() if label.startswith("nag")]
 figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
 axes.errorbar([100 * row["train_skip_rate"] for row in nag], [row["gap"] for row in nag],
-              [row["gap_standard_error"] for row in nag], fmt="o-", capsize=4, label="nag, geometric, against nag")
+              [row["gap_standard_error"] for row in nag], fmt="o-", capsize=4,
+              label="nag, geometric, against nag")
 if "router 0.25" in table:
     row = table["router 0.25"]
-    axes.errorbar([100 * row["train_skip_rate"]], [row["gap"]], [row["gap_standard_error"]], fmt="s", capsize=4,
-                  label="pre, router, against pre")
+    axes.errorbar([100 * row["train_skip_rate"]], [row["gap"]], [row["gap_standard_error"]], fmt="s",
+                  capsize=4, label="pre, router, against pre")
 axes.axhline(0, color="0.6", lw=0.8)
 axes.set_xlabel("sublayer runs skipped in training (%)")
 axes.set_ylabel("bits per byte, minus the dense run's")
@@ -57,6 +59,7 @@ axes.set_title("Mixture-of-Depths at equal executed FLOPs", loc="left", fontweig
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False, fontsize=8)
-figure.text(0.02, 0.015, "Below 0: skipping pays. Mean of paired seeds and its standard error.", fontsize=8, color="0.3")
+figure.text(0.02, 0.015, "Below 0: skipping pays. Mean of paired seeds and its standard error.", fontsize=8,
+            color="0.3")
 figure.tight_layout(rect=(0, 0.05, 1, 1))
 figure.savefig("results/mod.png")

@@ -1,12 +1,13 @@
 """
-Does a skipped sublayer run save the time that its FLOPs say? Times NAG with Mixture-of-Depths against the same model
-without skipping, in turn, and prints a table of predicted and measured savings.
+Does a skipped sublayer run save the time that its FLOPs say? Times NAG with Mixture-of-Depths against the same
+model without skipping, in turn, and prints a table of predicted and measured savings.
 
     python results/mod_speed.py                        # 12 x 256 and 24 x 384, context 256, on this machine
     python results/mod_speed.py --shapes 12x768x1024 24x1024x1024 --device cuda   # blocks x width x context
 
-The weights are random: what is timed does not depend on them, but for the tokens that skip, which are spread by one
-threshold per sublayer. Predicted is what the formula of executed FLOPs says, measured is the median of the repeats.
+The weights are random: what is timed does not depend on them, but for the tokens that skip, which are spread by
+one threshold per sublayer. Predicted is what the formula of executed FLOPs says, measured is the median of the
+repeats.
 """
 import argparse
 import json
@@ -56,7 +57,7 @@ PHASES = {"training step": (training_step, 8), "prefill": (prefill, 8), "decode 
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--shapes", nargs="+", default=["12x256x256", "24x384x256"])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
@@ -66,12 +67,14 @@ def main():
     keep_freed_memory()
     sync = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     table = {}
-    print("| blocks x width x context | what | " + " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES) + " |")
+    heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
+    print(f"| blocks x width x context | what | {heads} |")
     for shape in args.shapes:
         n_layer, n_embd, T = map(int, shape.split("x"))
-        model = GPT(GPTConfig(residual="nag", n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, block_size=T,
-                              mod_scope="layer", mod_kv=args.kv)).to(args.device)
-        optimizer = make_optimizer(model, TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0))   # weights stay put
+        model = GPT(GPTConfig(residual="nag", n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd,
+                              block_size=T, mod_scope="layer", mod_kv=args.kv)).to(args.device)
+        # weights stay put
+        optimizer = make_optimizer(model, TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0))
         rng = torch.Generator().manual_seed(0)
         draw = lambda batch: torch.randint(320, (batch, T), generator=rng).to(args.device)
         taus = {rate: calibrate(model.eval(), [draw(4)], rate)[0] for rate in RATES}
@@ -91,12 +94,13 @@ def main():
                 ran = torch.tensor(shares(kept[rate])).view(-1, 2 * n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
                 measured = 1 - statistics.median(times[rate]) / dense
-                cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted, measured=measured,
-                                  speedup=1 / (1 - measured)))
+                cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
+                                  measured=measured, speedup=1 / (1 - measured)))
             table.setdefault(shape, {})[phase] = dict(dense_seconds=dense, cells=cells)
-            print(f"| {shape} | {phase} | " + " | ".join(
-                f"{c['predicted']:.1%}, {c['measured']:.1%} ({c['speedup']:.2f}x)" for c in cells) + " |", flush=True)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+            told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ({c['speedup']:.2f}x)" for c in cells]
+            print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)
+    on_gpu = args.device == "cuda"
+    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     report = dict(command="python " + " ".join(sys.argv), device=device, torch=torch.__version__, table=table)
     write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
 

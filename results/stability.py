@@ -1,4 +1,4 @@
-"""Figure of the runs that stability.sh has made: final loss against depth, with the unigram entropy of the data."""
+"""Figure of the runs that stability.sh has made: final loss against depth, and the data's unigram entropy."""
 import json
 import statistics
 import sys
@@ -19,13 +19,15 @@ tokens = np.concatenate([np.asarray(shard) for shard in prepare.open_split("data
 share = np.bincount(tokens) / len(tokens)
 # a model that knows how often each token occurs, and nothing else; tokens are bytes, but for end-of-text
 unigram = -(share[share > 0] * np.log2(share[share > 0])).sum()
-Path("results/stability.json").write_text(json.dumps(dict(unigram=unigram, tables=tables), indent=1) + "\n")
+report = dict(unigram=unigram, tables=tables)
+Path("results/stability.json").write_text(json.dumps(report, indent=1) + "\n")
 
 figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
 for label in [name.split("-", 1)[1] for name in tables[4]]:
     rows = [tables[depth][f"{depth}-{label}"] for depth in DEPTHS]
-    axes.errorbar(DEPTHS, [row["mean"] for row in rows], [row["sd"] or 0 for row in rows], fmt="o-", capsize=4,
-                  label=label.replace("-bias-3", ", bias -3").replace("half", "constant gate 0.5"))
+    mean, sd = [row["mean"] for row in rows], [row["sd"] or 0 for row in rows]
+    axes.errorbar(DEPTHS, mean, sd, fmt="o-", capsize=4, label=label.replace(
+        "-bias-3", ", bias -3").replace("half", "constant gate 0.5"))
 axes.axhline(unigram, ls="--", color="0.5", lw=1)
 axes.annotate("unigram entropy", (4, unigram), (0, 3), textcoords="offset points", fontsize=8, color="0.4")
 axes.set(xscale="log", xlabel="blocks (width 64, 307,200 tokens)", ylabel="validation bits per byte")
@@ -35,7 +37,7 @@ axes.set_title("Gates against depth, each at its best learning rate", loc="left"
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False, fontsize=8)
-figure.text(0.02, 0.015, "At the dashed line a model has learned how often tokens occur and nothing else. Mean and sd "
-            "of three seeds.", fontsize=7, color="0.3")
+figure.text(0.02, 0.015, "At the dashed line a model has learned how often tokens occur and nothing else. Mean "
+            "and sd of three seeds.", fontsize=7, color="0.3")
 figure.tight_layout(rect=(0, 0.05, 1, 1))
 figure.savefig("results/stability.png")
