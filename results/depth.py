@@ -60,7 +60,7 @@ if table:
                    fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
-    figure.text(0.02, 0.015, "Below 0: NAG is better. Mean of paired seeds and its standard error.", fontsize=8,
-                color="0.3")
+    figure.text(0.02, 0.015, "Below 0: NAG is better. Mean of paired seeds and its standard error.",
+                fontsize=8, color="0.3")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig("results/depth.png")

@@ -28,7 +28,8 @@ for label, (pattern, dense) in RUNS.items():
         continue
     train, val = zip(*map(read, folders))
     bpb = [line["val_bpb"] for line in val]
-    gaps = [ours - theirs for ours, theirs in zip(bpb, table.get(dense, dict(bits_per_byte=bpb))["bits_per_byte"])]
+    base = table[dense]["bits_per_byte"] if dense in table else bpb
+    gaps = [ours - theirs for ours, theirs in zip(bpb, base)]
     mean = lambda values: statistics.mean(values)
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else 0.0
     table[label] = dict(bits_per_byte=bpb, mean=mean(bpb), sd=spread(bpb), gap=mean(gaps),

@@ -1,13 +1,13 @@
 """
-Does a skipped sublayer run save the time that its FLOPs say? Times NAG with Mixture-of-Depths against the same
-model without skipping, in turn, and prints a table of predicted and measured savings.
+Does a skipped sublayer run save the time that its FLOPs say? Times NAG with Mixture-of-Depths against itself
+without skipping, in turn, and prints a table of predicted and measured savings.
 
     python results/mod_speed.py                        # 12 x 256 and 24 x 384, context 256, on this machine
     python results/mod_speed.py --shapes 12x768x1024 24x1024x1024 --device cuda   # blocks x width x context
 
-The weights are random: what is timed does not depend on them, but for the tokens that skip, which are spread by
-one threshold per sublayer. Predicted is what the formula of executed FLOPs says, measured is the median of the
-repeats.
+The weights are random: what is timed does not depend on them, but for the tokens that skip, which are spread
+by one threshold per sublayer. Predicted is what the formula of executed FLOPs says, measured is the median of
+the repeats.
 """
 import argparse
 import json

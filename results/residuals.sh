@@ -32,3 +32,8 @@ done | run_all
   for seed in 2 3; do echo "runs/residuals/$label-lr$lr-seed$seed $SIZE --lr $lr --seed $seed $flags"; done
 done | run_all
 "$PYTHON" results/compare.py runs/residuals --sort --out results/residuals.json $LABELS
+# parameters, time of a step, memory, decoding: one interleaved run
+OMP_NUM_THREADS=2 "$PYTHON" results/speed.py --n_layer 6 --n_embd 64 --block_size 64 --batch_size 16 --rounds 15 \
+  --out results/residuals_speed.json pre post peri reordered lns mixln deepnorm keel rezero skipinit layerscale nag \
+  attnres "attnres --attnres_block 3" denseformer review convex highway siamese hyper "hyper --hyper_kind mhc" \
+  "hyper --hyper_kind hc" ngpt "pre --value_residual" "pre --x0"

@@ -91,12 +91,13 @@ def main():
                 tokens[flags].append(first[1])
     median = lambda values: sorted(values)[len(values) // 2]
     rows = {flags: dict(step_ms=1e3 * median(steps[flags]), decode_ms=1e3 * median(tokens[flags]),
-                        peak_mb=peak_mb(flags, args)) for flags in models}
+                        peak_mb=peak_mb(flags, args), parameters=models[flags].num_params()) for flags in models}
     base = rows[args.residuals[0]]
-    print("| residual | training step | peak memory | decoding, per token |\n| --- | --- | --- | --- |")
+    print("| residual | parameters | training step | peak memory | decoding, per token |")
+    print("|" + " --- |" * 5)
     for flags, row in rows.items():
-        ratio = lambda key: f"{row[key] / base[key]:.2f}x"
-        print(f"| `{flags}` | {ratio('step_ms')} | {ratio('peak_mb')} | {ratio('decode_ms')} |")
+        ratios = (f"{row[key] / base[key]:.2f}x" for key in ("step_ms", "peak_mb", "decode_ms"))
+        print(f"| `{flags}` | {row['parameters']:,} | {' | '.join(ratios)} |")
     if args.out:
         settings = {key: value for key, value in vars(args).items() if key not in ("peak", "out")}
         device = dict(torch=torch.__version__, threads=torch.get_num_threads())
