@@ -22,7 +22,12 @@ TINY = 1e-10
 
 def by_hand(x):
     """Whether to use the hand-derived backward for x: in eager mode, on a CPU, at 32 bits or more."""
-    return x.device.type == "cpu" and x.itemsize >= 4 and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and saves_little(x)
+
+
+def saves_little(x):
+    """The same on any device, for an op whose reference would keep much more for its backward."""
+    return x.itemsize >= 4 and not torch.compiler.is_compiling()
 
 
 def mean(x):
@@ -223,6 +228,7 @@ class DepthRead(torch.autograd.Function):
         d_w, d_values, d_scores, p_ahead = torch.zeros_like(w), [], [], p[0]
         for v, r, score, weight in zip(values[ctx.ahead:], scale, scores, p[ctx.ahead:]):
             d_score = weight * (torch.mul(grad, v, out=buffer).sum(-1, keepdim=True).mul_(factor) - inner)
+            d_score = d_score if len(p) > 1 else torch.zeros_like(weight)            # exactly
             d_dot = d_score * r                                                      # of <w, v>
             d_w.addmv_(v.flatten(0, -2).t(), d_dot.flatten())
             d_v = (grad * (weight * factor)).addcmul_(w, d_dot)
@@ -307,7 +313,7 @@ def depth_read_ahead(w, sources):
     S reads at once: w (S, C), sources n x (..., C) -> for each read a pair that depth_read takes as `ahead`:
     the weighted mean (..., C), and the logarithm of the sum of the exponentials of the scores (...,).
     """
-    fast = by_hand(w) and torch.is_grad_enabled()
+    fast = saves_little(w) and torch.is_grad_enabled()   # the reference's stacks: memory quadratic in depth
     lse, *o = (DepthReadAhead.apply if fast else depth_read_ahead_reference)(w, *sources)
     return list(zip(o, lse.unbind(-1)))
 

@@ -158,16 +158,21 @@ class GPTConfig:
              "a token that skips the first attention has no first values; leave --value_residual out"),
             (["x0", "residual"], self.x0 and not kind.one_tensor,
              "adds to a stream that is one tensor; use --residual pre"),
+            (["residual", "x0", "mod"], self.residual == "ngpt" and (self.x0 or routed),
+             "would push the stream off its sphere; leave --x0 and --mod router out"),
             (["norm", "residual"], self.norm != "rms" and self.residual in ("nag", "ngpt", "rezero"),
              "that residual has no norm to replace; leave --norm out"),
             (["norm", "n_embd"], self.width < 1, "CRMSNorm leaves one entry out; use a larger --n_embd"),
             (["gate_range"], not self.gate_range > 0, "must be above 0, such as 1 or 2"),
-            (["gate_rank"], not re.fullmatch("full|diag|[1-9][0-9]*", self.gate_rank),
+            (["gate_rank"], not re.fullmatch("full|diag|[1-9][0-9]*", str(self.gate_rank)),
              "unknown; use full, diag, or a number such as 8"),
             (["attnres_block"], self.attnres_block < 1, "must be 1 or more"),
             (["attnres_blocks"], self.attnres_blocks < 0, "must be 1 or more, or 0 to go by --attnres_block"),
             (["attnres_block", "attnres_blocks"], self.attnres_block > 1 and self.attnres_blocks,
              "say the same thing in two ways; give one of them"),
+            (["attnres_blocks", "n_layer"], self.attnres_blocks > 0 and self.n_layer > 0 and (
+                -(-2 * self.n_layer // -(-2 * self.n_layer // self.attnres_blocks)) != self.attnres_blocks),
+             "2 n_layer sublayers can't make that many depth blocks of one size; say --attnres_block"),
             (["attnres_window"], self.attnres_window < 0, "must be 0 or more"),
             (["attnres_window", "attnres_block", "attnres_blocks"],
              self.attnres_window and (self.attnres_block > 1 or self.attnres_blocks),
@@ -215,8 +220,8 @@ def batch_norm(norm, x):
     square = norm.square
     if norm.training:
         square = widen(x).square().flatten(0, -2).mean(0)                            # (C,)
-        norm.square.lerp_(square.detach(), 0.1)
-    return x * (square + EPS).rsqrt() * norm.gain
+        norm.square.lerp_(square.detach().to(norm.square.dtype), 0.1)
+    return (x * (square + EPS).rsqrt()).to(x.dtype) * norm.gain
 
 
 # What --norm can be: (..., C) -> (..., C). `seednorm` lets the size of its input through (arXiv:2510.22777),
@@ -278,6 +283,7 @@ class Residual(nn.Module):
     streams of kept tokens only, (N, C) in place of (B, T, C), and must not mix tokens.
     """
     gates = ()          # parameters that train.py gives their own learning rate and no weight decay
+    vectors = ()        # parameters that are no matrices, though they have two dimensions: no weight decay
     single = True       # a token can skip a sublayer: its stream is tensors that then stay what they were
     one_tensor = True   # ... namely one tensor (B, T, C)
     knows_gain = False  # ... and gain says beforehand how much a write will change
@@ -502,6 +508,7 @@ class AttnRes(Residual):
     """
     single = one_tensor = False
     one_graph = False   # the number of sources grows with depth
+    vectors = "query", "key_gain", "logits"
     AHEAD = 8           # Full: reads that share one pass over the sources before them
 
     def __init__(self, config, l):
@@ -656,11 +663,12 @@ class Gated(Residual):
     def gate(self, h, u):
         """-> r (..., C), in fp32 or wider"""
         seen = {name: rms_norm(widen(x), eps=1e-5) for name, x in (("h", h), ("u", u)) if name in self.W}
-        if self.config.gate_rank == "diag":
-            z = sum((W * seen[name] for name, W in self.W.items()), 0.0)
-        else:
-            z = sum((F.linear(seen[name], widen(W)) for name, W in self.W.items()), 0.0)
-            z = z if self.up is None else F.linear(z, widen(self.up))
+        with full_precision(h):
+            if self.config.gate_rank == "diag":
+                z = sum((W * seen[name] for name, W in self.W.items()), 0.0)
+            else:
+                z = sum((F.linear(seen[name], widen(W)) for name, W in self.W.items()), 0.0)
+                z = z if self.up is None else F.linear(z, widen(self.up))
         return self.config.gate_range * torch.sigmoid(z + (self.constant if self.b is None else self.b))
 
     def write(self, h, u, gain=None):
@@ -681,6 +689,7 @@ class Hyper(Residual):
     (arXiv:2601.05732), doubly stochastic as it stands. At the start all n streams are PreNorm's one.
     """
     single = one_tensor = False
+    vectors = "static",
 
     def __init__(self, config, l):
         super().__init__()
@@ -725,11 +734,13 @@ class Hyper(Residual):
 
     def read(self, x, gain=None):
         pre, _, _ = self.gain(x) if gain is None else gain
-        return self.norm((pre[..., None, :].to(x.dtype) @ x).squeeze(-2))
+        with full_precision(x):
+            return self.norm((pre[..., None, :].to(x.dtype) @ x).squeeze(-2))
 
     def write(self, x, update, gain=None):
         _, post, res = self.gain(x) if gain is None else gain
-        return torch.addcmul(res.to(x.dtype) @ x, post[..., None], update[..., None, :]).to(x.dtype)
+        with full_precision(x):   # a stream that every write rounds to bf16 would drift
+            return torch.addcmul(res.to(x.dtype) @ x, post[..., None], update[..., None, :]).to(x.dtype)
 
     def finish(self, x):
         return self.norm(x.mean(-2))
@@ -1298,6 +1309,8 @@ class GPT(nn.Module):
         c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
+        if tau is not None and c.value_residual and self.ends.knows_gain:
+            raise ValueError("a token that skips the first attention has no first values: use no value residual")
         if tau is not None:
             tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n).unbind()
             learning = self.training and c.mod_rate > 0

@@ -413,10 +413,13 @@ def make_optimizer(model, config):
     """AdamW or SGD in three groups: matrices (decayed), vectors, the residuals' gates (own learning rate)."""
     gates = {getattr(residual, name) for residual in model.residuals() for name in residual.gates
              if hasattr(residual, name)}
+    vectors = {getattr(residual, name, None) for residual in model.residuals() for name in residual.vectors}
+    vectors.add(model.x0)
     others = [p for p in model.parameters() if p not in gates]
     gates = [p for p in model.parameters() if p in gates]   # in a fixed order, which a set has not
-    groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=config.weight_decay),
-              dict(params=[p for p in others if p.dim() < 2]),
+    decayed = [p for p in others if p.dim() >= 2 and p not in vectors]
+    groups = [dict(params=decayed, weight_decay=config.weight_decay),
+              dict(params=[p for p in others if p.dim() < 2 or p in vectors]),
               dict(params=gates, lr=config.gate_lr, betas=(0.8, 0.95))]
     groups = [dict(group, peak=group.get("lr", config.lr)) for group in groups if group["params"]]
     if config.optimizer == "sgd":
