@@ -999,3 +999,134 @@ def test_a_model_converted_to_bf16_runs(name, flags):
     model = build(name, torch.float32, **flags).bfloat16().train(flags.get("norm") != "batch")
     exact = logits(build(name, torch.float32, **flags).train(model.training))
     assert (logits(model).float() - exact).norm() / exact.norm() < 0.05
+
+
+# ----------------------------------------------------------------------------- whole models, from the papers
+
+def attention_by_hand(attn, x, first=None, scale=1.0):
+    """Causal attention with RoPE and unit queries and keys -> (B, T, C), values (B, T, nh, hs)."""
+    (B, T, C), hs = x.shape, attn.hs
+    q, k, v = (y.view(B, T, -1, hs) for y in (x @ attn.c_attn.weight.T).chunk(3, dim=-1))
+    angle = torch.arange(T)[:, None] * 1e4 ** -(torch.arange(0, hs, 2, dtype=torch.float64) / hs)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]                       # (T, 1, hs / 2)
+
+    def rotated(y):
+        y = torch.complex(y[..., ::2], y[..., 1::2]) * turn
+        return F.normalize(torch.stack((y.real, y.imag), -1).flatten(-2), dim=-1)
+
+    q, k = (rotated(y) * s for y, s in zip((q, k), scale if isinstance(scale, tuple) else (scale, scale)))
+    v = v if first is None else attn.mix[0] * first + attn.mix[1] * v
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) * hs ** 0.5
+    scores = scores.masked_fill(torch.ones(T, T).tril() == 0, -math.inf)
+    return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v).flatten(-2) @ attn.c_proj.weight.T, v
+
+
+def test_ngpt_is_the_papers(no_eps):
+    """There the stream has norm 1, here sqrt(C): factors move, the model stays the same."""
+    model, C, unit = perturb(build("ngpt"), 0.3), 16, lambda x: F.normalize(x, dim=-1)
+    model.constrain()
+    with torch.no_grad():
+        h = unit(model.wte(ids()))
+        for block in model.blocks:
+            scale = tuple(s.view(-1, 8) for s in block.attn.scale.chunk(2))          # s_qk, per channel
+            u, _ = attention_by_hand(block.attn, h, scale=scale)
+            alpha = block.attn_residual.alpha.abs() * 0.05 / C ** -0.5
+            h = unit(h + alpha * (unit(u) - h))
+            inside = (h @ block.mlp.c_fc.weight.T) * block.mlp.scale * C ** 0.5      # s_uv sqrt(C)
+            alpha = block.mlp_residual.alpha.abs() * 0.05 / C ** -0.5
+            h = unit(h + alpha * (unit(F.gelu(inside) @ block.mlp.c_proj.weight.T) - h))
+        right = (h @ model.lm_head.weight.T) * model.ends.logit_scale * C ** 0.5     # s_z
+    same(logits(model), right, 1e-10)
+
+
+@pytest.mark.parametrize("lambdas", [None, (0.5, 0.5), (1.0, 0.0)])
+def test_value_residual_is_resformer(lambdas, no_eps):
+    model = perturb(build("pre", value_residual=True))
+    with torch.no_grad():
+        x, first = model.wte(ids()), None
+        for block in model.blocks:
+            if lambdas and block.attn.mix is not None:
+                block.attn.mix.copy_(torch.tensor(lambdas))
+            u, v = attention_by_hand(block.attn, gained_norm(x, block.attn_residual.n_in.gain), first)
+            first, x = v if first is None else first, x + u
+            x = x + block.mlp(gained_norm(x, block.mlp_residual.n_in.gain))
+        same(logits(model), gained_norm(x, model.ends.n_in.gain) @ model.lm_head.weight.T, 1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value_residual_and_x0_can_be_switched_off_by_their_weights(name):
+    base = perturb(build(name))
+    flags = dict(value_residual=True, x0=build(name).ends.one_tensor)
+    model = take_over(build(name, **flags), base, strict=False)
+    started = logits(model)
+    with torch.no_grad():
+        for block in model.blocks[1:]:
+            block.attn.mix.copy_(torch.tensor([0.0, 1.0]))
+    same(logits(model), logits(base), 1e-13)
+    assert (started - logits(base)).abs().max() > 1e-3                   # (1/2, 1/2) does something
+
+
+def test_one_hyper_stream_is_pre_with_two_scalar_gates():
+    for kind in ("lite", "mhc"):
+        model = perturb(build("hyper", hyper_n=1, hyper_kind=kind), 0.8)
+        r = model.blocks[1].attn_residual
+        x, u = direction(2, 3, 16) * 1.5, direction(2, 3, 16, seed=1)
+        a, b, _ = (r.static + r.scale.repeat_interleave(torch.tensor(r.sizes)) * (
+            gained_norm(x, 1.0) @ r.dynamic.T)).unbind(-1)
+        same(r.read(x[..., None, :]), gained_norm(torch.sigmoid(a)[..., None] * x, r.norm.gain))
+        same(r.write(x[..., None, :], u)[..., 0, :], x + 2 * torch.sigmoid(b)[..., None] * u)
+
+
+def test_a_product_of_60_mhc_matrices():
+    """After 20 Sinkhorn steps rows sum to one, columns almost."""
+    model = perturb(build("hyper", n_layer=30, hyper_kind="mhc"), 0.3)
+    X, product, one = direction(4, 16), torch.eye(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    with torch.no_grad():
+        for residual, _ in model.sublayers():
+            res = residual.gain(X)[2]
+            same(res.sum(-1), one, 1e-12)
+            same(res.sum(-2), one, 1e-2)
+            product = res @ product
+        same(product.sum(-1), one, 1e-12)
+        same((product @ X).mean(0), X.mean(0), 0.05)
+        assert torch.linalg.matrix_norm(product, 2) == pytest.approx(1, abs=0.02)
+        rng = torch.Generator().manual_seed(0)
+        for size, tol in ((0.3, 1e-5), (1.0, 1e-5), (3.0, 0.3)):
+            doubly = M.sinkhorn(size * torch.randn(100, 4, 4, generator=rng, dtype=torch.float64))
+            same(doubly.sum(-2), one.expand(100, 4), tol)
+    mixed = build("hyper", hyper_kind="mhc").blocks[0].mlp_residual.gain(X)[2]
+    assert mixed.diagonal().mean().item() == pytest.approx(0.9990, abs=1e-4)
+    identity = 1 / (1 + 23 * math.exp(-8))                    # 0.9923; the others fix 5/23 of the places
+    lite = build("hyper").blocks[0].mlp_residual.gain(X)[2]
+    assert lite.diagonal().mean().item() == pytest.approx(identity + (1 - identity) * 5 / 23, abs=1e-9)
+
+
+def test_a_gate_at_its_start():
+    """r = 1/2 whatever comes in, so the derivatives are 1 and 1/2; that of W is not 0: it learns at once."""
+    r = build("review").blocks[1].mlp_residual
+    h, u = (direction(5, 16, seed=i).requires_grad_() for i in range(2))
+    g = direction(5, 16, seed=2)
+    r.write(h, u).backward(g)
+    same(h.grad, g)
+    same(u.grad, g / 2)
+    unit = lambda x: (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()).detach()
+    slope = (g * u / 4).detach()                                         # dL/dr r (1 - r)
+    same(r.W["h"].grad, slope.T @ unit(h))
+    same(r.W["u"].grad, slope.T @ unit(u))
+    same(r.b.grad, slope.sum(0))
+
+
+def test_a_gate_sees_directions_only(monkeypatch):
+    """Without the epsilon of its norms."""
+    monkeypatch.setattr(M, "rms_norm", lambda x, gain=None, eps=None: x / rms(x))
+    r = perturb(build("review")).blocks[1].mlp_residual
+    h, u = direction(5, 16), direction(5, 16, seed=1)
+    with torch.no_grad():
+        same(r.gate(7.3 * h, 1e-4 * u), r.gate(h, u), 1e-13)
+        assert (r.gate(-h, u) - r.gate(h, u)).abs().max() > 0.01
+
+
+def test_review_without_the_update_is_highway():
+    highway = perturb(build("highway"))
+    assert torch.equal(logits(take_over(build("review", gate_input="h"), highway)), logits(highway))
+    same(logits(perturb(build("review", gate_input="u"))), logits(perturb(build("highway", gate_input="u"))))
