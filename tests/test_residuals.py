@@ -315,6 +315,8 @@ def test_cached_decoding_equals_the_full_forward(name, flags):
         for piece in idx.split([5, 1, 4, 1, 1, 4], dim=1):
             out.append(model(piece, cache=cache)[0])
     same(torch.cat(out, dim=1), logits(model, idx))
+    keys = M.KVCache(build(), 2).layers[0].keys                  # nothing else is kept per past token
+    assert all(layer.keys.shape == keys.shape and not layer.waiting for layer in cache.layers)
 
 
 @every
