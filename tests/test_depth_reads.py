@@ -148,8 +148,11 @@ def test_weights_for_figures_are_those_of_the_read(flags, no_eps):  # noqa: F811
 
 @pytest.mark.parametrize("name, flags", [("attnres", {}), ("attnres", dict(attnres_block=4)),
                                          ("attnres", dict(attnres_window=3)), ("denseformer", {})], ids=str)
-def test_memory_is_linear_in_depth(name, flags):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_memory_is_linear_in_depth(name, flags, device, monkeypatch):
     """What grows faster is a few numbers per token and pair of sublayers, where a source has C."""
+    if device == "cuda":
+        monkeypatch.setattr(kernels, "by_hand", lambda x: False)         # the path that a GPU takes
     size, C, idx = {}, 256, ids(2, 16)
     for n_layer in (8, 16, 24):
         model = build(name, torch.float32, n_layer=n_layer, n_embd=C, **flags)
@@ -174,7 +177,8 @@ def both(function, *tensors):
     for by_hand in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             if not by_hand:
-                patch.setattr(kernels, "by_hand", lambda x: False)
+                for switch in ("by_hand", "saves_little"):
+                    patch.setattr(kernels, switch, lambda x: False)
             out = function(*tensors)
             out = out if isinstance(out, tuple) else (out,)
             wanted = [t for t in tensors if t.requires_grad]
@@ -216,6 +220,28 @@ def test_reads_ahead_by_hand_are_the_reference(n, S, dtype, tol, rows, monkeypat
     mine, right = both(flat, w, *sources)
     for a, b in zip(mine, right, strict=True):
         same(a, b, tol * b.abs().max().item() + 1e-14)
+
+
+@pytest.mark.parametrize("gain", [False, True])
+def test_one_source_gives_its_query_exactly_no_gradient(gain):
+    for dtype in (torch.float32, torch.float64):
+        w, sources, g, *_ = inputs(1, dtype)
+        out = kernels.depth_read(w[0], sources, None, g if gain else None)
+        assert not torch.autograd.grad(out.square().sum(), w)[0].any()
+
+
+@pytest.mark.parametrize("n_layer", [1, 2, 3, 6, 12])
+def test_number_of_depth_blocks(n_layer):
+    """--attnres_blocks gives that many, or says that it can't."""
+    possible = {-(-2 * n_layer // size) for size in range(1, 2 * n_layer + 1)}
+    for blocks in range(1, 2 * n_layer + 3):
+        problems = M.GPTConfig(residual="attnres", n_layer=n_layer, attnres_blocks=blocks).problems()
+        assert bool(problems) == (blocks not in possible)
+        if problems:
+            assert f"--attnres_blocks {blocks} " in problems[0].replace(":", " ")
+        else:
+            *_, (_, stream, _) = build("attnres", n_layer=n_layer, attnres_blocks=blocks).walk(ids())
+            assert len(stream.sources) == blocks + 1
 
 
 def test_pieces_cover_all_rows():

@@ -331,7 +331,8 @@ def test_gradients_do_not_depend_on_who_derived_them(name, flags, no_eps, monkey
         return [p.grad.clone() for p in model.parameters()]
 
     mine = gradients()
-    monkeypatch.setattr(kernels, "by_hand", lambda x: False)
+    for switch in ("by_hand", "saves_little"):
+        monkeypatch.setattr(kernels, switch, lambda x: False)
     for a, b in zip(mine, gradients(), strict=True):
         assert (a - b).norm() <= 1e-10 * b.norm() + 1e-15
 
@@ -996,10 +997,36 @@ def test_bf16_autocast(name, flags):
         assert (mine - exact).norm() / exact.norm() < 0.05
 
 
+@over([(name, flags) for name, flags in VARIANTS if name not in ("nag", "ngpt")])
+def test_autocast_leaves_a_stream_of_fp32_alone(name, flags):
+    """Sublayers compute in bf16, but rounding what is passed on would add up over depth."""
+    model = build(name, torch.float32, **flags)
+    x, none = direction(2, 3, model.config.width).float(), torch.zeros(2, 3, model.config.width)
+    for residual, _ in model.sublayers():
+        with torch.no_grad():
+            exact = model.ends.as_tensor(residual.write(model.ends.start(x), none))
+            with torch.autocast("cpu", torch.bfloat16):
+                mine = model.ends.as_tensor(residual.write(model.ends.start(x), none))
+        assert mine.dtype == torch.float32 and (mine - exact).abs().max() < 1e-5
+
+
+@every
+def test_weight_decay_is_for_matrices(name, flags):
+    """Not for queries, gains, mixing matrices that start as the identity, ...: decay would pull them to 0."""
+    from train import TrainConfig, make_optimizer
+    model = build(name, torch.float32, **flags)
+    decayed = {p for group in make_optimizer(model, TrainConfig()).param_groups if group["weight_decay"]
+               for p in group["params"]}
+    of_gates = tuple(f".{end}" for end in ("W.h", "W.u", "up", "dynamic"))
+    for key, p in model.named_parameters():
+        matrix = key.endswith(".weight") or key.endswith(of_gates) and p.dim() == 2
+        assert (p in decayed) == matrix, key
+
+
 @every
 def test_a_model_converted_to_bf16_runs(name, flags):
-    model = build(name, torch.float32, **flags).bfloat16().train(flags.get("norm") != "batch")
-    exact = logits(build(name, torch.float32, **flags).train(model.training))
+    model = build(name, torch.float32, **flags).bfloat16()
+    exact = logits(build(name, torch.float32, **flags))
     assert (logits(model).float() - exact).norm() / exact.norm() < 0.05
 
 
