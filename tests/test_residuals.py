@@ -23,7 +23,34 @@ from model import GPT, GPTConfig, RESIDUALS
 
 NAMES = list(RESIDUALS)
 TINY = dict(n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=64)
-every = pytest.mark.parametrize("name", NAMES)
+
+# Options of residuals, and flags that go with several. nag, ngpt and rezero have no norm to replace.
+OPTIONS = [
+    *(("attnres", flags) for flags in (
+        dict(attnres_block=2), dict(attnres_block=4), dict(attnres_blocks=1), dict(attnres_weights="sigmoid"),
+        dict(attnres_weights="static"), dict(attnres_key_norm=False), dict(attnres_window=2),
+        dict(attnres_block=2, attnres_weights="sigmoid", attnres_key_norm=False),
+        dict(attnres_block=2, attnres_weights="static"), dict(norm="layer"), dict(value_residual=True))),
+    *(("hyper", flags) for flags in (dict(hyper_kind="hc"), dict(hyper_kind="mhc"), dict(hyper_n=1),
+                                     dict(hyper_n=2, value_residual=True))),
+    *(("review", flags) for flags in (
+        dict(gate_rank="diag"), dict(gate_rank="3"), dict(gate_input="u"), dict(gate_input="none"),
+        dict(gate_range=2.0), dict(gate_bias=-3.0), dict(norm="crms"), dict(x0=True))),
+    ("convex", dict(gate_input="h", gate_bias=-3.0)), ("highway", dict(gate_rank="diag", gate_input="u")),
+    *(("pre", dict(norm=kind)) for kind in M.NORMS if kind != "rms"), ("peri", dict(norm="bhyt")),
+    ("post", dict(norm="single")), ("siamese", dict(norm="layer")), ("hyper", dict(norm="crms")),
+    ("pre", dict(value_residual=True)), ("pre", dict(x0=True)), ("pre", dict(value_residual=True, x0=True)),
+    ("nag", dict(value_residual=True)), ("ngpt", dict(value_residual=True))]
+VARIANTS = [(name, {}) for name in NAMES] + OPTIONS
+
+
+def over(variants):
+    """A test of each: name and flags of a model."""
+    label = lambda name, flags: "-".join([name, *(f"{key}={value}" for key, value in flags.items())])
+    return pytest.mark.parametrize("name, flags", variants, ids=[label(*variant) for variant in variants])
+
+
+every = over(VARIANTS)
 additive = pytest.mark.parametrize("name", list(M.PRESETS))
 
 
@@ -86,8 +113,10 @@ def no_eps(monkeypatch):
 # ----------------------------------------------------------------------------- all residuals
 
 @every
-def test_causal(name):
-    model, idx, t = perturb(build(name)), ids(), 5
+def test_causal(name, flags):
+    """In training, too, but for the norm over the batch."""
+    model, idx, t = perturb(build(name, **flags)), ids(), 5
+    model.train(flags.get("norm") != "batch")
     other = idx.clone()
     other[:, t] = (other[:, t] + 1) % TINY["vocab_size"]
     change = (logits(model, idx) - logits(model, other)).abs().amax(-1)                  # (B, T)
@@ -97,8 +126,8 @@ def test_causal(name):
 
 @every
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_gradients_reach_every_parameter(name, activation):
-    model = perturb(build(name, activation=activation))
+def test_gradients_reach_every_parameter(name, flags, activation):
+    model = perturb(build(name, activation=activation, **flags))
     model(ids(8, 16), ids(8, 16, seed=1))[1].backward()
     for key, p in model.named_parameters():
         assert p.grad is not None and p.grad.isfinite().all(), key
@@ -106,21 +135,22 @@ def test_gradients_reach_every_parameter(name, activation):
         assert all(part.abs().max() > 1e-12 for part in parts), key
 
 
-def test_every_residual_is_a_function_of_its_own():
+def test_every_variant_is_a_function_of_its_own():
     """With the same shared weights no two of them give the same logits."""
-    out = {name: logits(perturb(build(name, n_layer=4))) for name in NAMES}
-    for a, b in itertools.combinations(NAMES, 2):
-        assert (out[a] - out[b]).abs().max() > 1e-3, (a, b)
+    out = [logits(perturb(build(name, n_layer=4, **flags))) for name, flags in VARIANTS]
+    for a, b in itertools.combinations(range(len(VARIANTS)), 2):
+        assert (out[a] - out[b]).abs().max() > 1e-3, (VARIANTS[a], VARIANTS[b])
 
 
 SHAPES = [{}, dict(activation="swiglu"), dict(activation="relu2"), dict(tie=True),
           dict(activation="swiglu", mlp_ratio=2.7, n_layer=1, vocab_size=70, nag_directions=5, nag_head="linear")]
 
 
-@every
-@pytest.mark.parametrize("flags", SHAPES, ids=str)
-def test_parameter_and_flop_counts(name, flags):
-    model = build(name, **flags)
+@pytest.mark.parametrize("name, flags, shape", [
+    *((name, {}, shape) for name in NAMES for shape in SHAPES),
+    *((name, flags, shape) for name, flags in OPTIONS for shape in (SHAPES[0], SHAPES[-1]))], ids=str)
+def test_parameter_and_flop_counts(name, flags, shape):
+    model = build(name, **flags, **shape)
     assert model.num_params() == sum(p.numel() for p in model.parameters())
     for T in (1, 7, 16):
         # others go uncounted on CPUs
@@ -130,11 +160,72 @@ def test_parameter_and_flop_counts(name, flags):
     assert model.flops_per_token() == model.flops_per_token(model.config.block_size)
 
 
+# What a variant has besides the tables and the matrices of its blocks, in parameters and matmul FLOPs per
+# token, by hand: C channels, L blocks, n = 2L sublayers, V tokens, F outputs of c_fc
+EXTRA = {
+    ("pre",): lambda C, L, n, V, F: ((n + 1) * C, 0),
+    ("post",): lambda C, L, n, V, F: (n * C, 0),
+    ("peri",): lambda C, L, n, V, F: ((2 * n + 1) * C, 0),
+    ("reordered",): lambda C, L, n, V, F: ((n + 1) * C, 0),
+    ("rezero",): lambda C, L, n, V, F: (n, 0),
+    ("skipinit",): lambda C, L, n, V, F: ((n + 1) * C + n, 0),
+    ("layerscale",): lambda C, L, n, V, F: ((2 * n + 1) * C, 0),
+    ("deepnorm",): lambda C, L, n, V, F: (n * C, 0),
+    ("keel",): lambda C, L, n, V, F: (2 * (n - 1) * C, 0),
+    ("denseformer",): lambda C, L, n, V, F: ((n + 1) * C + L * (L + 3) // 2, 0),
+    ("siamese",): lambda C, L, n, V, F: (3 * (n + 1) * C, 0),
+    ("ngpt",): lambda C, L, n, V, F: (n * C + L * (2 * C + F) + V, 0),
+    # with n = 6 all reads share one pass, over the embedding
+    ("attnres",): lambda C, L, n, V, F: ((n + 1) * C + 2 * n * C, 4 * C * n),
+    # passes of two reads, over 1, 2, .. sources; the first has one reader, the last one
+    ("attnres", ("attnres_block", 2)): lambda C, L, n, V, F: (
+        (n + 1) * C + 2 * n * C, 4 * C * (1 + 2 * sum(range(2, L + 1)) + L + 1)),
+    ("attnres", ("attnres_weights", "sigmoid")): lambda C, L, n, V, F: ((n + 1) * C + 2 * n * C, 0),
+    ("attnres", ("attnres_weights", "static")): lambda C, L, n, V, F: ((n + 1) * C + n * (n + 1), 0),
+    ("attnres", ("attnres_key_norm", False)): lambda C, L, n, V, F: ((n + 1) * C + n * C, 0),
+    ("review",): lambda C, L, n, V, F: ((n + 1) * C + n * (2 * C * C + C), n * 4 * C * C),
+    ("convex",): lambda C, L, n, V, F: ((n + 1) * C + n * (2 * C * C + C), n * 4 * C * C),
+    ("highway",): lambda C, L, n, V, F: ((n + 1) * C + n * (C * C + C), n * 2 * C * C),
+    ("review", ("gate_rank", "diag")): lambda C, L, n, V, F: ((n + 1) * C + n * 3 * C, 0),
+    ("review", ("gate_rank", "3")): lambda C, L, n, V, F: ((n + 1) * C + n * (9 * C + C), n * 18 * C),
+    ("review", ("gate_input", "u")): lambda C, L, n, V, F: ((n + 1) * C + n * (C * C + C), n * 2 * C * C),
+    ("review", ("gate_input", "none")): lambda C, L, n, V, F: ((n + 1) * C, 0),
+    # logits of 4 reads, 4 writes and 24 permutations from 4C numbers; the permutations' mean; read and mix
+    ("hyper",): lambda C, L, n, V, F: ((n + 1) * C + n * (32 * 4 * C + 32 + 3),
+                                       n * (2 * 32 * 4 * C + 2 * 24 * 16 + 2 * 4 * C + 2 * 16 * C)),
+    ("hyper", ("hyper_kind", "mhc")): lambda C, L, n, V, F: ((n + 1) * C + n * (24 * 4 * C + 24 + 3),
+                                                             n * (2 * 24 * 4 * C + 2 * 4 * C + 2 * 16 * C)),
+    ("hyper", ("hyper_kind", "hc")): lambda C, L, n, V, F: ((n + 1) * C + n * (6 * C + 4 * 6 + 3),
+                                                            n * (4 * 2 * 6 * C + 2 * 4 * C + 2 * 16 * C)),
+    ("pre", ("value_residual", True)): lambda C, L, n, V, F: ((n + 1) * C + 2 * (L - 1), 0),
+    ("pre", ("x0", True)): lambda C, L, n, V, F: ((n + 1) * C + 2 * L, 0),
+    ("pre", ("norm", "layer")): lambda C, L, n, V, F: ((n + 1) * C, 0),
+    ("pre", ("norm", "single")): lambda C, L, n, V, F: (n + 1, 0),
+    ("pre", ("norm", "seednorm")): lambda C, L, n, V, F: ((n + 1) * 3 * C, 0),
+    ("pre", ("norm", "dyt")): lambda C, L, n, V, F: ((n + 1) * (2 * C + 1) + 1, 0),
+    ("pre", ("norm", "bhyt")): lambda C, L, n, V, F: ((n + 1) * (C + 1), 0),
+    ("pre", ("norm", "none")): lambda C, L, n, V, F: (0, 0),
+    ("pre", ("norm", "batch")): lambda C, L, n, V, F: ((n + 1) * C, 0)}
+
+
+@pytest.mark.parametrize("key", EXTRA, ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_extra_parameters_and_flops_by_hand(key, activation):
+    name, *flags = key
+    model, C, L, T = build(name, activation=activation, **dict(flags)), 16, 3, 12
+    hidden = model.blocks[0].mlp.c_proj.in_features
+    fan_out = 2 * hidden if activation == "swiglu" else hidden
+    parameters, flops = EXTRA[key](C, L, 2 * L, 64, fan_out)
+    matrices = 64 * C + L * (4 * C * C + (fan_out + hidden) * C)         # the head's, but not the embedding
+    assert model.num_params() == 64 * C + matrices + parameters
+    assert model.flops_per_token(T) == 2 * matrices + L * 4 * T * C + flops
+
+
 @every
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_a_training_step_is_three_forward_passes(name, activation):
+def test_a_training_step_is_three_forward_passes(name, flags, activation):
     """Exactly: the embedding is trained, so that even the first matrix has an input that wants a gradient."""
-    model = build(name, activation=activation)
+    model = build(name, activation=activation, **flags)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(ids(), ids(seed=1))[1].backward()
     expected = 3 * 24 * model.flops_per_token(12)
@@ -144,13 +235,15 @@ def test_a_training_step_is_three_forward_passes(name, activation):
 
 
 @every
-def test_save_and_load(name):
-    model, file = perturb(build(name, tie=name in ("post", "nag"))), io.BytesIO()
+def test_save_and_load(name, flags):
+    model, file = perturb(build(name, tie=name in ("post", "nag"), **flags)), io.BytesIO()
+    logits(model)                                                # moves the statistics of a batch norm
+    model.eval()
     torch.save({"model": model.state_dict(), "config": dataclasses.asdict(model.config)}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     saved["config"]["seed"] += 1
-    fresh = build(**saved["config"])
+    fresh = build(**saved["config"]).eval()
     assert not torch.equal(logits(fresh), logits(model))
     fresh.load_state_dict(saved["model"])
     assert torch.equal(logits(fresh), logits(model))
@@ -158,8 +251,8 @@ def test_save_and_load(name):
 
 @every
 @pytest.mark.parametrize("depth", [1, 64])
-def test_depths_1_and_64_run(name, depth):
-    model = build(name, torch.float32, n_layer=depth, n_embd=8)
+def test_depths_1_and_64_run(name, flags, depth):
+    model = build(name, torch.float32, n_layer=depth, n_embd=8, **flags)
     loss = model(ids(), ids(seed=1))[1]
     loss.backward()
     assert loss.isfinite() and 0 < loss < 10
@@ -174,11 +267,13 @@ INIT_OF = dict(lns="plain", nag="plain", deepnorm="deepnorm", **{name: "scaled" 
     "pre", "post", "peri", "reordered", "mixln", "keel", "rezero", "skipinit", "layerscale")})
 
 
-@pytest.mark.parametrize("name", sorted({*NAMES} - {"ngpt"}))   # whose rows are normalised one by one
+# ngpt's rows are normalised one by one, crms leaves a column out
+@over([(name, flags) for name, flags in VARIANTS if name != "ngpt" and flags.get("norm") != "crms"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_same_seed_same_shared_weights(name, activation):
+def test_same_seed_same_shared_weights(name, flags, activation):
     plain = dict(build("lns", activation=activation).named_parameters())
-    mine = {k: p for k, p in build(name, activation=activation).named_parameters() if only_matrices(k, p)}
+    mine = {k: p for k, p in build(name, activation=activation, **flags).named_parameters()
+            if only_matrices(k, p)}
     assert mine.keys() == {k for k, p in plain.items() if only_matrices(k, p)}
     for key, p in mine.items():
         pieces = zip(p.chunk(3), plain[key].chunk(3)) if "c_attn" in key else [(p, plain[key])]
@@ -195,37 +290,40 @@ def test_same_seed_same_shared_weights(name, activation):
 
 
 @every
-def test_construction_depends_on_the_config_alone(name):
+def test_construction_depends_on_the_config_alone(name, flags):
     torch.manual_seed(1)
-    first = build(name, torch.float32)
+    first = build(name, torch.float32, **flags)
     torch.manual_seed(2)
     torch.randn(7)
-    second = build(name, torch.float32)
-    third = build(name, torch.float32, seed=5)
+    second = build(name, torch.float32, **flags)
+    third = build(name, torch.float32, seed=5, **flags)
     state = second.state_dict()
     assert all(torch.equal(p, state[key]) for key, p in first.state_dict().items())
     assert not torch.equal(third.wte.weight, first.wte.weight)
-    # no two matrices of one model are equal either
-    for (a, p), (b, q) in itertools.combinations([(k, p) for k, p in first.named_parameters() if p.dim() == 2], 2):
+    # no two random matrices of one model are equal either
+    matrices = [(k, p) for k, p in first.named_parameters() if p.dim() == 2 and not k.endswith(".static")]
+    for (a, p), (b, q) in itertools.combinations(matrices, 2):
         n = min(p.shape[0], q.shape[0])
         assert p.shape[1] != q.shape[1] or not torch.allclose(p[:n], q[:n]) or not p.any(), (a, b)
 
 
 @every
-def test_cached_decoding_equals_the_full_forward(name):
-    model, idx = perturb(build(name)), ids(2, 16)
+def test_cached_decoding_equals_the_full_forward(name, flags):
+    model, idx = perturb(build(name, **flags)).eval(), ids(2, 16)
     cache, out = M.KVCache(model, 2), []
     with torch.no_grad():
         for piece in idx.split([5, 1, 4, 1, 1, 4], dim=1):
             out.append(model(piece, cache=cache)[0])
     same(torch.cat(out, dim=1), logits(model, idx))
+    keys = M.KVCache(build(), 2).layers[0].keys                  # nothing else is kept per past token
+    assert all(layer.keys.shape == keys.shape and not layer.waiting for layer in cache.layers)
 
 
 @every
-def test_gradients_do_not_depend_on_who_derived_them(name, no_eps, monkeypatch):
+def test_gradients_do_not_depend_on_who_derived_them(name, flags, no_eps, monkeypatch):
     """Autograd through the references, as torch.compile has it, against the backward passes derived by
     hand."""
-    model = perturb(build(name))
+    model = perturb(build(name, **flags))
 
     def gradients():
         model.zero_grad()
@@ -233,7 +331,8 @@ def test_gradients_do_not_depend_on_who_derived_them(name, no_eps, monkeypatch):
         return [p.grad.clone() for p in model.parameters()]
 
     mine = gradients()
-    monkeypatch.setattr(kernels, "by_hand", lambda x: False)
+    for switch in ("by_hand", "saves_little"):
+        monkeypatch.setattr(kernels, switch, lambda x: False)
     for a, b in zip(mine, gradients(), strict=True):
         assert (a - b).norm() <= 1e-10 * b.norm() + 1e-15
 
@@ -245,14 +344,16 @@ def tensors(stream):
     return tuple(t for part in stream for t in tensors(part)) if isinstance(stream, (tuple, list)) else ()
 
 
-@every
-def test_gradcheck_of_read_and_write(name):
+@over([(name, flags) for name, flags in VARIANTS if not {"value_residual", "x0"} & flags.keys()])
+def test_gradcheck_of_read_and_write(name, flags):
     for l in (1, 2, 3):
-        model = perturb(build(name, n_embd=6, n_head=1, n_layer=2, nag_directions=3))
+        small = dict(n_embd=6, n_head=1, n_layer=2, nag_directions=3, hyper_n=2)
+        model = perturb(build(name, **{**small, **flags}))
         residual = next(r for i, (r, _) in enumerate(model.sublayers(), 1) if i == l)
         keys, values = zip(*residual.named_parameters()) if list(residual.parameters()) else ((), ())
         rng = torch.Generator().manual_seed(l)
-        x, f = (torch.randn(2, 2, 6, generator=rng, dtype=torch.float64, requires_grad=True) for _ in range(2))
+        shape = 2, 2, model.config.width
+        x, f = (torch.randn(shape, generator=rng, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
         class Through(torch.nn.Module):
             def __init__(self):
@@ -378,10 +479,10 @@ def test_swiglu_has_the_parameters_of_gelu(n_embd):
 GRAPHS = dict(mixln=2, keel=2, attnres=2, denseformer=2, hyper=2, siamese=2)
 
 
-def compiled(name, backend):
+def compiled(name, backend, **flags):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model, idx = perturb(build(name, n_layer=6), only=only_matrices), ids()
+    model, idx = perturb(build(name, n_layer=6, **flags), only=only_matrices), ids()
     plain, loss = model(idx, idx)
     loss.backward()
     gradients = [p.grad.clone() for p in model.parameters()]
@@ -397,9 +498,9 @@ def compiled(name, backend):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@every
-def test_blocks_share_their_compiled_graph(name):
-    assert compiled(name, "eager") == GRAPHS.get(name, 1)
+@over([(name, flags) for name, flags in VARIANTS if "hyper_n" not in flags])
+def test_blocks_share_their_compiled_graph(name, flags):
+    assert compiled(name, "eager", **flags) == GRAPHS.get(name, 1) + flags.get("value_residual", False)
 
 
 @pytest.mark.slow
@@ -881,9 +982,9 @@ def test_nag_stream_in_bf16_keeps_its_norm():
 
 
 @every
-def test_bf16_autocast(name):
+def test_bf16_autocast(name, flags):
     """As train.py runs it on a GPU. NAG's stream stays fp32 and so needs no repair."""
-    model = build(name, torch.float32, n_layer=24, n_embd=32)
+    model = build(name, torch.float32, n_layer=24, n_embd=32, **flags)
     with torch.no_grad():
         exact = [before for _, before, _ in model.walk(ids())]
         with torch.autocast("cpu", torch.bfloat16):
@@ -896,8 +997,165 @@ def test_bf16_autocast(name):
         assert (mine - exact).norm() / exact.norm() < 0.05
 
 
+@over([(name, flags) for name, flags in VARIANTS if name not in ("nag", "ngpt")])
+def test_autocast_leaves_a_stream_of_fp32_alone(name, flags):
+    """Sublayers compute in bf16, but rounding what is passed on would add up over depth."""
+    model = build(name, torch.float32, **flags)
+    x, none = direction(2, 3, model.config.width).float(), torch.zeros(2, 3, model.config.width)
+    for residual, _ in model.sublayers():
+        with torch.no_grad():
+            exact = model.ends.as_tensor(residual.write(model.ends.start(x), none))
+            with torch.autocast("cpu", torch.bfloat16):
+                mine = model.ends.as_tensor(residual.write(model.ends.start(x), none))
+        assert mine.dtype == torch.float32 and (mine - exact).abs().max() < 1e-5
+
+
 @every
-def test_a_model_converted_to_bf16_runs(name):
-    model = build(name, torch.float32).bfloat16()
-    exact = logits(build(name, torch.float32))
+def test_weight_decay_is_for_matrices(name, flags):
+    """Not for queries, gains, mixing matrices that start as the identity, ...: decay would pull them to 0."""
+    from train import TrainConfig, make_optimizer
+    model = build(name, torch.float32, **flags)
+    decayed = {p for group in make_optimizer(model, TrainConfig()).param_groups if group["weight_decay"]
+               for p in group["params"]}
+    of_gates = tuple(f".{end}" for end in ("W.h", "W.u", "up", "dynamic"))
+    for key, p in model.named_parameters():
+        matrix = key.endswith(".weight") or key.endswith(of_gates) and p.dim() == 2
+        assert (p in decayed) == matrix, key
+
+
+@every
+def test_a_model_converted_to_bf16_runs(name, flags):
+    model = build(name, torch.float32, **flags).bfloat16()
+    exact = logits(build(name, torch.float32, **flags))
     assert (logits(model).float() - exact).norm() / exact.norm() < 0.05
+
+
+# ----------------------------------------------------------------------------- whole models, from the papers
+
+def attention_by_hand(attn, x, first=None, scale=1.0):
+    """Causal attention with RoPE and unit queries and keys -> (B, T, C), values (B, T, nh, hs)."""
+    (B, T, C), hs = x.shape, attn.hs
+    q, k, v = (y.view(B, T, -1, hs) for y in (x @ attn.c_attn.weight.T).chunk(3, dim=-1))
+    angle = torch.arange(T)[:, None] * 1e4 ** -(torch.arange(0, hs, 2, dtype=torch.float64) / hs)
+    turn = torch.polar(torch.ones_like(angle), angle)[:, None]                       # (T, 1, hs / 2)
+
+    def rotated(y):
+        y = torch.complex(y[..., ::2], y[..., 1::2]) * turn
+        return F.normalize(torch.stack((y.real, y.imag), -1).flatten(-2), dim=-1)
+
+    q, k = (rotated(y) * s for y, s in zip((q, k), scale if isinstance(scale, tuple) else (scale, scale)))
+    v = v if first is None else attn.mix[0] * first + attn.mix[1] * v
+    scores = torch.einsum("btnh,bsnh->bnts", q, k) * hs ** 0.5
+    scores = scores.masked_fill(torch.ones(T, T).tril() == 0, -math.inf)
+    return torch.einsum("bnts,bsnh->btnh", scores.softmax(-1), v).flatten(-2) @ attn.c_proj.weight.T, v
+
+
+def test_ngpt_is_the_papers(no_eps):
+    """There the stream has norm 1, here sqrt(C): factors move, the model stays the same."""
+    model, C, unit = perturb(build("ngpt"), 0.3), 16, lambda x: F.normalize(x, dim=-1)
+    model.constrain()
+    with torch.no_grad():
+        h = unit(model.wte(ids()))
+        for block in model.blocks:
+            scale = tuple(s.view(-1, 8) for s in block.attn.scale.chunk(2))          # s_qk, per channel
+            u, _ = attention_by_hand(block.attn, h, scale=scale)
+            alpha = block.attn_residual.alpha.abs() * 0.05 / C ** -0.5
+            h = unit(h + alpha * (unit(u) - h))
+            inside = (h @ block.mlp.c_fc.weight.T) * block.mlp.scale * C ** 0.5      # s_uv sqrt(C)
+            alpha = block.mlp_residual.alpha.abs() * 0.05 / C ** -0.5
+            h = unit(h + alpha * (unit(F.gelu(inside) @ block.mlp.c_proj.weight.T) - h))
+        right = (h @ model.lm_head.weight.T) * model.ends.logit_scale * C ** 0.5     # s_z
+    same(logits(model), right, 1e-10)
+
+
+@pytest.mark.parametrize("lambdas", [None, (0.5, 0.5), (1.0, 0.0)])
+def test_value_residual_is_resformer(lambdas, no_eps):
+    model = perturb(build("pre", value_residual=True))
+    with torch.no_grad():
+        x, first = model.wte(ids()), None
+        for block in model.blocks:
+            if lambdas and block.attn.mix is not None:
+                block.attn.mix.copy_(torch.tensor(lambdas))
+            u, v = attention_by_hand(block.attn, gained_norm(x, block.attn_residual.n_in.gain), first)
+            first, x = v if first is None else first, x + u
+            x = x + block.mlp(gained_norm(x, block.mlp_residual.n_in.gain))
+        same(logits(model), gained_norm(x, model.ends.n_in.gain) @ model.lm_head.weight.T, 1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value_residual_and_x0_can_be_switched_off_by_their_weights(name):
+    base = perturb(build(name))
+    flags = dict(value_residual=True, x0=build(name).ends.one_tensor)
+    model = take_over(build(name, **flags), base, strict=False)
+    started = logits(model)
+    with torch.no_grad():
+        for block in model.blocks[1:]:
+            block.attn.mix.copy_(torch.tensor([0.0, 1.0]))
+    same(logits(model), logits(base), 1e-13)
+    assert (started - logits(base)).abs().max() > 1e-3                   # (1/2, 1/2) does something
+
+
+def test_one_hyper_stream_is_pre_with_two_scalar_gates():
+    for kind in ("lite", "mhc"):
+        model = perturb(build("hyper", hyper_n=1, hyper_kind=kind), 0.8)
+        r = model.blocks[1].attn_residual
+        x, u = direction(2, 3, 16) * 1.5, direction(2, 3, 16, seed=1)
+        a, b, _ = (r.static + r.scale.repeat_interleave(torch.tensor(r.sizes)) * (
+            gained_norm(x, 1.0) @ r.dynamic.T)).unbind(-1)
+        same(r.read(x[..., None, :]), gained_norm(torch.sigmoid(a)[..., None] * x, r.norm.gain))
+        same(r.write(x[..., None, :], u)[..., 0, :], x + 2 * torch.sigmoid(b)[..., None] * u)
+
+
+def test_a_product_of_60_mhc_matrices():
+    """After 20 Sinkhorn steps rows sum to one, columns almost."""
+    model = perturb(build("hyper", n_layer=30, hyper_kind="mhc"), 0.3)
+    X, product, one = direction(4, 16), torch.eye(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+    with torch.no_grad():
+        for residual, _ in model.sublayers():
+            res = residual.gain(X)[2]
+            same(res.sum(-1), one, 1e-12)
+            same(res.sum(-2), one, 1e-2)
+            product = res @ product
+        same(product.sum(-1), one, 1e-12)
+        same((product @ X).mean(0), X.mean(0), 0.05)
+        assert torch.linalg.matrix_norm(product, 2) == pytest.approx(1, abs=0.02)
+        rng = torch.Generator().manual_seed(0)
+        for size, tol in ((0.3, 1e-5), (1.0, 1e-5), (3.0, 0.3)):
+            doubly = M.sinkhorn(size * torch.randn(100, 4, 4, generator=rng, dtype=torch.float64))
+            same(doubly.sum(-2), one.expand(100, 4), tol)
+    mixed = build("hyper", hyper_kind="mhc").blocks[0].mlp_residual.gain(X)[2]
+    assert mixed.diagonal().mean().item() == pytest.approx(0.9990, abs=1e-4)
+    identity = 1 / (1 + 23 * math.exp(-8))                    # 0.9923; the others fix 5/23 of the places
+    lite = build("hyper").blocks[0].mlp_residual.gain(X)[2]
+    assert lite.diagonal().mean().item() == pytest.approx(identity + (1 - identity) * 5 / 23, abs=1e-9)
+
+
+def test_a_gate_at_its_start():
+    """r = 1/2 whatever comes in, so the derivatives are 1 and 1/2; that of W is not 0: it learns at once."""
+    r = build("review").blocks[1].mlp_residual
+    h, u = (direction(5, 16, seed=i).requires_grad_() for i in range(2))
+    g = direction(5, 16, seed=2)
+    r.write(h, u).backward(g)
+    same(h.grad, g)
+    same(u.grad, g / 2)
+    unit = lambda x: (x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()).detach()
+    slope = (g * u / 4).detach()                                         # dL/dr r (1 - r)
+    same(r.W["h"].grad, slope.T @ unit(h))
+    same(r.W["u"].grad, slope.T @ unit(u))
+    same(r.b.grad, slope.sum(0))
+
+
+def test_a_gate_sees_directions_only(monkeypatch):
+    """Without the epsilon of its norms."""
+    monkeypatch.setattr(M, "rms_norm", lambda x, gain=None, eps=None: x / rms(x))
+    r = perturb(build("review")).blocks[1].mlp_residual
+    h, u = direction(5, 16), direction(5, 16, seed=1)
+    with torch.no_grad():
+        same(r.gate(7.3 * h, 1e-4 * u), r.gate(h, u), 1e-13)
+        assert (r.gate(-h, u) - r.gate(h, u)).abs().max() > 0.01
+
+
+def test_review_without_the_update_is_highway():
+    highway = perturb(build("highway"))
+    assert torch.equal(logits(take_over(build("review", gate_input="h"), highway)), logits(highway))
+    same(logits(perturb(build("review", gate_input="u"))), logits(perturb(build("highway", gate_input="u"))))
