@@ -1309,8 +1309,8 @@ class GPT(nn.Module):
         c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
-        if tau is not None and c.value_residual and self.ends.knows_gain:
-            raise ValueError("a token that skips the first attention has no first values: use no value residual")
+        if c.value_residual and self.ends.knows_gain and isinstance(tau, torch.Tensor):
+            raise ValueError("value residual: a token that skips the first attention has no first values")
         if tau is not None:
             tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n).unbind()
             learning = self.training and c.mod_rate > 0

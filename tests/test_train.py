@@ -191,7 +191,8 @@ def test_optimizer_groups(residual):
     for group in groups:
         for p in group["params"]:
             gate = "residual" in names[p] and residual == "nag" or names[p] == "ends.g"
-            assert group["weight_decay"] == (0.1 if p.dim() >= 2 and not gate else 0)
+            vector = names[p] in ("ends.query", "ends.key_gain") or names[p].endswith("static")
+            assert group["weight_decay"] == (0.1 if p.dim() >= 2 and not gate and not vector else 0)
             assert group["peak"] == (1e-3 if gate else 3e-3)
 
 

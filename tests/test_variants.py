@@ -8,149 +8,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 import model as M
 from test_residuals import (build, gained_norm, ids, logits, no_eps, only_matrices, perturb, rms, same,  # noqa: F401
                             streams, take_over)
 
-VARIANTS = [
-    *(dict(residual="attnres", attnres_block=s) for s in (1, 2, 4)), dict(residual="attnres", attnres_blocks=1),
-    dict(residual="attnres", attnres_weights="sigmoid"), dict(residual="attnres", attnres_weights="static"),
-    dict(residual="attnres", attnres_key_norm=False), dict(residual="attnres", attnres_window=2),
-    *(dict(residual="hyper", hyper_kind=kind) for kind in ("hc", "mhc", "lite")), dict(residual="hyper", hyper_n=1),
-    *(dict(residual="review", gate_rank=rank) for rank in ("diag", "3")),
-    *(dict(residual="review", gate_input=seen) for seen in ("u", "none")), dict(residual="review", gate_range=2.0),
-    dict(residual="convex", gate_bias=-3.0, gate_input="h"), dict(value_residual=True), dict(x0=True),
-    dict(residual="nag", value_residual=True), dict(residual="hyper", value_residual=True),
-    *(dict(norm=kind) for kind in M.NORMS), dict(residual="attnres", norm="layer"), dict(residual="peri", norm="bhyt"),
-    dict(residual="siamese", norm="layer"), dict(residual="review", norm="crms")]
-every = pytest.mark.parametrize("flags", VARIANTS, ids=lambda flags: " ".join(map(str, flags.values())))
-
-
-# ----------------------------------------------------------------------------- all options
-
-@every
-def test_causal_in_evaluation(flags):
-    model, idx, t = perturb(build(**flags)).eval(), ids(), 5
-    other = idx.clone()
-    other[:, t] = (other[:, t] + 1) % 64
-    change = (logits(model, idx) - logits(model, other)).abs().amax(-1)
-    assert change[:, :t].max() < 1e-12 and change[:, t:].min() > 1e-9
-
-
-@every
-def test_cached_decoding_equals_the_full_forward(flags):
-    model, idx = perturb(build(**flags)).eval(), ids(2, 16)
-    cache, out = M.KVCache(model, 2), []
-    with torch.no_grad():
-        for piece in idx.split([5, 1, 4, 1, 1, 4], dim=1):
-            out.append(model(piece, cache=cache)[0])
-    same(torch.cat(out, dim=1), logits(model, idx), 1e-10)
-    plain = M.KVCache(build(), 2).layers[0]                              # nothing else is kept per past token
-    assert all(layer.keys.shape == plain.keys.shape and not layer.waiting for layer in cache.layers)
-
-
-@every
-def test_counts_and_gradients(flags, no_eps, monkeypatch):  # noqa: F811
-    model = perturb(build(**flags))
-    assert model.num_params() == sum(p.numel() for p in model.parameters())
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(ids())
-    assert counter.get_total_flops() == pytest.approx(24 * model.flops_per_token(12), rel=1e-9)
-
-    def gradients():
-        model.zero_grad()
-        model(ids(), ids(seed=1))[1].backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters()}
-
-    mine = gradients()
-    assert all(g.isfinite().all() and g.abs().max() > 1e-12 for g in mine.values())
-    monkeypatch.setattr(kernels, "by_hand", lambda x: False)
-    for name, right in gradients().items():
-        assert (mine[name] - right).norm() <= 1e-10 * right.norm() + 1e-15, name
-
-
-@every
-def test_save_and_load(flags):
-    model = perturb(build(**flags))
-    model(ids())                                                         # batch norm moves its statistics
-    fresh = build(**flags, seed=3)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(logits(fresh.eval()), logits(model.eval()))
-
 
 # ----------------------------------------------------------------------------- Attention Residuals
-
-def attnres_reference(model, idx, S):
-    """The paper's equations, one read after the other: -> logits, number of sources of each read."""
-    n, ends, rope = 2 * model.config.n_layer, model.ends, model.rope(0, idx.shape[1])
-    embedding, outputs, counts = model.wte(idx), [], []
-
-    def read(l):   # the input of sublayer l, before its norm
-        done = l - 1                                                     # sublayers that have run
-        whole = done // S if l <= n else -(-done // S)                   # of the blocks: complete
-        parts = [sum(outputs[b * S:(b + 1) * S]) for b in range(whole)]
-        if l <= n and done % S:
-            parts.append(sum(outputs[whole * S:]))
-        sources = [embedding, *parts]
-        counts.append(len(sources))
-        if l == 1:
-            return embedding
-        scores = []
-        for v in sources:
-            key = v / (v.square().mean(-1, keepdim=True) + kernels.EPS).sqrt() * ends.key_gain[l - 2]
-            scores.append((key * ends.query[l - 2]).sum(-1))
-        weights = torch.stack(scores).softmax(0)
-        return sum(w[..., None] * v for w, v in zip(weights, sources))
-
-    for l, (residual, sublayer) in enumerate(model.sublayers(), start=1):
-        outputs.append(sublayer(gained_norm(read(l), residual.norm.gain), rope))
-    return gained_norm(read(n + 1), ends.norm.gain) @ model.lm_head.weight.T, counts
-
-
-BLOCKS = [1, 2, 3, 4, 5, 6, 12]
-
-
-@pytest.mark.parametrize("S", BLOCKS)
-def test_attnres_is_the_papers_equations(S, no_eps):  # noqa: F811
-    model = perturb(build("attnres", n_layer=6, attnres_block=S), 0.7)
-    with torch.no_grad():
-        right, counts = attnres_reference(model, ids(), S)
-    same(logits(model), right, 1e-10)
-    assert counts == [s // S + 1 + (s % S != 0) for s in range(12)] + [-(-12 // S) + 1]
-    for (l, stream, _), count in zip(model.walk(ids()), counts, strict=True):
-        assert len(stream.sources) == count, l
-    by_number = build("attnres", n_layer=6, attnres_blocks=-(-12 // S))
-    if 12 % S == 0:
-        same(logits(take_over(by_number, model)), right, 1e-10)
-
-
-@pytest.mark.parametrize("S", BLOCKS)
-def test_attnres_with_zero_queries_is_pre(S, no_eps):  # noqa: F811
-    pre = perturb(build("pre", n_layer=6))
-    model = build("attnres", n_layer=6, attnres_block=S)
-    with torch.no_grad():
-        shared = {name.replace(".norm.", ".n_in."): p for name, p in model.named_parameters()}
-        for name, p in pre.named_parameters():
-            shared[name].copy_(p)
-    same(logits(model), logits(pre), 1e-10)
-    for m in (pre, model):
-        m(ids(), ids(seed=1))[1].backward()
-    for name, p in pre.named_parameters():
-        assert (shared[name].grad - p.grad).norm() <= 1e-10 * p.grad.norm(), name
-    assert model.ends.query.grad.abs().max() > 0 and model.ends.key_gain.grad.abs().max() < 1e-15
-
-
-@pytest.mark.parametrize("S", [1, 4])
-def test_two_phases_equal_one(S, monkeypatch):
-    model = perturb(build("attnres", n_layer=6, attnres_block=S), 0.7)
-    fast = logits(model)
-    monkeypatch.setattr(M.AttnRes, "read_ahead", lambda self, stream, *rest: stream)
-    same(logits(model), fast, 1e-12)
-
 
 @pytest.mark.parametrize("shift", [-80.0, 0.0, 80.0])
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-5), (torch.float64, 1e-13)])
@@ -169,22 +34,6 @@ def test_merge_at_extreme_scores(shift, dtype, tol):
                 alone = kernels.depth_read(w[i], sources[4:5], ahead[i])
                 right = kernels.depth_read_reference(w[i].double(), [v.double() for v in sources[:5]])
                 assert (alone - right).abs().max() <= tol * right.abs().max()
-
-
-@pytest.mark.parametrize("S, l", [(1, 3), (1, 8), (2, 4), (2, 3), (4, 5), (4, 8)])
-def test_a_removed_sublayer_is_a_source_less(S, l):
-    """Also where it opens or closes a depth block, and the shared pass of its reads never happened."""
-    model = perturb(build("attnres", n_layer=6, attnres_block=S), 0.7)
-    with torch.no_grad():
-        seen = {number: stream for number, stream, _ in model.walk(ids(), without={l})}
-        for number, stream in seen.items():
-            blocks = [(k - 1) // S for k in range(1, number) if k != l]
-            assert len(stream.sources) == 1 + len(set(blocks))
-            if number > 1:
-                query = model.ends.query[number - 2] * model.ends.key_gain[number - 2]
-                reader = model.ends if number == 13 else list(model.sublayers())[number - 1][0]
-                right = reader.norm(kernels.depth_read_reference(query, stream.sources))
-                assert (reader.read(stream) - right).abs().max() < 2e-3 * right.abs().max()   # but for the epsilon
 
 
 def test_one_source_gives_no_gradient_to_its_query():
@@ -248,34 +97,6 @@ def test_memory_is_linear_in_depth(flags):
     stacked = {n: saved_bytes(lambda: [torch.stack(vs[:k]).softmax(0).sum(0) for vs in [sources(n)] for k in
                                        range(1, n + 1)])[0] for n in (16, 32, 48)}
     assert (stacked[48] - stacked[32]) / (stacked[32] - stacked[16]) > 1.5
-
-
-@pytest.mark.parametrize("flags", [dict(attnres_weights="sigmoid"), dict(attnres_weights="static"),
-                                   dict(attnres_key_norm=False), dict(attnres_window=3)], ids=str)
-def test_attnres_ablations(flags):
-    model, sources, rope = perturb(build("attnres", n_layer=4, **flags), 0.6), [], None
-    ends, window = model.ends, flags.get("attnres_window", 0)
-    with torch.no_grad():
-        rope, sources = model.rope(0, 12), [model.wte(ids())]
-
-        def read(l):
-            if l == 1:
-                return sources[0]
-            seen = [sources[0], *sources[1:][-window:]] if window else sources
-            if "attnres_weights" in flags and flags["attnres_weights"] == "static":
-                weights = ends.logits[l - 2, :len(seen)].softmax(0)[:, None, None]
-            else:
-                gain = 1.0 if ends.key_gain is None else ends.key_gain[l - 2]
-                key = (lambda v: v) if ends.key_gain is None else lambda v: gained_norm(v, gain)
-                scores = torch.stack([(key(v) * ends.query[l - 2]).sum(-1) for v in seen])
-                weights = scores.sigmoid() if "attnres_weights" in flags else scores.softmax(0)
-            return len(seen) * sum(w[..., None] * v for w, v in zip(weights, seen))
-
-        for l, (residual, sublayer) in enumerate(model.sublayers(), start=1):
-            sources.append(sublayer(gained_norm(read(l), residual.norm.gain), rope))
-        right = gained_norm(read(9), ends.norm.gain) @ model.lm_head.weight.T
-    # the fused norm has another epsilon
-    same(logits(model), right, 1e-10 if not window else 2e-3)
 
 
 def test_denseformer():
