@@ -135,7 +135,7 @@ def prune(model, run, config, wanted, which="ckpt.pt"):
 
 
 # ----------------------------------------------------------------------------- other ways through the depth
-# Each makes a function that stream_tokens calls in place of the model's own pass: new tokens (B, T), a cache ->
+# Each makes a function that stream_tokens calls instead of the own pass of a model: new tokens (B, T), a cache ->
 # logits of the last token (B, V). `used` gets the number of blocks that each pass used.
 
 def early_exit(model, sure, used):

@@ -85,7 +85,8 @@ def test_lac():
 def test_identity_newton_is_exact_after_n_iterations_and_not_before(n):
     model, idx = model_of(), ids(2, 12)
     with torch.no_grad():
-        errors = [(sample.newton(model, idx, n, k) - logits(model, idx)).abs().max().item() for k in range(1, n + 1)]
+        errors = [(sample.newton(model, idx, n, k) - logits(model, idx)).abs().max().item()
+                  for k in range(1, n + 1)]
     assert errors[-1] < 1e-12 and min(errors[:-1]) > 1e-6
     used = []
     out, _ = decode(sample.layer_parallel(model, n, n, used), model, ids(1, 12))
@@ -98,22 +99,28 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ways")
     cli("prepare.py", "text", "--input", "train.py", "--out", folder / "data")
     for residual in ("pre", "nag", "attnres"):
-        cli("train.py", "--data", folder / "data", "--out", folder / residual, "--residual", residual, "--n_layer", 3,
-            "--n_embd", 32, "--n_head", 2, "--block_size", 32, "--max_iters", 6, "--batch_size", 4)
+        cli("train.py", "--data", folder / "data", "--out", folder / residual, "--residual", residual,
+            "--n_layer", 3, "--n_embd", 32, "--n_head", 2, "--block_size", 32, "--max_iters", 6, "--batch_size", 4)
     return folder
 
 
-def test_command_line(runs):
-    greedy = ["--max_new_tokens", 40, "--temperature", 0]
-    plain = cli("sample.py", runs / "pre", *greedy).stdout               # longer than the context: the cache restarts
-    for flags in (["--exit", 1], ["--newton", "2:2"]):
-        done = cli("sample.py", runs / "pre", *greedy, *flags)
-        assert done.stdout == plain and "mean depth 3.0 of 3 blocks" in done.stderr
-    done = cli("sample.py", runs / "nag", *greedy, "--exit", 0)
-    assert "mean depth 1.0" in done.stderr or "mean depth 1.1" in done.stderr
-    assert "tokens/s at full depth" in cli("sample.py", runs / "pre", *greedy, "--lac", "skip").stderr
-    for run, flags, words in (("nag", ["--lac", "skip"], "--lac"), ("attnres", ["--exit", 0.5], "--exit"),
-                              ("pre", ["--newton", "4:1"], "--newton"), ("pre", ["--newton", "2:3"], "--newton"),
-                              ("pre", ["--exit", -1], "--exit"), ("pre", ["--exit", 0.5, "--lac", "exit"], "one of"),
-                              ("nag", ["--newton", "2:1"], "--newton"), ("pre", ["--exit", 0.5, "--depth"], "one of")):
-        assert words in refused("sample.py", runs / run, *flags)
+def test_command_line(runs, capsys):
+    def run_main(name, *flags):   # as the command line does, without the seconds that torch takes to start
+        sample.main([str(runs / name), "--max_new_tokens", "40", "--temperature", "0", *flags])
+        return capsys.readouterr()
+
+    plain = run_main("pre").out                                          # longer than the context: a restart
+    for flags in (["--exit", "1"], ["--newton", "2:2"]):
+        told = run_main("pre", *flags)
+        assert told.out == plain and "mean depth 3.0 of 3 blocks" in told.err
+    told = run_main("nag", "--exit", "0").err
+    assert "mean depth 1.0" in told or "mean depth 1.1" in told
+    assert "tokens/s at full depth" in run_main("pre", "--lac", "skip").err
+    assert "--exit" in refused("sample.py", runs / "attnres", "--exit", 0.5)
+    for run, flags, words in (
+            ("nag", ["--lac", "skip"], "--lac"), ("pre", ["--newton", "4:1"], "--newton"),
+            ("pre", ["--newton", "2:3"], "--newton"), ("pre", ["--exit", -1], "--exit"),
+            ("pre", ["--exit", 0.5, "--lac", "exit"], "one of"), ("nag", ["--newton", "2:1"], "--newton"),
+            ("pre", ["--exit", 0.5, "--depth"], "one of")):
+        with pytest.raises(SystemExit, match=words):
+            run_main(run, *map(str, flags))

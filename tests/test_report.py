@@ -224,7 +224,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     cli("prepare.py", "text", "--input", "train.py", "model.py", "--out", folder / "data")
     cli("train.py", "--data", folder / "data", "--out", folder / "run", "--n_layer", 3, "--n_embd", 32,
-        "--n_head", 2, "--block_size", 32, "--max_iters", 12, "--eval_interval", 4, "--batch_size", 4, "--eval_windows", 4)
+        "--n_head", 2, "--block_size", 32, "--max_iters", 12, "--eval_interval", 4, "--batch_size", 4,
+        "--eval_windows", 4)
     return folder / "run"
 
 
@@ -245,8 +246,10 @@ def test_sampling_from_a_pruned_run(run):
     assert same == whole
     done = cli("sample.py", run, "--max_new_tokens", 20, "--prune", "influence:1")
     assert "removed sublayers" in done.stderr
-    for wrong in ("cfp", "cfp:3", "nothing:1", "cfp:-1", "cfp:x"):
-        assert "--prune" in refused("sample.py", run, "--prune", wrong)
+    assert "--prune" in refused("sample.py", run, "--prune", "cfp")
+    for wrong in ("cfp:3", "nothing:1", "cfp:-1", "cfp:x"):
+        with pytest.raises(SystemExit, match="--prune"):
+            sample.main([str(run), "--prune", wrong])
 
 
 def test_the_whole_report(run, tmp_path):
