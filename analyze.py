@@ -1176,7 +1176,7 @@ def main(argv=None):
                         history=read_metrics(runs[label]))
         if args.prune:
             results[label]["removed"] = sorted(prune(model, runs[label], config, args.prune, which))
-        if any("tau" in STATS[name].settings for name in wanted if name in STATS) and model.ends.knows_gain:
+        if any("tau" in STATS[name].settings for name in wanted if name in STATS) and model.can_skip:
             if not skips_by_itself(model):
                 settings["tau"] = skip_threshold(runs[label], model, config, args.skip, which)
         measured = {}   # two statistics may be two views of one measurement
