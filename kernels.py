@@ -5,17 +5,18 @@ Attention Residuals, the gathering of the tokens that Mixture-of-Depths keeps.
 What such an op costs is the rows it moves between memory and chip. Rows of width C, read or written per
 token, forward + backward, for n sources and S queries; what is one number per token is left out:
 
-    op                          eager torch, n 9, S 4   torch.compile at best    here
-    nag_write                         20 + 58            3 + 5                   3 + 5
-    nag_write of kept tokens          19 + 54            as above, and 6 + 6     2.7 + 4.4 (70 % kept)
-    depth_read                        62 + 216           2n + 1 and 7n + 3       n + 1 and 3n + 2
-    depth_read with RMSNorm           69 + 239           2n + 3 and 7n + 5       n + 2 and 3n + 2
-    depth_read_ahead                 393 + 1524          2n + S and 7n + 3S      n + S and 3n + 2S
-    part with RMSNorm, 70 % kept      11 + 38            2.8 + 4.9               2.1 + 4.1
+    op                        eager torch, n 9, S 4    torch.compile at best        here
+    nag_write                       20 + 58            3 + 5                        3 + 5
+    nag_write_rows, share k kept    19 + 54            2 + 3k and 2 + 5k            2 + k and 3 + 2k
+    depth_read                      62 + 216           2n + 1 and 6n + 2            n + 1 and 3n + 2
+    depth_read with RMSNorm         69 + 239           2n + 2 and 6n + 4            n + 2 and 3n + 2
+    depth_read_ahead               393 + 1524          2n + S and 6n + 2S           n + S and 3n + 2S
+    part_normed, share k kept       10 + 38            3k and 2 + 4k                3k and 2 + 4k
 
-Eager: counted by `python kernels.py --rows`, of the references below. torch.compile: what perfect fusion
-leaves. A softmax over n sources takes it two passes over them, and autograd adds their n gradients up, 3 rows
-each, where ours go into one buffer. NAG's product with its preferred directions isn't counted: see nag_gain.
+Eager: counted by `python kernels.py --rows`, of the references below, k = 0.7. torch.compile: what is left if
+all that can be is fused, by hand: a softmax over n sources takes two passes over them, forward and backward,
+autograd adds up their n gradients, 3 rows each, where ours go into one buffer (n rows less, where a source has
+none yet), and a stream is copied before its kept rows are overwritten. NAG's product with its preferred directions isn't counted: see nag_gain.
 
 Each op has, in this order: a reference of a few lines that *is* the definition; where the CPU's eager mode
 needs it, the same with a backward derived by hand, since there every primitive is a pass over memory; the
@@ -93,11 +94,16 @@ def mean(x):
 jit = triton.jit if triton else lambda kernel: kernel
 
 
+def layout(C, tile):
+    """-> BLOCK and warps of a program that has tile rows of C numbers in its registers"""
+    block = triton.next_power_of_2(C)
+    return block, max(1, min(16, tile * block // 512))
+
+
 def launch(kernel, programs, C, *arguments, tile=1, **constants):
-    """Run that many programs, each with room for tile rows of C numbers in its registers."""
+    """Run that many programs."""
     if programs:
-        block = triton.next_power_of_2(C)
-        warps = max(1, min(16, tile * block // 512))
+        block, warps = layout(C, tile)
         kernel[(programs,)](*arguments, BLOCK=block, num_warps=warps, **constants)
 
 
@@ -130,6 +136,11 @@ def like(x, *shape, dtype=torch.float32):
 @functools.lru_cache(maxsize=4096)   # tensors come back to the same places step after step
 def to_device(numbers, device):
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def flat_rows(*tensors):
+    """(..., C) -> (N, C), contiguous"""
+    return [x.reshape(-1, x.shape[-1]).contiguous() for x in tensors]
 
 
 def aligned(tensors):
@@ -315,7 +326,7 @@ def nag_write_backward(g_ptr, gs_ptr, r_ptr, f_ptr, a_ptr, slot_ptr, dr_ptr, df_
     tl.store(da_ptr + row, tl.where(slot >= 0, da, 0.0))
 
 
-def constants(r):
+def write_options(r):
     return dict(TINY=TINY, EPS=EPS, ROUNDS=r.itemsize < 4)
 
 
@@ -323,14 +334,14 @@ def constants(r):
     lambda r, s, f, a, slot: (torch.empty_like(r), torch.empty_like(s)))
 def nag_write_op(out, s_out, r, s, f, a, slot):
     N, C = r.shape
-    launch(nag_write_forward, N, C, r, s, f, a, slot, out, s_out, C, **constants(r))
+    launch(nag_write_forward, N, C, r, s, f, a, slot, out, s_out, C, **write_options(r))
 
 
 @op("(Tensor g, Tensor gs, Tensor r, Tensor f, Tensor a, Tensor? slot) -> (Tensor, Tensor, Tensor)",
     lambda g, gs, r, f, a, slot: (torch.empty_like(r), torch.empty_like(f), torch.empty_like(a)))
 def nag_write_back(dr, df, da, g, gs, r, f, a, slot):
     N, C = r.shape
-    launch(nag_write_backward, N, C, g, gs, r, f, a, slot, dr, df, da, C, **constants(r))
+    launch(nag_write_backward, N, C, g, gs, r, f, a, slot, dr, df, da, C, **write_options(r))
 
 
 class NagWriteTriton(torch.autograd.Function):
@@ -346,25 +357,24 @@ class NagWriteTriton(torch.autograd.Function):
         return dr, gs, df, da, None
 
 
-def nag_write(r, s, f, a, slot=None, kernels="auto"):
+def nag_write_rows(r, s, f, a, slot=None):
+    """
+    nag_write in Triton, for the N kept tokens among those of r, s and a, in one pass. f (N, C) has their
+    updates: a token's is row slot (...,) of it; -1: none, and the token stays as it was. None: all are kept.
+    """
+    out, s_out = NagWriteTriton.apply(*flat_rows(r, widen(s), f, widen(a)),
+                                      None if slot is None else slot.flatten())
+    return out.view_as(r), s_out.view_as(s)
+
+
+def nag_write(r, s, f, a, kernels="auto"):
     """
     Turn the direction r by the angle atan(a) towards the part of f that is orthogonal to it, and let the
     log-norm s grow by log(1 + a^2) / 2 (NAG eqs. 10-17). r (..., C) of norm sqrt(C) and mean zero, f (..., C)
-    any vector, a and s (..., 1) -> (..., C) of norm sqrt(C) again, (..., 1). With slot (...,), f is (N, C),
-    the updates of the N kept tokens: a token's is row slot of it; -1: none, and the token stays as it was.
+    any vector, a and s (..., 1) -> (..., C) of norm sqrt(C) again, (..., 1).
     """
     if on_triton(r, kernels):
-        rows = lambda x: x.reshape(-1, x.shape[-1]).contiguous()
-        out, s_out = NagWriteTriton.apply(rows(r), rows(widen(s)), rows(f), rows(widen(a)),
-                                          None if slot is None else slot.flatten())
-        return out.view_as(r), s_out.view_as(s)
-    if slot is not None:
-        kept = slot.flatten() >= 0
-        index = kept.nonzero().squeeze(1)
-        (r_kept, r_rest), (s_kept, s_rest) = (part(x.flatten(0, -2), index) for x in (r, s))
-        turned = nag_write(r_kept, s_kept, f[slot.flatten()[index]], gather_rows(a.flatten(0, -2), index),
-                           None, kernels)
-        return join(r_rest, index, turned[0]).view_as(r), join(s_rest, index, turned[1]).view_as(s)
+        return nag_write_rows(r, s, f, a)
     turned = (NagWrite.apply if by_hand(r) else nag_write_reference)(widen(r), widen(f), a)
     if r.itemsize < 4:   # rounding would add up over depth: measure the norm
         turned = rms_norm(turned).to(r.dtype)
@@ -373,13 +383,12 @@ def nag_write(r, s, f, a, slot=None, kernels="auto"):
 
 # ----------------------------------------------------------------------------- NAG's modulator
 
+FLOOR = 1e-6   # of m's base: 0 ** beta has an infinite slope for beta < 1, and has ended runs of others
+
+
 def nag_gain_reference(z, p, alpha, beta):
     base = F.linear(torch.sigmoid(z), p[None])              # (..., 1), in (0, 1)
-    # with a floor: 0 ** beta has an infinite slope for beta < 1, and has ended runs of others
     return alpha * base.clamp_min(FLOOR) ** beta
-
-
-FLOOR = 1e-6
 
 
 @jit
@@ -718,11 +727,6 @@ class DepthReadTriton(torch.autograd.Function):
         return (None, dw.sum(0).to(w.dtype), None if gain is None else d_gain.sum(0).to(gain.dtype),
                 None if o is None else do, None if o is None else d_lse,
                 *(None if sink else place for sink, place in zip(ctx.sinks, places)))
-
-
-def flat_rows(*tensors):
-    """(..., C) -> (N, C), contiguous"""
-    return [x.reshape(-1, x.shape[-1]).contiguous() for x in tensors]
 
 
 def check_sources(sources):
@@ -1092,7 +1096,7 @@ class Example(NamedTuple):
     reference: object     # inputs -> outputs, by the definition
     inputs: list          # float64; those named in `wide` stay wide when the others are cast
     wide: tuple           # positions of parameters and of what is one number per token
-    rows: tuple           # rows of width C moved forward and backward, per token; see the table above
+    rows: tuple           # of width C that must move, forward and backward, per token; see the table above
 
 
 def examples(N, C, n=5, S=3, seed=0, rounds=False):
@@ -1127,27 +1131,27 @@ def examples(N, C, n=5, S=3, seed=0, rounds=False):
             [(v @ q) * inverse_rms_reference(v) for v in sources]).logsumexp(0)) for q in w]
         return [x for pair in pairs for x in pair]
 
-    yield Example("nag_write", lambda k, r, s, f, a: nag_write(r, s, f, a, None, k), write,
+    yield Example("nag_write", lambda k, r, s, f, a: nag_write(r, s, f, a, k), write,
                   [r, s, rand(N, C), a], (1, 3), (3, 5))
-    yield Example("nag_write, 70 % kept", lambda k, r, s, f, a: nag_write(r, s, f, a, slot.to(r.device), k),
+    yield Example("nag_write, 70 % kept", lambda _, r, s, f, a: nag_write_rows(r, s, f, a, slot.to(r.device)),
                   write_rows, [r, s, rand(kept, C), a], (1, 3), (2 + share, 3 + 2 * share))
     yield Example("nag_gain", lambda k, *x: (nag_gain(*x, k),), lambda *x: (nag_gain_reference(*x),),
                   [rand(N, 32), rand(32).softmax(0), rand(), rand().exp()], (0, 1, 2, 3), (32 / C, 64 / C))
     yield Example(f"depth_read, {n} sources", lambda k, w, *v: (depth_read(w, v, kernels=k),),
-                  lambda w, *v: (depth_read_reference(w, v),), [w[0], *sources], (0,), (n + 1, 3 * n + 2))
+                  lambda w, *v: (depth_read_reference(w, v),), [w[0], *sources], (0,), (n + 1, 2 * n + 2))
     yield Example(f"depth_read, {n} sources, norm",
                   lambda k, w, g, *v: (depth_read(w, v, gain=g, kernels=k),),
                   lambda w, g, *v: (depth_read_reference(w, v, gain=g),), [w[0], gain, *sources], (0, 1),
-                  (n + 2, 3 * n + 2))
+                  (n + 2, 2 * n + 2))
     yield Example("depth_read, 1 source ahead, norm",
                   lambda k, w, g, o, l, v: (depth_read(w, [v], (o, l), g, k),),
                   lambda w, g, o, l, v: (depth_read_reference(w, [v], (o, l), g),),
                   [w[0], gain, rand(N, C), rand(N), sources[0]], (0, 1, 3), (4, 6))
     yield Example(f"depth_read_ahead, {n} sources, {S} queries",
                   lambda k, w, *v: [x for pair in depth_read_ahead(w, v, k) for x in pair], read_all,
-                  [w, *sources], (0,), (n + S, 3 * n + 2 * S))
+                  [w, *sources], (0,), (n + S, 2 * n + 2 * S))
     yield Example("part_normed, 70 % kept", lambda k, x, g: part_normed(x, index.to(x.device), g, k),
-                  read_rows, [rand(N, C), gain], (1,), (3 * share, 2 + 3 * share))
+                  read_rows, [rand(N, C), gain], (1,), (3 * share, 2 + 4 * share))
 
 
 def relative_rms(ours, exact):
@@ -1238,7 +1242,7 @@ def registers(capability=90, dtype=torch.bfloat16):
     types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
 
     def launch(kernel, programs, C, *arguments, tile=1, **constants):
-        block = triton.next_power_of_2(C)
+        block, warps = layout(C, tile)
         constants["BLOCK"] = block
         signature, fixed, hints = {}, dict(constants), {}
         for i, (name, x) in enumerate(zip(kernel.arg_names, arguments)):
@@ -1251,7 +1255,6 @@ def registers(capability=90, dtype=torch.bfloat16):
         key = kernel.fn.__name__, block, tuple(signature.items())
         if key in seen:
             return
-        warps = max(1, min(16, tile * block // 512))
         fixed = {(kernel.arg_names.index(name),): value for name, value in fixed.items()}
         made = triton.compile(ASTSource(kernel, signature, fixed, hints), options={"num_warps": warps},
                               target=GPUTarget("cuda", capability, 32))

@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernels import (EPS, depth_read, depth_read_ahead, depth_source, gather_rows, inverse_rms_reference,
-                     join, nag_gain, nag_write, on_triton, part, part_normed, rms_norm, rotate_normed,
-                     scatter_rows, why_no_triton, widen)
+                     join, nag_gain, nag_write, nag_write_rows, on_triton, part, part_normed, rms_norm,
+                     rotate_normed, scatter_rows, why_no_triton, widen)
 
 # ----------------------------------------------------------------------------- config
 
@@ -104,8 +104,10 @@ class GPTConfig:
         the blocks, and of the blocks' learning rate (CompleteP, arXiv:2505.01618, alpha = 1; depth-muP,
         arXiv:2310.02244, alpha = 1/2). Weight decay depends on width only there.
         """
-        ratio, alpha = self.n_layer / self.base_depth, dict(completep=1.0).get(self.transfer, 0.5)
-        return (1.0, 1.0) if self.transfer == "none" else (ratio ** -alpha, ratio ** (alpha - 1))
+        if self.transfer == "none":
+            return 1.0, 1.0
+        ratio, alpha = self.n_layer / self.base_depth, 1.0 if self.transfer == "completep" else 0.5
+        return ratio ** -alpha, ratio ** (alpha - 1)
 
     def order(self) -> list[int]:
         """The blocks, from 0, in the order in which they run. ValueError where --repeat makes no sense."""
@@ -512,7 +514,7 @@ class NAG(Residual):
     def write_rows(self, held, f, gain, rows):
         if not on_triton(f, self.config.kernels):
             return super().write_rows(held, f, gain, rows)
-        return nag_write(*held, f, gain, rows.number(), self.config.kernels)   # one pass over the stream
+        return nag_write_rows(*held, f, gain, rows.number())   # one pass over the stream
 
     def finish(self, stream):
         r, s = stream

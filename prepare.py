@@ -137,7 +137,7 @@ def hold_out_tails(paths, fraction):
             before, after = f.read(cut - near), f.read(4)
         if b"\n" in before:
             cut = near + before.rfind(b"\n") + 1
-        else:  # at least not inside a character, whose second to last bytes are 10xxxxxx
+        else:  # at least not inside a character, whose second to last bytes are 0x80 to 0xBF
             cut += len(after) - len(after.lstrip(bytes(range(0x80, 0xC0))))
         train.append((path, 0, cut))
         val.append((path, cut, size))

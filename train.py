@@ -452,15 +452,15 @@ def make_optimizers(model, config):
     others = [p for p in model.parameters() if p not in gates]
     gates = [p for p in model.parameters() if p in gates]   # in a fixed order, which a set has not
     norms = [norm for norm in model.modules() if isinstance(norm, Norm)]
-    seed = {getattr(norm, name, None) for norm in norms for name in norm.decayed}
-    decayed = [p for p in others if p.dim() >= 2 and p not in vectors or p in seed]
+    by_paper = {getattr(norm, name, None) for norm in norms for name in norm.decayed}
+    decayed = {p: None for p in others if p.dim() >= 2 and p not in vectors or p in by_paper}   # in order
     inner, (eps_scale, lr_scale) = {*model.blocks.parameters()}, model.config.depth_scales
     # a router's one row is no matrix
     matrices = [p for p in decayed if p in inner and p.dim() == 2 and min(p.shape) > 1
                 and config.optimizer == "muon"]
     taken = {*matrices}
     groups = [dict(params=[p for p in decayed if p not in taken], weight_decay=config.weight_decay),
-              dict(params=[p for p in others if p not in {*decayed}]),
+              dict(params=[p for p in others if p not in decayed]),
               dict(params=gates, lr=config.gate_lr, betas=(0.8, 0.95))]
     if model.config.transfer != "none":
         deep = dict(lr=config.lr * lr_scale, eps=1e-8 * eps_scale)

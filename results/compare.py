@@ -18,7 +18,6 @@ parser.add_argument("labels", nargs="+")
 parser.add_argument("--out", default="")
 parser.add_argument("--best", action="store_true")
 parser.add_argument("--edge", action="store_true")
-parser.add_argument("--known", help="an earlier --out: only runs that it lacks are needed to extend its sweeps")
 parser.add_argument("--sort", action="store_true", help="by bits per byte")
 args = parser.parse_args()
 
@@ -35,12 +34,9 @@ def rate(lr):
     return f"{float(digits):g}e{int(exponent)}"
 
 
-table, known = {}, json.loads(Path(args.known).read_text()) if args.known else {}
+table = {}
 for label in args.labels:
     runs = {}   # learning rate -> seed -> bits per byte
-    if label in known:
-        runs = {lr: {"1": bpb} for lr, bpb in known[label]["sweep"].items()}
-        runs[known[label]["lr"]] = known[label]["bits_per_byte"]
     for folder in sorted(args.folder.glob(f"{label}-lr*-seed*")):
         if (folder / "done").exists():
             lr, seed = folder.name.removeprefix(f"{label}-lr").split("-seed")

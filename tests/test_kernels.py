@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import kernels
+import model as model_file
 from model import GPT, GPTConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -202,7 +203,7 @@ def test_nobody_is_kept():
     r, s = torch.randn(4, 8, device=DEVICE), torch.randn(4, 1, device=DEVICE)
     f, slot = r.new_empty(0, 8).requires_grad_(), torch.full((4,), -1, device=DEVICE)
     r.requires_grad_()
-    out, s_out = kernels.nag_write(r, s, f, torch.ones_like(s), slot, "on")
+    out, s_out = kernels.nag_write_rows(r, s, f, torch.ones_like(s), slot)
     assert torch.equal(out, r) and torch.equal(s_out, s)
     upstream = torch.randn_like(out)
     d_r, d_f = torch.autograd.grad(out, (r, f), upstream)
@@ -257,6 +258,8 @@ def test_too_many_sources_and_no_gpu(monkeypatch):
     assert not kernels.on_triton(torch.zeros(1), "on") and not kernels.on_triton(torch.zeros(1), "auto")
 
 
+LAUNCHED = dict(nag={"nag_gain", "nag_write"}, attnres={"depth_read", "depth_read_ahead"}, pre={"part_normed"},
+                lns={"part_normed"})
 MODELS = [dict(residual="nag"), dict(residual="nag", mod_rate=0.25),
           dict(residual="nag", mod_rate=0.25, mod_kv="kept"), dict(residual="attnres"),
           dict(residual="attnres", attnres_block=3), dict(residual="attnres", attnres_window=2),
@@ -281,6 +284,41 @@ def train(kernels, steps, **options):
         first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
     return losses, first
+
+
+def watch(monkeypatch):
+    """-> a list that gets the name of each kernel that is launched"""
+    launched, launch = [], kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda kernel, *args, **options: (
+        launched.append(kernel.fn.__name__), launch(kernel, *args, **options)))
+    return launched
+
+
+@needs_triton
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_a_model_launches_its_kernels_and_no_others(options, monkeypatch):
+    launched = watch(monkeypatch)
+    train("on", 1, **options)
+    wanted = LAUNCHED[options["residual"]] - ({"depth_read_ahead"} if "attnres_window" in options else set())
+    assert {*launched} == {f"{op}_{way}" for op in wanted for way in ("forward", "backward")}
+    launched.clear()
+    train("off", 1, **options)
+    assert not launched
+
+
+@needs_triton
+def test_kept_tokens_are_written_in_one_pass(monkeypatch):
+    launched = watch(monkeypatch)
+    monkeypatch.setattr(model_file, "put", None)   # as it would be without the kernel: rows out, and in again
+    train("on", 1, residual="nag", mod_rate=0.25)
+    assert launched.count("nag_write_forward") == 4
+
+
+def test_sources_of_a_table_are_aligned():
+    x = torch.zeros(9, dtype=torch.float32)
+    assert x.data_ptr() % 16 == 0
+    plain, shifted = kernels.aligned([x[:4], x[1:5]])
+    assert plain.data_ptr() == x.data_ptr() and shifted.data_ptr() % 16 == 0
 
 
 @needs_triton
