@@ -175,12 +175,13 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        # LayerNorm's backward, told that the mean is zero, lacks only that our mean isn't held at zero
         x, gain, scale = ctx.saved_tensors
-        both = grad * x
-        rows = both.flatten(0, -2)                          # (N, C)
-        d_gain = torch.mv(rows.t(), scale.flatten())
-        along = torch.mv(rows, gain / -gain.numel()).view_as(scale).mul_(scale).mul_(scale)
-        return torch.mul(grad, gain, out=both).addcmul_(x, along).mul_(scale), d_gain
+        grad = grad.contiguous()
+        dx, d_gain, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, gain.shape, torch.zeros_like(scale), scale, gain, None, (True, True, False))
+        held = torch.mv(grad.flatten(0, -2), gain / gain.numel()).view_as(scale)
+        return dx.add_(held.mul_(scale)), d_gain
 
 
 def rms_norm(x, gain=None, eps=None):
@@ -192,46 +193,55 @@ def rms_norm(x, gain=None, eps=None):
 
 # ----------------------------------------------------------------------------- queries and keys
 
-def rotate(x, turn):
-    """Channels 2i and 2i + 1 as a complex number, times that of turn: one pass. Both (..., hs)."""
-    x, turn = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, turn))
-    x, turn = (torch.view_as_complex(each.unflatten(-1, (-1, 2))) for each in (x, turn))
-    return torch.view_as_real(x * turn).flatten(-2)
+def as_complex(x):
+    """Channels 2i and 2i + 1 of x (..., hs) as a complex number, (..., hs / 2)"""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def rotate_normed_reference(x, turn):
-    x = rms_norm_reference(x, None).unflatten(-1, (-1, 2))
-    (a, b), (cos, sin) = x.unbind(-1), turn.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+def rotate_normed_reference(x, turn, n):
+    def rotated(x):
+        (a, b), (cos, sin) = (each.unflatten(-1, (-1, 2)).unbind(-1) for each in (x, turn))
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+    parts = x.unbind(-3)
+    return *(rotated(rms_norm_reference(part, None)) for part in parts[:n]), *parts[n:]
 
 
 class RotateNormed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, turn):
-        scale = inverse_rms(x, EPS)                               # a rotation and a scaling commute
-        y = rotate(x, turn).mul_(scale)
-        ctx.save_for_backward(y, turn, scale)
-        return y
+    def forward(ctx, x, turn, n):
+        turn, parts = as_complex(turn), x.unbind(-3)
+        turned = [torch.view_as_real(as_complex(part) * turn).flatten(-2) for part in parts[:n]]
+        scales = [inverse_rms(y, EPS) for y in turned]            # a rotation leaves the norm as it is
+        turned = [y.mul_(scale) for y, scale in zip(turned, scales)]
+        ctx.save_for_backward(turn, *turned, *scales)
+        return *turned, *parts[n:]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        y, turn, scale = ctx.saved_tensors
-        part = grad * y
-        along = mean(part).neg_()
-        torch.addcmul(grad, y, along, out=part)              # the part along y can't change a normed vector
-        back = turn.clone()
-        back[..., 1::2].neg_()                               # the conjugate turns back
-        return rotate(part, back).mul_(scale), None
+    def backward(ctx, *grads):
+        turn, *saved = ctx.saved_tensors
+        n = len(saved) // 2
+        dx = grads[0].new_empty(*grads[0].shape[:-2], len(grads), *grads[0].shape[-2:])
+        back = turn.conj().resolve_conj()
+        for to, grad, y, scale in zip(dx.unbind(-3), grads, saved[:n], saved[n:]):
+            part = grad * y
+            # what lies along y can't change a normed vector
+            part = torch.addcmul(grad, y, mean(part).neg_(), out=part).mul_(scale)
+            torch.mul(as_complex(part), back, out=as_complex(to))
+        for to, grad in zip(dx.unbind(-3)[n:], grads[n:]):
+            to.copy_(grad)
+        return dx, None, None
 
 
-def rotate_normed(x, turn):
+def rotate_normed(x, turn, n):
     """
-    RMSNorm over the last dimension, then the rotary embedding: channels 2i and 2i + 1 are a pair that turns
-    by an angle proportional to the position. x (..., nh, hs); turn (T, nh, hs) holds cosine and sine of each
-    pair.
+    x (..., parts, nh, hs) -> its parts (..., nh, hs). The first n, queries and keys, go through an RMSNorm over
+    the last dimension and the rotary embedding: channels 2i and 2i + 1 are a pair that turns by an angle
+    proportional to the position. turn (T, nh or 1, hs) holds cosine and sine of each pair.
     """
-    return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, turn)
+    return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, turn, n)
 
 
 # ----------------------------------------------------------------------------- NAG's write

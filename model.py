@@ -941,13 +941,13 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(C, config.width, bias=False)
         # value residual: the weights of the first block's values and of its own
         self.mix = nn.Parameter(torch.full((2,), 0.5)) if config.value_residual and i else None
-        self.scale = None   # of queries and keys, per channel (3C,), if a residual wants one
+        self.scale = None   # of queries and keys, per channel (2C,), if a residual wants one
 
     def value_weight(self):
         return self.c_attn.weight[2 * self.c_proj.in_features:]
 
     def heads(self, x):
-        return x.unflatten(-1, (-1, self.hs))                                        # (..., nh, hs)
+        return x.unflatten(-1, (-1, self.n_head, self.hs))                           # (..., parts, nh, hs)
 
     def forward(self, x, rope, cache=None, rows=None, everything=None, first=None):
         """
@@ -969,7 +969,7 @@ class Attention(nn.Module):
         turn = rope[:, :1][rows.place]                                               # (N, 1, hs)
         if everything is not None:
             w_q, w_kv = self.c_attn.weight.split((self.n_head * self.hs, 2 * self.n_head * self.hs))
-            q = rotate_normed(self.heads(F.linear(x, w_q)), turn)                    # (N, nh, hs)
+            q, = rotate_normed(self.heads(F.linear(x, w_q)), turn, 1)                # (N, nh, hs)
             keys, values, start = self.keys_values(everything, rope, cache, w_kv)
             position = rows.place + start
         else:
@@ -983,15 +983,16 @@ class Attention(nn.Module):
 
     def qkv(self, x, turn):
         """x (..., C) -> q, k, v (..., nh, hs), q and k normalised and rotated."""
-        qk, v = self.heads(self.c_attn(x)).split((2 * self.n_head, self.n_head), dim=-2)
-        qk = rotate_normed(qk, turn[:, :2 * self.n_head])
-        return *(qk if self.scale is None else qk * self.heads(self.scale)).chunk(2, dim=-2), v
+        q, k, v = rotate_normed(self.heads(self.c_attn(x)), turn[:, :self.n_head], 2)
+        if self.scale is not None:
+            of_q, of_k = self.heads(self.scale)
+            q, k = q * of_q, k * of_k
+        return q, k, v
 
     def keys_values(self, x, rope, cache=None, w_kv=None):
         """x (B, T, C) -> keys and values (B, S, nh, hs), with the cached ones, and where the T start."""
         w_kv = self.c_attn.weight[self.n_head * self.hs:] if w_kv is None else w_kv
-        k, v = self.heads(F.linear(x, w_kv)).chunk(2, dim=-2)
-        k = rotate_normed(k, rope[:, :self.n_head])
+        k, v = rotate_normed(self.heads(F.linear(x, w_kv)), rope[:, :self.n_head], 1)
         return (k, v, 0) if cache is None else self.append(k, v, cache)
 
     def append(self, k, v, cache):
@@ -1326,10 +1327,10 @@ class GPT(nn.Module):
         self.embed_scale = nn.Parameter(torch.tensor(config.width ** 0.5)) if config.norm == "dyt" else None
         hs = config.n_embd // config.n_head
         angle = torch.outer(torch.arange(config.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
-        # (block_size, 2 nh, hs), the same for all heads of q and k: long rows are faster than short ones
+        # (block_size, nh, hs), the same for all heads: long rows are faster than short ones
         pairs = torch.stack((angle.cos(), angle.sin()), dim=-1).flatten(1)           # cos, sin, cos, sin, ...
         most = max(heads for heads, _, _ in block_shapes(config))
-        self.register_buffer("turn", pairs[:, None].repeat(1, 2 * most, 1), persistent=False)
+        self.register_buffer("turn", pairs[:, None].repeat(1, most, 1), persistent=False)
         # the thresholds of a model that is trained with skipping: train.py moves them, evaluation leaves them
         trained = config.mod == "geometric" and config.mod_rate > 0
         self.register_buffer("tau", torch.full((2 * config.n_layer,), -1.0) if trained else None)

@@ -1,20 +1,42 @@
 #!/usr/bin/env bash
-# NAG against PreNorm at 6 to 48 blocks of width 64, 200 steps of 1,024 tokens: for each depth and residual a
-# sweep of the learning rate with seed 1, then seeds 2 and 3 at the best rate. About 15 minutes on two cores.
+# NAG against PreNorm and others at 6 to 96 blocks of width 64, 200 steps of 1,024 tokens: for each depth and
+# residual a sweep of the learning rate with seed 1, on until its best is inside, then seeds 2 and 3 at the best
+# rate. All depths: TIME on two cores.
 #     bash results/depth.sh                  prints the table, writes results/depth.json and results/depth.png
-#     DEPTHS=96 SCALE=gpu bash results/depth.sh        some of the depths
+#     DEPTHS="12 6" bash results/depth.sh pre nag      some of them, `pre` first
+#     DEPTHS=96 SCALE=gpu bash results/depth.sh pre nag
 set -euo pipefail
-SIZE="--n_embd 64 --block_size 64" STEPS=200 LRS="1.5e-3 3e-3 6e-3 1.2e-2"
+SIZE="--n_embd 64 --block_size 64" STEPS=200 LRS=
 . "$(dirname "$0")/common.sh"
-[ $SCALE = cpu ] && DEPTHS=${DEPTHS:-48 24 12 6} || DEPTHS=${DEPTHS:-24 12 6}
-line() {  # depth-residual, learning rate, seed
-  echo "$RUNS/depth/$1-lr$2-seed$3 --residual ${1#*-} --lr $2 --seed $3 $SIZE --n_layer ${1%-*}" \
-       "--max_iters $STEPS --eval_interval $((STEPS / 2))"
+[ $SCALE = cpu ] && DEPTHS=${DEPTHS:-6 12 24 48 96} || DEPTHS=${DEPTHS:-24 12 6}
+NAMES=${*:-pre nag lns peri attnres}
+variant() {   # name -> learning rates at which its sweep starts
+  case $1 in
+    pre) echo "7.5e-4 1.5e-3 3e-3" ;;
+    nag) echo "3e-3 6e-3 1.2e-2" ;;
+    lns) echo "1.5e-3 3e-3 6e-3" ;;
+    peri) echo "2.4e-2 4.8e-2 9.6e-2" ;;
+    attnres) echo "7.5e-4 1.5e-3 3e-3" ;;
+  esac
 }
-LABELS=$(for depth in $DEPTHS; do echo $depth-pre $depth-nag; done)
+rates() { echo ${LRS:-$(variant ${1#*-})}; }
+flags() {   # attnres in about 8 depth blocks, as in the paper: of 2, 3, 6, 12 or 24 sublayers
+  echo "--residual $2 --n_layer $1" $([ $2 = attnres ] && echo --attnres_block $(($1 < 12 ? 2 : $1 / 4)))
+}
+line() {  # depth-residual, learning rate, seed
+  echo "$RUNS/depth/$1-lr$2-seed$3 $SIZE $(flags ${1%-*} ${1#*-}) --lr $2 --seed $3 --max_iters $STEPS" \
+       "--eval_interval $((STEPS / 2))"
+}
 
 for depth in $DEPTHS; do
-  for lr in $LRS; do line $depth-pre $lr 1; line $depth-nag $lr 1; done
-done | run_all
-best $RUNS/depth $LABELS | while read -r label lr; do line $label $lr 2; line $label $lr 3; done | run_all
+  LABELS=$(for name in $NAMES; do echo $depth-$name; done)
+  for label in $LABELS; do
+    for lr in $(rates $label); do line $label $lr 1; done
+  done | run_all
+  for _ in 1 2 3 4 5; do   # on, where the best rate was the last one tried
+    edge $RUNS/depth $LABELS | while read -r label lr; do line $label $lr 1; done | run_all
+  done
+  best $RUNS/depth $LABELS | while read -r label lr; do line $label $lr 2; line $label $lr 3; done | run_all
+  py results/compare.py $RUNS/depth --out $RUNS/depth/$depth.json $LABELS
+done
 py results/depth.py

@@ -26,7 +26,8 @@ FOLDERS = {"nag 0": (f"compare/nag-lr{best['nag']}-seed{{}}", "nag 0"),
            **{f"nag {rate}": (f"mod/nag-{rate}-seed{{}}", "nag 0") for rate in RATES},
            "pre 0": (f"compare/pre-lr{best['pre']}-seed{{}}", "pre 0"),
            "router 0.25": ("mod/router-0.25-seed{}", "pre 0")}
-table = {}
+path = OUT / "mod.json"   # rates that were not run this time stay as they are
+table = json.loads(path.read_text()) if path.exists() else {}
 for label, (pattern, dense) in FOLDERS.items():
     folders = [RUNS / pattern.format(seed) for seed in (1, 2, 3)]
     folders = [folder for folder in folders if (folder / "done").exists()]
@@ -34,7 +35,7 @@ for label, (pattern, dense) in FOLDERS.items():
         continue
     train, val = zip(*map(read, folders))
     bpb = [line["val_bpb"] for line in val]
-    base = table[dense]["bits_per_byte"] if dense in table else bpb
+    base = bpb if label == dense else table[dense]["bits_per_byte"]
     gaps = [ours - theirs for ours, theirs in zip(bpb, base)]
     mean = lambda values: statistics.mean(values)
     spread = lambda values: statistics.stdev(values) if len(values) > 1 else 0.0
@@ -45,11 +46,12 @@ for label, (pattern, dense) in FOLDERS.items():
                         tokens=mean(line["tokens"] for line in train),
                         flops=mean(line["flops"] for line in train))
 
+table = dict(sorted(table.items(), key=lambda item: (item[0].split()[0], float(item[0].split()[1]))))
 for label, row in table.items():
     gap = "" if label.endswith(" 0") else f"{row['gap']:+.3f} ± {row['gap_standard_error']:.3f}"
     print(f"| {label} | {row['train_skip_rate']:.1%} | {row['val_skip_rate']:.1%} | {row['tokens']:,.0f} "
           f"| {row['flops']:.3e} | {row['mean']:.3f} ± {row['sd']:.3f} | {gap} |")
-(OUT / "mod.json").write_text(json.dumps(table, indent=1) + "\n")
+path.write_text(json.dumps(table, indent=1) + "\n")
 nag = [row for label, row in table.items() if label.startswith("nag")]
 figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
 axes.errorbar([100 * row["train_skip_rate"] for row in nag], [row["gap"] for row in nag],

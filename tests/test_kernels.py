@@ -31,7 +31,9 @@ def make(op, T=5, nh=3, C=8):
     if op == "rotate_normed":
         angle = torch.rand(T, 1, C // 2, dtype=torch.float64)
         turn = torch.stack((angle.cos(), angle.sin()), -1).flatten(-2).repeat(1, nh, 1)
-        return kernels.RotateNormed.apply, kernels.rotate_normed_reference, (rand(2, T, nh, C), turn)
+        joined = lambda op: lambda x, turn: torch.stack(op(x, turn, 2), -3)
+        inputs = rand(2, T, 3, nh, C), turn
+        return joined(kernels.RotateNormed.apply), joined(kernels.rotate_normed_reference), inputs
     r = unit_direction(2, T, C).requires_grad_()
     return kernels.NagWrite.apply, kernels.nag_write_reference, (r, rand(2, T, C), rand(2, T, 1))
 
