@@ -80,6 +80,22 @@ def saves_little(x):
     return x.itemsize >= 4 and not torch.compiler.is_compiling()
 
 
+class NoContext:
+    """The ctx of a Function's forward through which nothing will be differentiated"""
+    def save_for_backward(self, *tensors):
+        pass
+
+
+def call(function, *inputs):
+    """
+    function.apply, or where no gradients are wanted its forward alone: apply takes longer than a small op,
+    and to decode a token is nothing but small ops.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*inputs)
+    return function.forward(NoContext(), *inputs)
+
+
 def widen(x):
     """Half precision to fp32; fp32 and fp64 as they are. The stream's own arithmetic is never in bf16."""
     return x if x.itemsize >= 4 else x.float()
@@ -187,7 +203,7 @@ class RMSNorm(torch.autograd.Function):
 def rms_norm(x, gain=None, eps=None):
     """x / rms(x) over the last dimension, times gain (C,) if there is one. Same shape as x (..., C)."""
     if gain is not None and eps is None and by_hand(x):
-        return RMSNorm.apply(x, gain)
+        return call(RMSNorm, x, gain)
     return rms_norm_reference(x, gain, eps)
 
 
@@ -241,7 +257,7 @@ def rotate_normed(x, turn, n):
     the last dimension and the rotary embedding: channels 2i and 2i + 1 are a pair that turns by an angle
     proportional to the position. turn (T, nh or 1, hs) holds cosine and sine of each pair.
     """
-    return (RotateNormed.apply if by_hand(x) else rotate_normed_reference)(x, turn, n)
+    return call(RotateNormed, x, turn, n) if by_hand(x) else rotate_normed_reference(x, turn, n)
 
 
 # ----------------------------------------------------------------------------- NAG's write
@@ -377,18 +393,26 @@ def nag_write_rows(r, s, f, a, slot=None):
     return out.view_as(r), s_out.view_as(s)
 
 
+def nag_turn(r, f, a):
+    """The new direction of nag_write, in torch."""
+    turned = call(NagWrite, widen(r), widen(f), a) if by_hand(r) else nag_write_reference(widen(r), widen(f), a)
+    if r.itemsize < 4:   # rounding would add up over depth: measure the norm
+        turned = rms_norm(turned).to(r.dtype)
+    return turned
+
+
+def nag_grow(s, a):
+    """The new log-norm of nag_write, in torch."""
+    return s + 0.5 * torch.log1p(widen(a).square())
+
+
 def nag_write(r, s, f, a, kernels="auto"):
     """
     Turn the direction r by the angle atan(a) towards the part of f that is orthogonal to it, and let the
     log-norm s grow by log(1 + a^2) / 2 (NAG eqs. 10-17). r (..., C) of norm sqrt(C) and mean zero, f (..., C)
     any vector, a and s (..., 1) -> (..., C) of norm sqrt(C) again, (..., 1).
     """
-    if on_triton(r, kernels):
-        return nag_write_rows(r, s, f, a)
-    turned = (NagWrite.apply if by_hand(r) else nag_write_reference)(widen(r), widen(f), a)
-    if r.itemsize < 4:   # rounding would add up over depth: measure the norm
-        turned = rms_norm(turned).to(r.dtype)
-    return turned, s + 0.5 * torch.log1p(a * a)
+    return nag_write_rows(r, s, f, a) if on_triton(r, kernels) else (nag_turn(r, f, a), nag_grow(s, a))
 
 
 # ----------------------------------------------------------------------------- NAG's modulator
@@ -760,7 +784,7 @@ def depth_read(w, sources, ahead=None, gain=None, kernels="auto"):
             return DepthReadTriton.apply(sinks, *rest, *flat_rows(*sources)).view(shape)
         return depth_read_op(*rest, flat_rows(*sources))[0].view(shape)
     if by_hand(w) and torch.is_grad_enabled():
-        return DepthRead.apply(w, gain, *(ahead or (None, None)), *sources)
+        return call(DepthRead, w, gain, *(ahead or (None, None)), *sources)
     if ahead is not None and len(sources) == 1 and not torch.is_grad_enabled():   # decoding, in few calls
         v, (o, lse) = sources[0], ahead
         out = torch.lerp(o, v, torch.sigmoid((v @ w) * inverse_rms(v, EPS)[..., 0] - lse)[..., None])
@@ -944,7 +968,7 @@ def depth_read_ahead(w, sources, kernels="auto"):
         lse, *o = DepthReadAheadTriton.apply(sinks, w.contiguous(), *flat_rows(*sources))
         return [(each.view(shape), part.view(shape[:-1])) for each, part in zip(o, lse.unbind(-1))]
     fast = saves_little(w) and torch.is_grad_enabled()   # the reference's stacks: memory quadratic in depth
-    lse, *o = (DepthReadAhead.apply if fast else depth_read_ahead_reference)(w, *sources)
+    lse, *o = call(DepthReadAhead, w, *sources) if fast else depth_read_ahead_reference(w, *sources)
     return list(zip(o, lse.unbind(-1)))
 
 
@@ -967,7 +991,7 @@ class GatherRows(torch.autograd.Function):
 
 def gather_rows(x, index):
     """Rows of x: (M, ...), index (N,) -> (N, ...)."""
-    return GatherRows.apply(x, index)
+    return call(GatherRows, x, index)
 
 
 class ScatterRows(torch.autograd.Function):
@@ -984,7 +1008,7 @@ class ScatterRows(torch.autograd.Function):
 
 def scatter_rows(x, index, n):
     """The inverse of gather_rows: x (N, ...) -> (n, ...), zero where no index points."""
-    return ScatterRows.apply(x, index, n)
+    return call(ScatterRows, x, index, n)
 
 
 class Part(torch.autograd.Function):
@@ -1017,7 +1041,7 @@ def part(x, index):
     x (M, ...) -> its rows at index (N, ...), and a rest that is good for one thing: `join`. The two go
     together: one copy per direction, where indexing and its inverse would add up three tensors of x's size.
     """
-    return Part.apply(x, index)
+    return call(Part, x, index)
 
 
 @jit
@@ -1094,7 +1118,7 @@ def part_normed(x, index, gain, kernels="auto"):
 
 def join(rest, index, rows):
     """The x that `part` has got, with rows (N, ...) in the place of those at index."""
-    return Join.apply(rest, index, rows)
+    return call(Join, rest, index, rows)
 
 
 # ----------------------------------------------------------------------------- checks and figures

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernels import (EPS, depth_read, depth_read_ahead, depth_source, gather_rows, inverse_rms_reference,
-                     join, nag_gain, nag_write, nag_write_rows, on_triton, part, part_normed, rms_norm,
+                     join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows, on_triton, part, part_normed, rms_norm,
                      rotate_normed, scatter_rows, why_no_triton, widen)
 
 # ----------------------------------------------------------------------------- config
@@ -507,14 +507,17 @@ class NAG(Residual):
         return nag_write(r, s, f, a, kernels=self.config.kernels)
 
     def read_rows(self, stream, rows):
-        if not on_triton(stream[0], self.config.kernels):
-            return super().read_rows(stream, rows)
-        return gather_rows(stream[0].flatten(0, 1), rows.index), stream
+        if on_triton(stream[0], self.config.kernels):
+            return gather_rows(stream[0].flatten(0, 1), rows.index), stream
+        kept, rest = take(stream[0], rows)
+        return kept, (kept, rest, stream[1])
 
     def write_rows(self, held, f, gain, rows):
-        if not on_triton(f, self.config.kernels):
-            return super().write_rows(held, f, gain, rows)
-        return nag_write_rows(*held, f, gain, rows.number())   # one pass over the stream
+        if on_triton(f, self.config.kernels):
+            return nag_write_rows(*held, f, gain, rows.number())   # one pass over the stream
+        kept, rest, s = held
+        turned = nag_turn(kept, f, gather_rows(gain.flatten(0, 1), rows.index))
+        return put(rest, rows, turned), nag_grow(s, gain * rows.keep[..., None])   # one number: not worth rows
 
     def finish(self, stream):
         r, s = stream
@@ -971,6 +974,8 @@ class Attention(nn.Module):
             w_q, w_kv = self.c_attn.weight.split((self.n_head * self.hs, 2 * self.n_head * self.hs))
             q, = rotate_normed(self.heads(F.linear(x, w_q)), turn, 1)                # (N, nh, hs)
             keys, values, start = self.keys_values(everything, rope, cache, w_kv)
+            if everything.shape[1] == 1:   # one token each: they see all of the cache
+                return self.c_proj(rows.unpad(attend(rows.pad(q), keys, values)).flatten(-2))
             position = rows.place + start
         else:
             q, k, v = self.qkv(x, turn)
@@ -1021,7 +1026,7 @@ def attend_to_past(q, k, v, position):
     for q, position in zip(q.split(size, dim=1), position.split(size, dim=1)):
         S = k.shape[1] if size == K else int(position.max()) + 1
         outputs.append(attend(q, k[:, :S], v[:, :S], causal_mask(position, S)))
-    return torch.cat(outputs, dim=1)
+    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
 def causal_mask(position, S):
@@ -1142,28 +1147,29 @@ class LowRank(nn.Module):
 # ----------------------------------------------------------------------------- skipping
 
 class Rows:
-    """
-    The N kept tokens of a batch, keep (B, T), in their order, and a rectangle for attention, S sequences by K
-    slots, K as many as the longest needs: kept tokens move to its left, the rest is zero. S is B, or if
-    compact, the number of sequences with a kept token.
-    """
-    def __init__(self, keep, n_kept=None, compact=False, even=False):
-        """
-        n_kept: how many there are, if known, since finding out makes the CPU wait for a GPU. even: it is
-        known that each sequence keeps as many, so that nothing else needs finding out.
-        """
-        self.keep, (B, T) = keep, keep.shape
+    """The N kept tokens of a batch, keep (B, T), in their order."""
+    def __init__(self, keep, n_kept=None):
+        """n_kept: how many there are, if known, since finding out makes the CPU wait for a GPU"""
+        self.keep = keep
         n_kept = int(keep.sum()) if n_kept is None else n_kept
         self.index = keep.flatten().nonzero_static(size=n_kept).squeeze(1)           # (N,), among the B T
+
+    def arrange(self, compact=False, even=False):
+        """
+        For attention, in a rectangle of S sequences by K slots, K as many as the longest needs: kept tokens
+        move to its left, the rest is zero. S is B, or if compact, the number of sequences with a kept token.
+        even: it is known that each sequence keeps as many, so that nothing else needs finding out.
+        """
+        (B, T), N = self.keep.shape, len(self.index)
         self.sequence, self.place = self.index // T, self.index % T                  # (N,)
-        self.count = keep.sum(1)                                                     # (B,)
-        slot = torch.arange(len(self.index), device=keep.device)
+        self.count = self.keep.sum(1)                                                # (B,)
+        slot = torch.arange(N, device=self.keep.device)
         self.slot = slot - (self.count.cumsum(0) - self.count)[self.sequence]        # (N,)
         row, S = self.sequence, B
         if compact and not even:
             full = self.count > 0
             row, S = (full.cumsum(0) - 1)[row], int(full.sum())
-        self.shape = S, n_kept // B if even else int(self.count.max())               # S, K
+        self.shape = S, N // B if even else int(self.count.max())                    # S, K
         self.cell = row * self.shape[1] + self.slot                                  # (N,), among the S K
 
     def number(self):
@@ -1235,7 +1241,9 @@ def step(stream, residual, sublayer, rope, cache=None, skip=None, first=None):
         if for_all and cache is not None:   # a later token will want its keys and values
             cache.waiting.append((residual.read(stream), rope))
         return stream, keep
-    rows = Rows(keep, n_kept, compact=skip.kv == "kept" and cache is None)
+    rows = Rows(keep, n_kept)
+    if sublayer.mixes_tokens:
+        rows.arrange(compact=skip.kv == "kept" and cache is None)
     everything = residual.read(stream) if for_all else None
     x, held = residual.read_rows(stream, rows)
     update = scaled(sublayer(x, rope, cache, rows, everything))                      # (N, C)
@@ -1294,8 +1302,9 @@ class RoutedBlock(Block):
             keep = weight > 0
         auxiliary = F.binary_cross_entropy_with_logits(widen(weight), keep.to(widen(weight).dtype))
         # in training a GPU needn't wait to hear how many there are
-        rows = Rows(keep, at_least * len(keep) if self.training else None, cache is None, even=self.training)
+        rows = Rows(keep, at_least * len(keep) if self.training else None)
         if len(rows.index):
+            rows.arrange(compact=cache is None, even=self.training)
             weight = gather_rows(weight.flatten(), rows.index)[:, None]
             read, (before, rest) = self.attn_residual.read_rows(x, rows)             # (N, C)
             kept = self.attn_residual.write(before, self.attn(read, rope, cache, rows))

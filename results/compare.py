@@ -72,5 +72,7 @@ for label, row in sorted(table.items(), key=lambda item: item[1]["mean"]) if arg
     spread = f" ± {row['sd']:.3f}" if row["sd"] is not None else ""
     seeds = len(row["bits_per_byte"])
     print(f"| `{label}` | {row['mean']:.3f}{spread} | {seeds} | {gap} | {row['lr']} | {sweep} |")
-if args.out and table:
-    Path(args.out).write_text(json.dumps(table, indent=1) + "\n")
+if args.out and table:   # labels that were not run this time stay as they are
+    path = Path(args.out)
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | table, indent=1) + "\n")

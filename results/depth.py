@@ -11,11 +11,11 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen fir
 # where common.sh has its runs and results at this SCALE
 RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "results"))
 path = OUT / "depth.json"
-# depth -> residual -> row of compare.py; depths that were not run this time stay as they are
+# depth -> residual -> row of compare.py; what was not run this time stays as it is
 table = json.loads(path.read_text()) if path.exists() else {}
 for file in (RUNS / "depth").glob("*.json"):
     rows = json.loads(file.read_text())
-    table[file.stem] = {label.split("-", 1)[1]: row for label, row in rows.items()}
+    table.setdefault(file.stem, {}).update((label.split("-", 1)[1], row) for label, row in rows.items())
 table = {depth: table[depth] for depth in sorted(table, key=int)}
 path.write_text(json.dumps(table, indent=1) + "\n")
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # NAG against PreNorm and others at 6 to 96 blocks of width 64, 200 steps of 1,024 tokens: for each depth and
 # residual a sweep of the learning rate with seed 1, on until its best is inside, then seeds 2 and 3 at the best
-# rate. All depths: TIME on two cores.
-#     bash results/depth.sh                  prints the table, writes results/depth.json and results/depth.png
-#     DEPTHS="12 6" bash results/depth.sh pre nag      some of them, `pre` first
-#     DEPTHS=96 SCALE=gpu bash results/depth.sh pre nag
+# rate. On two cores TIME.
+#     bash results/depth.sh                  6, 12 and 24 blocks; prints tables, adds to results/depth.json and .png
+#     DEPTHS=48 bash results/depth.sh        others
+#     DEPTHS=96 SCALE=gpu bash results/depth.sh pre nag      some of the residuals, `pre` first
 set -euo pipefail
 SIZE="--n_embd 64 --block_size 64" STEPS=200 LRS=
 . "$(dirname "$0")/common.sh"
-[ $SCALE = cpu ] && DEPTHS=${DEPTHS:-6 12 24 48 96} || DEPTHS=${DEPTHS:-24 12 6}
-NAMES=${*:-pre nag lns peri attnres}
+DEPTHS=${DEPTHS:-6 12 24}
+[ $SCALE = cpu ] && NAMES=${*:-pre nag lns peri attnres} || NAMES=${*:-pre nag}
 variant() {   # name -> learning rates at which its sweep starts
   case $1 in
     pre) echo "7.5e-4 1.5e-3 3e-3" ;;

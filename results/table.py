@@ -44,15 +44,12 @@ def listed(items, last="and"):
 # Each takes load, which reads a JSON of this folder, or of gpu/ in it, and returns the lines of the cell.
 
 def nag_and_depth(load):
-    table, report = load("depth"), load("claims")
-    gaps = (f"{pm(row['gap']['mean'], row['gap']['standard_error'], sign=True)} at {depth}"
-            for depth, row in table.items())
-    runs = report["runs"]
-    nag = runs["nag"]["bits_per_byte"]["values"]
-    others = (f"`{name}` {paired(nag, runs[name]['bits_per_byte']['values'])}"
-              for name in ("lns", "peri", "attnres-block3") if name in runs)
-    return [f"`nag` minus `pre`, bits per byte, blocks: {listed(gaps)}",
-            f"at {report['blocks']} blocks, other runs, minus {listed(others)}"]
+    table, lines = load("depth"), []
+    for name in dict.fromkeys(name for rows in table.values() for name in rows if name != "nag"):
+        gaps = (f"{paired(seeds(rows['nag']), seeds(rows[name]))} at {depth}"
+                for depth, rows in table.items() if {name, "nag"} <= rows.keys())
+        lines.append(f"minus `{name}`: {listed(gaps)}")
+    return ["`nag`, bits per byte, at 6 to 96 blocks", *lines]
 
 
 def norms(load):
@@ -192,11 +189,11 @@ def dilution(load):
             f"{each('effective_sublayers', 1, *trained)}"]
 
 
-# letter: (claim, what the paper reports, function, its JSON files, verdict, script, figure)
+# letter: (claim, what the paper reports, function, its JSON files, verdict, script and labels, figure)
 CLAIMS = {
     "a": ("NAG beats PreNorm, and the gap grows with depth",
           "direction; losses were not to be had",
-          nag_and_depth, "depth claims",
+          nag_and_depth, "depth",
           "**partly**: NAG wins at every depth; the gap grows up to 24 blocks and not at 48, where both are "
           "best at the edge of their sweep. 96 blocks, and other depths against others than `pre`: not "
           "tried",
@@ -242,7 +239,7 @@ CLAIMS = {
           review, "residuals",
           "**not reproduced**, at 6 blocks of width 64: `review` wins clearly; but a Highway gate of the "
           "same size, which does not see the update, wins as much",
-          "residuals", ""),
+          "residuals pre review half highway highway-mlp5 pre-mlp6", ""),
     "i": ("CascadeFormer: equal loss, lower latency",
           "comparable perplexity, latency −8.6 %, throughput +9.4 %",
           cascade, "widths widths_speed",
@@ -315,9 +312,10 @@ def cell(measure, files, folder, nothing):
 
 def readme():
     rows = ["| | claim | paper | CPU | GPU | verdict | command | figure |", "|" + " --- |" * 8]
-    for letter, (claim, paper, measure, files, verdict, script, figure) in CLAIMS.items():
+    for letter, (claim, paper, measure, files, verdict, command, figure) in CLAIMS.items():
+        script, *labels = command.split()
         columns = (f"({letter})", claim, paper, cell(measure, files, "", "not finished"),
-                   cell(measure, files, "gpu/", "awaits GPU"), verdict, f"`bash results/{script}.sh`",
+                   cell(measure, files, "gpu/", "awaits GPU"), verdict, f"`bash {' '.join((f'results/{script}.sh', *labels))}`",
                    f"[{figure}.png]({figure}.png)" if figure else "")
         rows.append("| " + " | ".join(columns) + " |")
     return HEAD + "\n".join(rows) + "\n"

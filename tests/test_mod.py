@@ -765,4 +765,4 @@ def test_compiled_blocks_are_not_made_anew_for_every_count(kv, training):
             graphs.append(counters["stats"]["unique_graphs"])
             counts.add(sum(keep.sum().item() for keep in kept))
     torch._dynamo.reset()
-    assert len(counts) == 12 and graphs[1:] == graphs[1:2] * 11 and 0 < graphs[-1] <= 16, graphs
+    assert len(counts) == 12 and graphs[1:] == graphs[1:2] * 11 and 0 < graphs[-1] <= 20, graphs
