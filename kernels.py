@@ -11,12 +11,13 @@ token, forward + backward, for n sources and S queries; what is one number per t
     depth_read                      62 + 216           2n + 1 and 6n + 2            n + 1 and 3n + 2
     depth_read with RMSNorm         69 + 239           2n + 2 and 6n + 4            n + 2 and 3n + 2
     depth_read_ahead               393 + 1524          2n + S and 6n + 2S           n + S and 3n + 2S
-    part_normed, share k kept       10 + 38            3k and 2 + 4k                3k and 2 + 4k
+    part_normed, share k kept        9 + 33            3k and 2 + 4k                3k and 2 + 4k
 
 Eager: counted by `python kernels.py --rows`, of the references below, k = 0.7. torch.compile: what is left if
 all that can be is fused, by hand: a softmax over n sources takes two passes over them, forward and backward,
-autograd adds up their n gradients, 3 rows each, where ours go into one buffer (n rows less, where a source has
-none yet), and a stream is copied before its kept rows are overwritten. NAG's product with its preferred directions isn't counted: see nag_gain.
+autograd adds up their n gradients, 3 rows each, where ours go into one buffer (n rows less, where a source
+has none yet), and a stream is copied before its kept rows are overwritten. NAG's product with its preferred
+directions isn't counted: see nag_gain.
 
 Each op has, in this order: a reference of a few lines that *is* the definition; where the CPU's eager mode
 needs it, the same with a backward derived by hand, since there every primitive is a pass over memory; the
@@ -196,7 +197,7 @@ class RMSNorm(torch.autograd.Function):
         grad = grad.contiguous()
         dx, d_gain, _ = torch.ops.aten.native_layer_norm_backward(
             grad, x, gain.shape, torch.zeros_like(scale), scale, gain, None, (True, True, False))
-        held = torch.mv(grad.flatten(0, -2), gain / gain.numel()).view_as(scale)
+        held = torch.mv(grad.view(-1, len(gain)), gain / len(gain)).view_as(scale)
         return dx.add_(held.mul_(scale)), d_gain
 
 
@@ -253,8 +254,8 @@ class RotateNormed(torch.autograd.Function):
 
 def rotate_normed(x, turn, n):
     """
-    x (..., parts, nh, hs) -> its parts (..., nh, hs). The first n, queries and keys, go through an RMSNorm over
-    the last dimension and the rotary embedding: channels 2i and 2i + 1 are a pair that turns by an angle
+    x (..., parts, nh, hs) -> its parts (..., nh, hs). The first n, queries and keys, go through an RMSNorm
+    over the last dimension and the rotary embedding: channels 2i and 2i + 1 are a pair that turns by an angle
     proportional to the position. turn (T, nh or 1, hs) holds cosine and sine of each pair.
     """
     return call(RotateNormed, x, turn, n) if by_hand(x) else rotate_normed_reference(x, turn, n)
@@ -395,7 +396,8 @@ def nag_write_rows(r, s, f, a, slot=None):
 
 def nag_turn(r, f, a):
     """The new direction of nag_write, in torch."""
-    turned = call(NagWrite, widen(r), widen(f), a) if by_hand(r) else nag_write_reference(widen(r), widen(f), a)
+    wide = widen(r), widen(f), a
+    turned = call(NagWrite, *wide) if by_hand(r) else nag_write_reference(*wide)
     if r.itemsize < 4:   # rounding would add up over depth: measure the norm
         turned = rms_norm(turned).to(r.dtype)
     return turned
@@ -784,7 +786,7 @@ def depth_read(w, sources, ahead=None, gain=None, kernels="auto"):
             return DepthReadTriton.apply(sinks, *rest, *flat_rows(*sources)).view(shape)
         return depth_read_op(*rest, flat_rows(*sources))[0].view(shape)
     if by_hand(w) and torch.is_grad_enabled():
-        return call(DepthRead, w, gain, *(ahead or (None, None)), *sources)
+        return DepthRead.apply(w, gain, *(ahead or (None, None)), *sources)
     if ahead is not None and len(sources) == 1 and not torch.is_grad_enabled():   # decoding, in few calls
         v, (o, lse) = sources[0], ahead
         out = torch.lerp(o, v, torch.sigmoid((v @ w) * inverse_rms(v, EPS)[..., 0] - lse)[..., None])
@@ -968,7 +970,7 @@ def depth_read_ahead(w, sources, kernels="auto"):
         lse, *o = DepthReadAheadTriton.apply(sinks, w.contiguous(), *flat_rows(*sources))
         return [(each.view(shape), part.view(shape[:-1])) for each, part in zip(o, lse.unbind(-1))]
     fast = saves_little(w) and torch.is_grad_enabled()   # the reference's stacks: memory quadratic in depth
-    lse, *o = call(DepthReadAhead, w, *sources) if fast else depth_read_ahead_reference(w, *sources)
+    lse, *o = (DepthReadAhead.apply if fast else depth_read_ahead_reference)(w, *sources)
     return list(zip(o, lse.unbind(-1)))
 
 

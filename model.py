@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kernels import (EPS, depth_read, depth_read_ahead, depth_source, gather_rows, inverse_rms_reference,
-                     join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows, on_triton, part, part_normed, rms_norm,
-                     rotate_normed, scatter_rows, why_no_triton, widen)
+                     join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows, on_triton, part,
+                     part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton, widen)
 
 # ----------------------------------------------------------------------------- config
 
@@ -517,7 +517,7 @@ class NAG(Residual):
             return nag_write_rows(*held, f, gain, rows.number())   # one pass over the stream
         kept, rest, s = held
         turned = nag_turn(kept, f, gather_rows(gain.flatten(0, 1), rows.index))
-        return put(rest, rows, turned), nag_grow(s, gain * rows.keep[..., None])   # one number: not worth rows
+        return put(rest, rows, turned), nag_grow(s, gain * rows.keep[..., None])   # too small to gather
 
     def finish(self, stream):
         r, s = stream
@@ -1378,7 +1378,12 @@ class GPT(nn.Module):
         self.ends.constrain(self.lm_head)
 
     def remove(self, numbers):
-        """Take out sublayers, numbered from 1: they don't run any more, and new caches leave them out."""
+        """
+        Take out sublayers, numbered from 1: they don't run any more, and new caches leave them out.
+        ValueError for --mod router, whose blocks run as a whole.
+        """
+        if self.config.mod == "router" and numbers:
+            raise ValueError("a routed block runs as a whole: its sublayers can't be removed")
         for l in numbers:
             self.blocks[(l - 1) // 2].runs[(l - 1) % 2] = False
 
@@ -1409,7 +1414,7 @@ class GPT(nn.Module):
         c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
-        if c.value_residual and self.ends.knows_gain and isinstance(tau, torch.Tensor):
+        if c.value_residual and self.ends.knows_gain and tau is not None:
             raise ValueError("value residual: a token that skips the first attention has no first values")
         if tau is not None:
             tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n).unbind()
@@ -1436,7 +1441,8 @@ class GPT(nn.Module):
         first = [] if self.config.value_residual else None
         for i, (block, pair) in enumerate(zip(self.blocks, skips)):
             stream = self.shortcut(i, stream, embedding)
-            # nothing random happens inside of a block (its skips are drawn above): a second run is the same
+            # nothing random happens inside of a block (its skips are drawn above): a second run is the same,
+            # except that --norm batch counts its statistics twice
             run = block
             if self.checkpoint_blocks and self.training:
                 run = partial(checkpoint, block, use_reentrant=False, preserve_rng_state=False)
@@ -1578,7 +1584,10 @@ class GPT(nn.Module):
 
 
 class KVCache:
-    """Keys and values of the tokens so far, room for block_size of them, of each attention that runs."""
+    """
+    Keys and values of the tokens so far, room for block_size of them, of each attention that runs. With
+    --mod_kv kept, all passes that share one must skip, or none.
+    """
     def __init__(self, model, batch_size):
         weight, size = model.lm_head.weight, (batch_size, model.config.block_size)
         self.layers = []

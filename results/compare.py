@@ -1,11 +1,12 @@
 """
 Table of the runs FOLDER/LABEL-lrRATE-seedN that a script of this folder has made: each label at the learning
-rate that is best for seed 1, the gap to the first label paired by seed. Writes it to OUT as JSON, too.
+rate that is best for seed 1, the gap to the first label of the table paired by seed. Adds it to OUT, a JSON
+file, too.
 
     python results/compare.py runs/compare --out results/compare.json pre nag lns
     python results/compare.py runs/compare --best pre nag lns       prints label and rate of each instead
-    python results/compare.py runs/compare --edge pre nag lns       ... and the next rate to try, where the best
-                                                                    is the first or last of its sweep
+    python results/compare.py runs/compare --edge pre nag lns       ... and the next rate to try, where the
+                                                                    best is the first or last of its sweep
 """
 import argparse
 import json
@@ -58,9 +59,11 @@ for label in args.labels:
     table[label] = dict(lr=best, bits_per_byte=runs[best], mean=statistics.mean(bpb), sweep=sweep,
                         sd=statistics.stdev(bpb) if len(bpb) > 1 else None)
 
+if args.out and Path(args.out).exists():   # labels that were not run this time stay as they are
+    table = json.loads(Path(args.out).read_text()) | table
 for row in table.values():
     # the same seed means the same data order and the same shared weights: compare in pairs
-    first = table[args.labels[0]]["bits_per_byte"]
+    first = next(iter(table.values()))["bits_per_byte"]
     gaps = [bpb - first[seed] for seed, bpb in row["bits_per_byte"].items() if seed in first]
     if len(gaps) > 1:
         error = statistics.stdev(gaps) / len(gaps) ** 0.5
@@ -72,7 +75,5 @@ for label, row in sorted(table.items(), key=lambda item: item[1]["mean"]) if arg
     spread = f" ± {row['sd']:.3f}" if row["sd"] is not None else ""
     seeds = len(row["bits_per_byte"])
     print(f"| `{label}` | {row['mean']:.3f}{spread} | {seeds} | {gap} | {row['lr']} | {sweep} |")
-if args.out and table:   # labels that were not run this time stay as they are
-    path = Path(args.out)
-    known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(known | table, indent=1) + "\n")
+if args.out and table:
+    Path(args.out).write_text(json.dumps(table, indent=1) + "\n")

@@ -33,7 +33,8 @@ config = json.loads((run / "config.json").read_text())   # they differ in depth,
 tokens = config["max_iters"] * config["batch_size"] * config["block_size"]
 axes.set_xlabel(f"blocks (width {config['n_embd']}, {tokens:,} tokens)")
 axes.set_ylabel("bits per byte, minus pre's")
-axes.set_title("Gap against depth, each at its best learning rate", loc="left", fontweight="bold", fontsize=10)
+axes.set_title("Gap against depth, each at its best learning rate", loc="left", fontweight="bold",
+               fontsize=10)
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False, fontsize=8)

@@ -10,8 +10,8 @@ RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "re
 runs, table = json.loads((RUNS / "gfa/figures/depth.json").read_text())["runs"], {}
 spread = lambda values: f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
 half = lambda worth: [sum(max(0.0, w) for w in part) for part in (worth, worth[len(worth) // 2:])]
-print("| run | loss | R² of the line | first / last gradient | late half worth, nats | share | repeated blocks: all uses, "
-      "nats | share |\n|" + " --- |" * 8)
+print("| run | loss | R² of the line | first / last gradient | late half worth, nats | share "
+      "| repeated blocks: all uses, nats | share |\n|" + " --- |" * 8)
 for label in sys.argv[1:]:
     found = [runs[f"{label}-seed{seed}"] for seed in (1, 2, 3)]
     worth = [half(run["block_removal"]["loss_increase"]) for run in found]
@@ -21,7 +21,8 @@ for label in sys.argv[1:]:
                r_squared=[run["fan_in"]["r_squared"] for run in found],
                asymmetry=[pull[0] / pull[-1] for pull in share],
                late=[late for _, late in worth], late_share=[late / total for total, late in worth],
-               late_all_uses=[late for _, late in whole], late_share_all_uses=[late / total for total, late in whole])
+               late_all_uses=[late for _, late in whole],
+               late_share_all_uses=[late / total for total, late in whole])
     table[label] = row
     print(f"| `{label}` | " + " | ".join(spread(values) if values else "" for values in row.values()) + " |")
 (OUT / "gfa.json").write_text(json.dumps(table, indent=1) + "\n")

@@ -19,34 +19,33 @@ def read(folder):
     return [line for line in lines if "loss" in line][-1], [line for line in lines if "val_loss" in line][-1]
 
 
-# label: (folder of a seed, label of the run without skipping)
+# label: folders of the seeds
 best = {name: row["lr"] for name, row in json.loads((OUT / "compare.json").read_text()).items()}
 RATES = sorted({folder.name.split("-")[1] for folder in RUNS.glob("mod/nag-*-seed*")}, key=float)
-FOLDERS = {"nag 0": (f"compare/nag-lr{best['nag']}-seed{{}}", "nag 0"),
-           **{f"nag {rate}": (f"mod/nag-{rate}-seed{{}}", "nag 0") for rate in RATES},
-           "pre 0": (f"compare/pre-lr{best['pre']}-seed{{}}", "pre 0"),
-           "router 0.25": ("mod/router-0.25-seed{}", "pre 0")}
+FOLDERS = {"nag 0": f"compare/nag-lr{best['nag']}-seed{{}}",
+           **{f"nag {rate}": f"mod/nag-{rate}-seed{{}}" for rate in RATES},
+           "pre 0": f"compare/pre-lr{best['pre']}-seed{{}}", "router 0.25": "mod/router-0.25-seed{}"}
 path = OUT / "mod.json"   # rates that were not run this time stay as they are
 table = json.loads(path.read_text()) if path.exists() else {}
-for label, (pattern, dense) in FOLDERS.items():
+mean = lambda values: statistics.mean(values)
+for label, pattern in FOLDERS.items():
     folders = [RUNS / pattern.format(seed) for seed in (1, 2, 3)]
-    folders = [folder for folder in folders if (folder / "done").exists()]
-    if not folders:
+    if not all((folder / "done").exists() for folder in folders):
         continue
     train, val = zip(*map(read, folders))
     bpb = [line["val_bpb"] for line in val]
-    base = bpb if label == dense else table[dense]["bits_per_byte"]
-    gaps = [ours - theirs for ours, theirs in zip(bpb, base)]
-    mean = lambda values: statistics.mean(values)
-    spread = lambda values: statistics.stdev(values) if len(values) > 1 else 0.0
-    table[label] = dict(bits_per_byte=bpb, mean=mean(bpb), sd=spread(bpb), gap=mean(gaps),
-                        gap_standard_error=spread(gaps) / len(gaps) ** 0.5,
+    table[label] = dict(bits_per_byte=bpb, mean=mean(bpb), sd=statistics.stdev(bpb),
                         train_skip_rate=mean(line.get("skip_rate", 0.0) for line in train),
                         val_skip_rate=mean(line.get("val_skip_rate", 0.0) for line in val),
                         tokens=mean(line["tokens"] for line in train),
                         flops=mean(line["flops"] for line in train))
+for label, row in table.items():   # the same seed, the same data order: compare in pairs
+    dense = table["pre 0" if label.startswith("router") else f"{label.split()[0]} 0"]
+    gaps = [ours - theirs for ours, theirs in zip(row["bits_per_byte"], dense["bits_per_byte"])]
+    row |= dict(gap=mean(gaps), gap_standard_error=statistics.stdev(gaps) / len(gaps) ** 0.5)
 
-table = dict(sorted(table.items(), key=lambda item: (item[0].split()[0], float(item[0].split()[1]))))
+by_rate = lambda label: (label.split()[0], float(label.split()[1]))
+table = {label: table[label] for label in sorted(table, key=by_rate)}
 for label, row in table.items():
     gap = "" if label.endswith(" 0") else f"{row['gap']:+.3f} ± {row['gap_standard_error']:.3f}"
     print(f"| {label} | {row['train_skip_rate']:.1%} | {row['val_skip_rate']:.1%} | {row['tokens']:,.0f} "

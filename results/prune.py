@@ -7,7 +7,8 @@ from pathlib import Path
 # where common.sh has its runs and results at this SCALE
 RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "results"))
 runs = json.loads((RUNS / "prune/figures/depth.json").read_text())["runs"]
-curves, fans, drops = ([run[name] for run in runs.values()] for name in ("prune_curve", "fan_in", "drop_curve"))
+curves, fans, drops = ([run[name] for run in runs.values()]
+                       for name in ("prune_curve", "fan_in", "drop_curve"))
 mean = lambda values: None if None in values else statistics.mean(values)   # None: a score that is constant
 table = {}
 for method in curves[0]["loss"]:
@@ -17,7 +18,8 @@ for method in curves[0]["loss"]:
     table[method] = dict(loss=[mean(at_k) for at_k in zip(*losses)], seeds=losses, **rhos)
 for part in ("attention", "mlp"):   # LLM-Drop: of this many blocks, only that sublayer
     losses = [drop[part] for drop in drops]
-    table[f"{part} only"] = dict(loss=[mean(at_k) for at_k in zip(*losses)], seeds=losses, rank_correlation=None,
+    table[f"{part} only"] = dict(loss=[mean(at_k) for at_k in zip(*losses)], seeds=losses,
+                                 rank_correlation=None,
                                  stability=mean([curve["stability"].get(part) for curve in curves]))
 print("| method | rank correlation | stability | 0 | 1 | 2 | 4 | 6 | 8 |\n|" + " --- |" * 9)
 for method, row in sorted(table.items(), key=lambda item: item[1]["loss"][4]):

@@ -91,7 +91,8 @@ def main():
                 tokens[flags].append(first[1])
     median = lambda values: sorted(values)[len(values) // 2]
     rows = {flags: dict(step_ms=1e3 * median(steps[flags]), decode_ms=1e3 * median(tokens[flags]),
-                        peak_mb=peak_mb(flags, args), parameters=models[flags].num_params()) for flags in models}
+                        peak_mb=peak_mb(flags, args), parameters=models[flags].num_params())
+            for flags in models}
     base = rows[args.residuals[0]]
     print("| residual | parameters | training step | peak memory | decoding, per token |")
     print("|" + " --- |" * 5)

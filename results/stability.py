@@ -44,11 +44,13 @@ axes.set(xscale="log", xlabel=f"blocks (width {config['n_embd']}, {n_tokens:,} t
          ylabel="validation bits per byte")
 axes.set_xticks(DEPTHS, DEPTHS)
 axes.minorticks_off()
-axes.set_title("Gates against depth, each at its best learning rate", loc="left", fontweight="bold", fontsize=10)
+axes.set_title("Gates against depth, each at its best learning rate", loc="left", fontweight="bold",
+               fontsize=10)
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False, fontsize=8)
-figure.text(0.02, 0.015, "At the dashed line a model has learned how often tokens occur and nothing else. Mean "
+figure.text(0.02, 0.015,
+            "At the dashed line a model has learned how often tokens occur and nothing else. Mean "
             "and sd of three seeds.", fontsize=7, color="0.3")
 figure.tight_layout(rect=(0, 0.05, 1, 1))
 figure.savefig(OUT / "stability.png")

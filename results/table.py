@@ -30,9 +30,10 @@ def paired(ours, theirs, digits=3):
     return pm(statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5, digits, sign=True)
 
 
-def seeds(row):
-    """Bits per byte of a row of results/compare.py, by seed."""
-    return [row["bits_per_byte"][seed] for seed in sorted(row["bits_per_byte"])]
+def difference(ours, theirs):
+    """paired, of two rows of results/compare.py"""
+    common = sorted(ours["bits_per_byte"].keys() & theirs["bits_per_byte"].keys())
+    return paired(*([row["bits_per_byte"][seed] for seed in common] for row in (ours, theirs)))
 
 
 def listed(items, last="and"):
@@ -46,10 +47,10 @@ def listed(items, last="and"):
 def nag_and_depth(load):
     table, lines = load("depth"), []
     for name in dict.fromkeys(name for rows in table.values() for name in rows if name != "nag"):
-        gaps = (f"{paired(seeds(rows['nag']), seeds(rows[name]))} at {depth}"
+        gaps = (f"{difference(rows['nag'], rows[name])} at {depth}"
                 for depth, rows in table.items() if {name, "nag"} <= rows.keys())
         lines.append(f"minus `{name}`: {listed(gaps)}")
-    return ["`nag`, bits per byte, at 6 to 96 blocks", *lines]
+    return ["bits per byte of `nag`, by number of blocks", *lines]
 
 
 def norms(load):
@@ -132,7 +133,7 @@ def review(load):
         for title, label in rows.items() if label in table)]
     if {"review", "highway-mlp5"} <= table.keys():
         lines.append("`review` minus `highway` of the same size: "
-                     + paired(seeds(table["review"]), seeds(table["highway-mlp5"])))
+                     + difference(table["review"], table["highway-mlp5"]))
     return lines
 
 
@@ -189,7 +190,7 @@ def dilution(load):
             f"{each('effective_sublayers', 1, *trained)}"]
 
 
-# letter: (claim, what the paper reports, function, its JSON files, verdict, script and labels, figure)
+# letter: (claim, paper's report, function, its JSON files, verdict, script and labels, figure)
 CLAIMS = {
     "a": ("NAG beats PreNorm, and the gap grows with depth",
           "direction; losses were not to be had",
@@ -314,8 +315,9 @@ def readme():
     rows = ["| | claim | paper | CPU | GPU | verdict | command | figure |", "|" + " --- |" * 8]
     for letter, (claim, paper, measure, files, verdict, command, figure) in CLAIMS.items():
         script, *labels = command.split()
-        columns = (f"({letter})", claim, paper, cell(measure, files, "", "not finished"),
-                   cell(measure, files, "gpu/", "awaits GPU"), verdict, f"`bash {' '.join((f'results/{script}.sh', *labels))}`",
+        cpu, gpu = cell(measure, files, "", "not finished"), cell(measure, files, "gpu/", "awaits GPU")
+        columns = (f"({letter})", claim, paper, cpu, gpu, verdict,
+                   f"`bash {' '.join((f'results/{script}.sh', *labels))}`",
                    f"[{figure}.png]({figure}.png)" if figure else "")
         rows.append("| " + " | ".join(columns) + " |")
     return HEAD + "\n".join(rows) + "\n"
