@@ -15,7 +15,8 @@ from train import calibrate
 
 def batches(n=2):
     rng = torch.Generator().manual_seed(3)
-    return [(torch.randint(40, (2, 24), generator=rng), torch.randint(40, (2, 24), generator=rng)) for _ in range(n)]
+    return [(torch.randint(40, (2, 24), generator=rng), torch.randint(40, (2, 24), generator=rng))
+            for _ in range(n)]
 
 
 def test_a_sublayer_that_writes_nothing():
@@ -264,8 +265,9 @@ def runs(tmp_path_factory):
     (folder / "text.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(4000)))
     cli("prepare.py", "text", "--input", folder / "text.txt", "--out", folder / "data")
     for residual in ("pre", "nag"):
-        cli("train.py", "--data", folder / "data", "--out", folder / residual, "--residual", residual, "--n_layer", 2,
-            "--n_embd", 32, "--n_head", 2, "--block_size", 32, "--batch_size", 8, "--max_iters", 20, "--eval_windows", 4)
+        cli("train.py", "--data", folder / "data", "--out", folder / residual, "--residual", residual,
+            "--n_layer", 2, "--n_embd", 32, "--n_head", 2, "--block_size", 32, "--batch_size", 8,
+            "--max_iters", 20, "--eval_windows", 4)
     return folder
 
 
@@ -356,7 +358,8 @@ def test_depth_attention(S):
         mean = 0.0
         for idx, _ in two_batches():
             stream = {number: stream for number, stream, _ in model.walk(idx)}[l]
-            keys = torch.stack([v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() for v in stream.sources])
+            keys = torch.stack([v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                                for v in stream.sources])
             mean = mean + (keys @ query).softmax(0).mean((1, 2)) / 2
         assert seen == pytest.approx(mean.tolist())
     assert result["received"][0] == pytest.approx(sum(row[0] for row in result["matrix"]))

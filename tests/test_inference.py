@@ -100,7 +100,8 @@ def runs(tmp_path_factory):
     cli("prepare.py", "text", "--input", "train.py", "--out", folder / "data")
     for residual in ("pre", "nag", "attnres"):
         cli("train.py", "--data", folder / "data", "--out", folder / residual, "--residual", residual,
-            "--n_layer", 3, "--n_embd", 32, "--n_head", 2, "--block_size", 32, "--max_iters", 6, "--batch_size", 4)
+            "--n_layer", 3, "--n_embd", 32, "--n_head", 2, "--block_size", 32, "--max_iters", 6,
+            "--batch_size", 4)
     return folder
 
 

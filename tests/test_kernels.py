@@ -260,8 +260,8 @@ def test_too_many_sources_and_no_gpu(monkeypatch):
     assert not kernels.on_triton(torch.zeros(1), "on") and not kernels.on_triton(torch.zeros(1), "auto")
 
 
-LAUNCHED = dict(nag={"nag_gain", "nag_write"}, attnres={"depth_read", "depth_read_ahead"}, pre={"part_normed"},
-                lns={"part_normed"})
+LAUNCHED = dict(nag={"nag_gain", "nag_write"}, attnres={"depth_read", "depth_read_ahead"},
+                pre={"part_normed"}, lns={"part_normed"})
 MODELS = [dict(residual="nag"), dict(residual="nag", mod_rate=0.25),
           dict(residual="nag", mod_rate=0.25, mod_kv="kept"), dict(residual="attnres"),
           dict(residual="attnres", attnres_block=3), dict(residual="attnres", attnres_window=2),
@@ -350,9 +350,11 @@ def test_a_model_with_triton_decodes_the_same(options):
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [dict(residual="nag"), dict(residual="attnres", attnres_block=2)], ids=str)
+@pytest.mark.parametrize("options", [dict(residual="nag"), dict(residual="attnres", attnres_block=2)],
+                         ids=str)
 def test_a_compiled_model_with_triton(options):
-    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=24, block_size=6, vocab_size=32, kernels="on", **options))
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=24, block_size=6, vocab_size=32, kernels="on",
+                          **options))
     model, idx = model.to(DEVICE), torch.arange(12, device=DEVICE).view(2, 6)
     losses = []
     for compiled in (False, True):

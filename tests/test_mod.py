@@ -199,7 +199,8 @@ def test_skipped_tokens_cost_keys_and_values_only(rate, activation):
     for i in range(4):
         count = decisions[2 * i].sum(-1)
         rows, K, S = count.sum().item(), count.max().item(), 3 if count.sum() else 0
-        attn = (BT * 2 * C * 2 * C if rows else 0) + rows * 2 * (2 * C * C) + 4 * S * K * 16 * C   # padded to the longest row
+        # padded to the longest row
+        attn = (BT * 2 * C * 2 * C if rows else 0) + rows * 2 * (2 * C * C) + 4 * S * K * 16 * C
         mlp = 2 * C * (hidden + fan_out) * decisions[2 * i + 1].sum().item()
         assert by_module.get(f"GPT.blocks.{i}.attn", 0) == attn
         assert by_module.get(f"GPT.blocks.{i}.mlp", 0) == mlp

@@ -17,7 +17,8 @@ README = (ROOT / "README.md").read_text()
 
 # What is typed behind each command so that the whole README takes a minute, and the commands that can't run
 # here.
-SHORT = {"kernels.py": "--rows", "train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
+SHORT = {"kernels.py": "--rows",
+         "train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
          "sample.py": "--max_new_tokens 20", "analyze.py": "--windows 2",
          "mod_speed.py": "--shapes 2x64x64 --repeats 1"}
 NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
@@ -42,15 +43,18 @@ def test_commands(tmp_path):
     for line in commands():
         if any(words in line for words in NETWORK):
             sub = line.split()[2]
-            done = subprocess.run([sys.executable, "prepare.py", sub, "--help"], cwd=tmp_path, capture_output=True, text=True)
-            assert done.returncode == 0 and all(w in done.stdout for w in line.split() if w.startswith("--")), line
+            done = subprocess.run([sys.executable, "prepare.py", sub, "--help"], cwd=tmp_path,
+                                  capture_output=True, text=True)
+            assert done.returncode == 0, line
+            assert all(w in done.stdout for w in line.split() if w.startswith("--")), line
             continue
         script = next(name for name in ("prepare.py", *SHORT) if name in line)
         seen.add(script)
         short = SHORT.get(script, "")
         if "--resume" in line:   # the size is the run's own
             short = "--max_tokens 0 --max_iters 6"
-        line = re.sub(r"--prune (\w+):\d+", r"--prune \1:1", line.replace("--nproc_per_node 8", "--nproc_per_node 2"))
+        line = re.sub(r"--prune (\w+):\d+", r"--prune \1:1",
+                      line.replace("--nproc_per_node 8", "--nproc_per_node 2"))
         words = shlex.split(line) + short.split()
         if words[0] == "torchrun":
             words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -76,7 +80,8 @@ def test_solutions_apply(tmp_path, diff):
         from model import GPT, GPTConfig
         idx = torch.arange(12).view(1, 12)
         for name in ("nag", "template"):
-            model = GPT(GPTConfig(residual=name, n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=64))
+            model = GPT(GPTConfig(residual=name, n_layer=2, n_embd=16, n_head=2, block_size=16,
+                                  vocab_size=64))
             for p in model.parameters():
                 torch.nn.init.normal_(p, std=0.1)
             model(idx, idx)[1].backward()
@@ -89,7 +94,8 @@ def test_solutions_apply(tmp_path, diff):
 def test_makefile_targets_exist():
     for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S):
         for target in re.findall(r"^make ?([\w-]*)", block, re.M):
-            done = subprocess.run(["make", "--dry-run", *([target] if target else [])], cwd=ROOT, capture_output=True)
+            done = subprocess.run(["make", "--dry-run", *([target] if target else [])], cwd=ROOT,
+                                  capture_output=True)
             assert done.returncode == 0, target
 
 

@@ -45,7 +45,8 @@ def test_a_zeroed_block_contributes_nothing():
 def test_a_repeated_block_is_removed_at_one_place_or_at_all():
     model = model_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
     found, full = analyze.block_removal(model, BATCHES), analyze.loss_without(model, BATCHES)
-    without = lambda *places: analyze.loss_without(model, BATCHES, {l for i in places for l in (2 * i - 1, 2 * i)})
+    without = lambda *places: analyze.loss_without(model, BATCHES,
+                                                   {l for i in places for l in (2 * i - 1, 2 * i)})
     assert found["all_uses"] == [without(*places) - full for places in ((1,), (2, 4), (3, 5), (6,))]
     assert found["loss_increase"] == [without(i) - full for i in range(1, 7)]
     assert "all_uses" not in analyze.block_removal(model_of(), BATCHES)
@@ -243,7 +244,8 @@ def test_stability_compares_disjoint_halves(monkeypatch):
     monkeypatch.setitem(sample.BLOCK_SCORES, "influence", score)
     stability = analyze.prune_curve(model, BATCHES)["stability"]
     assert stability["influence"] == pytest.approx(0.4)
-    same = [(torch.cat([idx[:1]] * 2), torch.cat([y[:1]] * 2)) for idx, y in BATCHES[:1]]    # both halves alike
+    # both halves alike
+    same = [(torch.cat([idx[:1]] * 2), torch.cat([y[:1]] * 2)) for idx, y in BATCHES[:1]]
     assert all(rho == pytest.approx(1) for rho in analyze.prune_curve(model, same)["stability"].values())
     with pytest.raises(ValueError, match="two --windows"):
         analyze.prune_curve(model, [(x[:1], x[:1])])
@@ -308,7 +310,8 @@ def test_calibration_error_counts_all_windows_at_once():
                 stream = analyze.boundaries(model, idx)[depth]
                 p = model.head(model.ends.finish(stream)).double().softmax(-1).flatten(0, 1)
             for row, target in zip(p, targets.flatten().tolist()):
-                gaps[min(14, int(row.max().item() * 15))] += (row.argmax().item() == target) - row.max().item()
+                top = row.max().item()
+                gaps[min(14, int(top * 15))] += (row.argmax().item() == target) - top
         right = sum(map(abs, gaps)) / 48
         for batches in (BATCHES, [tuple(torch.cat(part) for part in zip(*BATCHES))]):
             assert analyze.logit_lens(model, batches)["calibration_error"][depth] == pytest.approx(right)

@@ -150,7 +150,8 @@ def test_template_starts_as_pre():
 
 
 SHAPES = [{}, dict(activation="swiglu"), dict(activation="relu2"), dict(tie=True),
-          dict(activation="swiglu", mlp_ratio=2.7, n_layer=1, vocab_size=70, nag_directions=5, nag_head="linear")]
+          dict(activation="swiglu", mlp_ratio=2.7, n_layer=1, vocab_size=70, nag_directions=5,
+               nag_head="linear")]
 
 
 @pytest.mark.parametrize("name, flags, shape", [
@@ -290,7 +291,8 @@ def test_same_seed_same_shared_weights(name, flags, activation):
             same(a, factor * b)
             if name in INIT_OF:
                 proj, value, fc = INITS[INIT_OF[name]](3)
-                right = proj if "c_proj" in key else fc if "c_fc" in key else value if "c_attn" in key and i == 2 else 1
+                right = (proj if "c_proj" in key else fc if "c_fc" in key
+                         else value if "c_attn" in key and i == 2 else 1)
                 assert factor == pytest.approx(right, abs=1e-12), key
             if factor == 1:
                 assert torch.equal(a, b), key
@@ -397,15 +399,16 @@ FLIPS = dict(residual=({}, "post"), n_layer=({}, 4), n_head=({}, 4), n_embd=({},
              attnres_weights=(dict(residual="attnres"), "static"),
              attnres_key_norm=(dict(residual="attnres"), False), attnres_window=(dict(residual="attnres"), 2),
              hyper_kind=(dict(residual="hyper"), "hc"), hyper_n=(dict(residual="hyper"), 2),
-             taper=({}, "linear"), taper_start=(dict(taper="linear"), 2.0), taper_end=(dict(taper="linear"), 0.7),
-             taper_on=(dict(taper="linear"), "both"),
+             taper=({}, "linear"), taper_start=(dict(taper="linear"), 2.0),
+             taper_end=(dict(taper="linear"), 0.7), taper_on=(dict(taper="linear"), "both"),
              taper_match=(dict(taper="linear", taper_end=1.0), "none"), share_every=({}, 2),
              share_rank=(dict(share_every=1), 2), repeat=({}, "2:2"), deep_supervision=({}, True),
              transfer=({}, "completep"), base_depth=(dict(transfer="completep"), 2))
 
 
 def test_no_flag_is_dead():
-    from test_mod import MOD_FLAGS   # these are shown to matter there, --kernels is shown not to in test_kernels
+    # these are shown to matter there, --kernels is shown not to in test_kernels
+    from test_mod import MOD_FLAGS
     assert FLIPS.keys() | MOD_FLAGS | {"kernels"} == {f.name for f in dataclasses.fields(GPTConfig)}
 
     def visible(**flags):
@@ -415,7 +418,8 @@ def test_no_flag_is_dead():
         except ValueError as e:
             longest = str(e)
         loss = model.train()(ids(), ids(seed=1))[1].item()
-        return longest, {k: p.shape for k, p in model.named_parameters()}, logits(model).numpy().tobytes(), loss
+        shapes = {k: p.shape for k, p in model.named_parameters()}
+        return longest, shapes, logits(model).numpy().tobytes(), loss
 
     for name, (needs, value) in FLIPS.items():
         assert visible(**needs) == visible(**needs)
@@ -429,9 +433,10 @@ def test_residual_flags_leave_the_other_residuals_alone():
 
 
 BAD = dict(residual="prenorm", n_layer=0, n_head=3, n_embd=0, block_size=0, vocab_size=-1, mixln_alpha=1.5,
-           nag_temp=0.0, nag_directions=0, mlp_ratio=-1.0, activation="tanh", nag_head="cosine", norm="batchnorm",
-           gate_input="uh", gate_range=0.0, gate_rank="low", attnres_block=0, attnres_blocks=-1,
-           attnres_window=-2, attnres_weights="linear", hyper_kind="mhc-lite", hyper_n=0, gate_bias=math.inf)
+           nag_temp=0.0, nag_directions=0, mlp_ratio=-1.0, activation="tanh", nag_head="cosine",
+           norm="batchnorm", gate_input="uh", gate_range=0.0, gate_rank="low", attnres_block=0,
+           attnres_blocks=-1, attnres_window=-2, attnres_weights="linear", hyper_kind="mhc-lite", hyper_n=0,
+           gate_bias=math.inf)
 
 
 def test_all_problems_are_reported_at_once():
@@ -449,12 +454,13 @@ def test_each_problem_by_itself(name):
     assert f"--{name} {BAD[name]}" in str(e.value)
 
 
-@pytest.mark.parametrize("bad", [dict(n_embd=18, n_head=6), dict(n_embd=15, n_head=1), dict(n_embd=16, n_head=16),
-                                 dict(mixln_alpha=math.nan), dict(mlp_ratio=0.01), dict(nag_temp=-1.0),
-                                 dict(nag_temp=math.nan), dict(mlp_ratio=math.nan), dict(hyper_n=6),
-                                 dict(attnres_block=2, attnres_blocks=2), dict(x0=True, residual="siamese"),
-                                 dict(attnres_window=2, attnres_block=2), dict(norm="layer", residual="nag"),
-                                 dict(layer_drop=0.1, residual="hyper"), dict(norm="dyt", residual="ngpt"),
+@pytest.mark.parametrize("bad", [dict(n_embd=18, n_head=6), dict(n_embd=15, n_head=1),
+                                 dict(n_embd=16, n_head=16), dict(mixln_alpha=math.nan), dict(mlp_ratio=0.01),
+                                 dict(nag_temp=-1.0), dict(nag_temp=math.nan), dict(mlp_ratio=math.nan),
+                                 dict(hyper_n=6), dict(attnres_block=2, attnres_blocks=2),
+                                 dict(x0=True, residual="siamese"), dict(attnres_window=2, attnres_block=2),
+                                 dict(norm="layer", residual="nag"), dict(layer_drop=0.1, residual="hyper"),
+                                 dict(norm="dyt", residual="ngpt"),
                                  dict(value_residual=True, layer_drop=0.2)], ids=str)
 def test_more_bad_configs(bad):
     with pytest.raises(ValueError) as e:
@@ -469,13 +475,15 @@ def test_heads_that_are_suggested_fit():
             if problems and "try --n_head " in problems[0]:
                 remedy = problems[0].split("try --n_head ")[1]
                 for suggestion in re.findall(r"\d+", remedy):
-                    assert "even --n_embd" in remedy or not GPTConfig(n_embd=C, n_head=int(suggestion)).problems()
+                    config = GPTConfig(n_embd=C, n_head=int(suggestion))
+                    assert "even --n_embd" in remedy or not config.problems()
             assert bool(problems) == (C % (2 * h) != 0)
 
 
 @pytest.mark.parametrize("n_embd", [64, 128, 192, 768])
 def test_swiglu_has_the_parameters_of_gelu(n_embd):
-    count = [c.num_params() for c in (build(n_embd=n_embd, n_layer=1, activation=a) for a in ("gelu", "swiglu"))]
+    count = [c.num_params()
+             for c in (build(n_embd=n_embd, n_layer=1, activation=a) for a in ("gelu", "swiglu"))]
     mlp = 8 * n_embd ** 2
     assert abs(count[1] - count[0]) < 0.005 * mlp
 
@@ -483,8 +491,8 @@ def test_swiglu_has_the_parameters_of_gelu(n_embd):
 # ----------------------------------------------------------------------------- torch.compile
 
 # Graphs for 6 blocks. mixln: post blocks and pre blocks. keel: the first block is of its own kind. lns: the
-# first block has s = 1, and so no s. attnres, denseformer: attention and MLP, since their streams grow. hyper,
-# siamese: the streams of the first block are one tensor.
+# first block has s = 1, and so no s. attnres, denseformer: attention and MLP, since their streams grow.
+# hyper, siamese: the streams of the first block are one tensor.
 GRAPHS = dict(mixln=2, keel=2, attnres=2, denseformer=2, hyper=2, siamese=2)
 
 
@@ -554,7 +562,8 @@ def reference(model, name, idx):
             u = gained_norm(u, r.n_post.gain) if n_post else u
             x = a * x + (u if r.b is None else r.b * u)
             x = gained_norm(x, r.n_out.gain) if n_out else x
-            assert [bool(g is not None) for g in (r.n_in, r.n_post, r.n_out)] == [bool(n) for n in (n_in, n_post, n_out)]
+            norms = (r.n_in, r.n_post, r.n_out)
+            assert [bool(g is not None) for g in norms] == [bool(n) for n in (n_in, n_post, n_out)]
             seen.append(x)
     h = gained_norm(x, model.ends.n_in.gain) if final else x
     return seen, h @ model.lm_head.weight.T
@@ -620,7 +629,8 @@ def test_lns_leaves_attention_weights_alone(no_eps, monkeypatch):
 
 
 def test_mixln_alpha_0_is_pre():
-    same(logits(perturb(build("mixln", mixln_alpha=0.0, n_layer=4))), logits(perturb(build("pre", n_layer=4))))
+    mix = perturb(build("mixln", mixln_alpha=0.0, n_layer=4))
+    same(logits(mix), logits(perturb(build("pre", n_layer=4))))
 
 
 def test_mixln_alpha_1_is_post():
@@ -629,7 +639,8 @@ def test_mixln_alpha_1_is_post():
     assert mix.num_params() == post.num_params()
 
 
-@pytest.mark.parametrize("alpha, n_layer, count", [(0.25, 12, 3), (0.25, 6, 1), (0.25, 3, 0), (0.06, 32, 1), (0.5, 3, 1)])
+@pytest.mark.parametrize("alpha, n_layer, count", [
+    (0.25, 12, 3), (0.25, 6, 1), (0.25, 3, 0), (0.06, 32, 1), (0.5, 3, 1)])
 def test_mixln_share_of_post_blocks(alpha, n_layer, count):
     kinds = [[r.n_out is not None and r.n_in is None for r in (b.attn_residual, b.mlp_residual)]
              for b in build("mixln", n_layer=n_layer, mixln_alpha=alpha).blocks]
@@ -648,7 +659,8 @@ def test_deepnorm_with_a_1_and_standard_init_is_post():
 def test_deepnorm_constants_at_12_blocks():
     deep, plain = build("deepnorm", n_layer=12), build("lns", n_layer=12)
     for (r, mine), (_, his) in zip(deep.sublayers(), plain.sublayers(), strict=True):
-        assert r.a.item() == pytest.approx(2.213, abs=1e-3) and r.a.item() == pytest.approx(24 ** 0.25, rel=1e-12)
+        assert r.a.item() == pytest.approx(2.213, abs=1e-3)
+        assert r.a.item() == pytest.approx(24 ** 0.25, rel=1e-12)
         ratio = lambda a, b: (a / b).detach().mean().item()
         assert ratio(mine.c_proj.weight, his.c_proj.weight) == pytest.approx(0.3195, abs=1e-4)
         assert ratio(mine.value_weight(), his.value_weight()) == pytest.approx(96 ** -0.25, rel=1e-9)
@@ -743,9 +755,9 @@ def test_keel_first_block():
 
 
 @pytest.mark.parametrize("name, n_layer, b, growth", [
-    ("pre", 12, None, 25), ("pre", 48, None, 97), ("skipinit", 12, 24 ** -0.5, 2.0), ("skipinit", 48, 96 ** -0.5, 2.0),
-    ("skipinit", 12, 1 / 24, 1.04), ("skipinit", 48, 1 / 96, 1.01), ("lns", 12, None, 7.2), ("lns", 48, None, 9.9),
-    ("peri", 12, None, 25), ("post", 12, None, 1)])
+    ("pre", 12, None, 25), ("pre", 48, None, 97), ("skipinit", 12, 24 ** -0.5, 2.0),
+    ("skipinit", 48, 96 ** -0.5, 2.0), ("skipinit", 12, 1 / 24, 1.04), ("skipinit", 48, 1 / 96, 1.01),
+    ("lns", 12, None, 7.2), ("lns", 48, None, 9.9), ("peri", 12, None, 25), ("post", 12, None, 1)])
 def test_norm_growth_with_unit_variance_branches(name, n_layer, b, growth):
     """The mean square of a stream that starts at 1, with random orthogonal maps as sublayers."""
     C, rng = 128, torch.Generator().manual_seed(0)
@@ -823,7 +835,8 @@ def test_nag_lanes_are_the_additive_form(no_eps):
             f = f - f.mean(-1, keepdim=True)
             f = f - (f * R).sum(-1, keepdim=True) / (R * R).sum(-1, keepdim=True) * R
             u = root * f / f.norm(dim=-1, keepdim=True)
-            m = (residual.p.softmax(0) * torch.sigmoid((R / rho) @ residual.w.T + residual.b)).sum(-1, keepdim=True)
+            gates = torch.sigmoid((R / rho) @ residual.w.T + residual.b)
+            m = (residual.p.softmax(0) * gates).sum(-1, keepdim=True)
             R = R + rho * residual.alpha * m ** F.softplus(residual.beta) * u
             same(rms(R).log(), s, 1e-10)
             same(R / rms(R), r, 1e-10)
@@ -868,7 +881,8 @@ def test_nag_initial_values(power):
     for l, (r, _) in enumerate(model.sublayers(), start=1):
         assert r.alpha.shape == () and r.alpha.item() == pytest.approx(l ** -power, rel=1e-12)
         assert F.softplus(r.beta).item() == pytest.approx(1, rel=1e-12)
-        assert r.w.shape == (7, 16) and r.b.shape == (7,) and r.p.shape == (7,) and not r.b.any() and not r.p.any()
+        assert r.w.shape == (7, 16) and r.b.shape == (7,) and r.p.shape == (7,)
+        assert not r.b.any() and not r.p.any()
         assert r.w.std().item() == pytest.approx(16 ** -0.5, rel=0.3)
     assert len({r.w[0, 0].item() for r, _ in model.sublayers()}) == 6
 
@@ -906,7 +920,8 @@ def test_nag_closed_gate_has_finite_gradients(beta, dtype):
     assert turned.isfinite().all() and s.isfinite().all()
     for key, p in [*residual.named_parameters(), ("r", r), ("f", f)]:
         assert p.grad.isfinite().all(), key
-    assert m_of(residual, r.detach()).max().item() == pytest.approx(1e-6 ** math.log1p(math.exp(beta)), rel=1e-4)
+    right = 1e-6 ** math.log1p(math.exp(beta))
+    assert m_of(residual, r.detach()).max().item() == pytest.approx(right, rel=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -1024,8 +1039,8 @@ def test_weight_decay_is_for_matrices(name, flags):
     """Not for queries, gains, mixing matrices that start as the identity, ...: decay would pull them to 0."""
     from train import TrainConfig, make_optimizers
     model = build(name, torch.float32, **flags)
-    decayed = {p for group in make_optimizers(model, TrainConfig())["optimizer"].param_groups if group["weight_decay"]
-               for p in group["params"]}
+    groups = make_optimizers(model, TrainConfig())["optimizer"].param_groups
+    decayed = {p for group in groups if group["weight_decay"] for p in group["params"]}
     of_gates = tuple(f".{end}" for end in ("W.h", "W.u", "up", "dynamic"))
     by_its_paper = (".alpha", ".beta") if model.config.norm == "seednorm" else ()
     for key, p in model.named_parameters():

@@ -1,4 +1,5 @@
-"""train.py beyond one process and one optimizer: Muon, FSDP2, checkpointed blocks, learning rates over depth."""
+"""train.py beyond one process and one optimizer: Muon, FSDP2, checkpointed blocks, learning rates over
+depth."""
 import os
 import signal
 import subprocess
@@ -40,7 +41,8 @@ def tokens(step, n=8, T=16):
 # ----------------------------------------------------------------------------- Muon
 
 @pytest.mark.parametrize("flags", [*[dict(residual=name) for name in RESIDUALS], dict(tie=True, x0=True),
-                                   dict(mod="router", mod_rate=0.25), dict(share_every=1, share_rank=2)], ids=str)
+                                   dict(mod="router", mod_rate=0.25), dict(share_every=1, share_rank=2)],
+                         ids=str)
 def test_muon_takes_the_matrices_of_the_blocks(flags):
     model = GPT(GPTConfig(**SMALL | flags))
     names = {p: name for name, p in model.named_parameters()}
@@ -66,7 +68,8 @@ def test_muon_resumes_bit_identically(data, tmp_path, main):   # noqa: F811
     assert all("momentum_buffer" in state for state in ckpt["muon"]["state"].values())
     for other in ("adamw", "sgd"):
         with pytest.raises(SystemExit, match="--optimizer"):
-            main(["train.py", "--out", tmp_path / "parts", "--resume", "--max_iters", 15, "--optimizer", other])
+            main(["train.py", "--out", tmp_path / "parts", "--resume", "--max_iters", 15,
+                  "--optimizer", other])
     losses = [line["loss"] for line in metrics(tmp_path / "whole") if "loss" in line]
     assert losses[-1] < losses[0] - 0.05
 
@@ -74,8 +77,9 @@ def test_muon_resumes_bit_identically(data, tmp_path, main):   # noqa: F811
 # ----------------------------------------------------------------------------- checkpointed blocks
 
 @pytest.mark.parametrize("flags", [
-    dict(), dict(residual="attnres"), dict(residual="siamese"), dict(value_residual=True), dict(layer_drop=0.3),
-    dict(mod="router", mod_rate=0.25), dict(residual="nag", mod_rate=0.3, mod_explore=0.3),
+    dict(), dict(residual="attnres"), dict(residual="siamese"), dict(value_residual=True),
+    dict(layer_drop=0.3), dict(mod="router", mod_rate=0.25),
+    dict(residual="nag", mod_rate=0.3, mod_explore=0.3),
     dict(residual="nag", mod_rate=0.3, mod_kv="kept", mod_explore=0.3), dict(repeat="2:2")], ids=str)
 def test_checkpointed_blocks_change_nothing(flags):
     results = []
@@ -115,7 +119,8 @@ def test_transfer_at_the_base_depth_is_the_plain_model():
 
 
 def test_transfer_scales_the_groups():
-    """CompleteP: eps of the blocks x 1 / ratio; depth-muP: eps and learning rate x ratio ** -0.5; no decay changes."""
+    """CompleteP: eps of the blocks x 1 / ratio; depth-muP: eps and learning rate x ratio ** -0.5; no decay
+    changes."""
     for transfer, lr, eps in (("completep", 1, 1 / 4), ("depth-mup", 1 / 2, 1 / 2)):
         model = GPT(GPTConfig(**SMALL | dict(n_layer=8), transfer=transfer, base_depth=2))
         inner = {*model.blocks.parameters()}
@@ -143,7 +148,8 @@ def change_of_the_stream(n_layer, transfer, steps=4):
 
 
 def test_coordinate_check():
-    """With CompleteP, 32 blocks move the stream as far as 4 do, within a factor of 1.6; without, over 3 times."""
+    """With CompleteP, 32 blocks move the stream as far as 4 do, within a factor of 1.6; without, over 3
+    times."""
     ratio = {transfer: change_of_the_stream(32, transfer) / change_of_the_stream(4, transfer)
              for transfer in ("none", "completep")}
     assert 1 / 1.6 < ratio["completep"] < 1.6 and ratio["none"] > 3, ratio
@@ -152,7 +158,8 @@ def test_coordinate_check():
 # ----------------------------------------------------------------------------- several processes
 
 def steps_of(split, optimizer, flags):
-    """Losses and gradient norms of four steps: on whole weights and batches, or on this process's parts of both."""
+    """Losses and gradient norms of four steps: on whole weights and batches, or on this process's parts of
+    both."""
     model, rank, n = GPT(GPTConfig(**SMALL | flags)), dist.get_rank(), dist.get_world_size()
     model.checkpoint_blocks = split
     numbers = train.shard(model, "cpu", n) if split else []
@@ -190,16 +197,19 @@ def worker(cases):
     dist.destroy_process_group()
 
 
-FEW = [("adamw", dict(residual="nag")), ("adamw", dict(residual="attnres", tie=True)), ("muon", dict(residual="ngpt")),
+FEW = [("adamw", dict(residual="nag")), ("adamw", dict(residual="attnres", tie=True)),
+       ("muon", dict(residual="ngpt")),
        ("adamw", dict(residual="peri", x0=True, transfer="completep", deep_supervision=True))]
 ALL = [(optimizer, dict(residual=name)) for name in RESIDUALS for optimizer in ("adamw", "muon")] + [
     ("adamw", dict(norm="dyt")), ("adamw", dict(norm="crms", taper="linear", taper_match="none")),
-    ("adamw", dict(residual="attnres", attnres_blocks=2)), ("adamw", dict(residual="hyper", hyper_kind="mhc"))]
+    ("adamw", dict(residual="attnres", attnres_blocks=2)),
+    ("adamw", dict(residual="hyper", hyper_kind="mhc"))]
 
 
 @pytest.mark.parametrize("n, cases", [(2, "FEW"), slow(2, "ALL"), slow(4, "ALL")])
 def test_split_weights_train_like_whole_ones(n, cases):
-    code = f"import sys; sys.path[:0] = ['tests', '.']; import test_scale; test_scale.worker(test_scale.{cases})"
+    code = ("import sys; sys.path[:0] = ['tests', '.']; import test_scale; "
+            f"test_scale.worker(test_scale.{cases})")
     done = cli(*torchrun(n), "--no-python", sys.executable, "-c", code, check=False, timeout=1000)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -253,10 +263,12 @@ def test_a_killed_process_ends_the_run(data, tmp_path, main, n, flags):   # noqa
 # ----------------------------------------------------------------------------- bad input
 
 @pytest.mark.parametrize("flags, words", [
-    ("--fsdp --share_every 3", "--fsdp"), ("--fsdp --repeat 2:2", "--fsdp"), ("--fsdp --layer_drop 0.1", "--fsdp"),
-    ("--fsdp --residual nag --mod_rate 0.2", "--fsdp"), ("--fsdp --value_residual", "--fsdp"),
-    ("--fsdp --norm batch", "--fsdp"), ("--checkpoint_blocks --norm batch", "--checkpoint_blocks"),
-    ("--transfer completep --residual nag", "--residual pre"), ("--transfer completep --base_depth 0", "--base_depth"),
+    ("--fsdp --share_every 3", "--fsdp"), ("--fsdp --repeat 2:2", "--fsdp"),
+    ("--fsdp --layer_drop 0.1", "--fsdp"), ("--fsdp --residual nag --mod_rate 0.2", "--fsdp"),
+    ("--fsdp --value_residual", "--fsdp"), ("--fsdp --norm batch", "--fsdp"),
+    ("--checkpoint_blocks --norm batch", "--checkpoint_blocks"),
+    ("--transfer completep --residual nag", "--residual pre"),
+    ("--transfer completep --base_depth 0", "--base_depth"),
     ("--transfer depth-mup --optimizer sgd", "adamw"), ("--transfer completep --repeat 2:2", "--transfer"),
     ("--optimizer moun", "muon")])
 def test_refusals(flags, words, capsys):

@@ -1,6 +1,6 @@
 """
-The residuals that read across depth or gate their updates, and the norms: generic properties of every option, then
-the algebra of the specs, against independent formulas. Float64 throughout.
+The residuals that read across depth or gate their updates, and the norms: generic properties of every option,
+then the algebra of the specs, against independent formulas. Float64 throughout.
 """
 import itertools
 import math
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 import kernels
 import model as M
-from test_residuals import (build, gained_norm, ids, logits, no_eps, only_matrices, perturb, rms, same,  # noqa: F401
-                            streams, take_over)
+from test_residuals import (build, gained_norm, ids, logits, no_eps, only_matrices, perturb,  # noqa: F401
+                            rms, same, streams, take_over)
 
 
 # ----------------------------------------------------------------------------- Attention Residuals
@@ -54,7 +54,8 @@ def test_gradcheck_of_a_read(n, with_ahead, with_gain):
         return kernels.depth_read(w, sources, (o, lse) if with_ahead else None, gain if with_gain else None)
 
     assert torch.autograd.gradcheck(read, (w, gain, o, lse, *sources))
-    right = kernels.depth_read_reference(w, sources, (o, lse) if with_ahead else None, gain if with_gain else None)
+    right = kernels.depth_read_reference(w, sources, (o, lse) if with_ahead else None,
+                                         gain if with_gain else None)
     same(read(w, gain, o, lse, *sources), right, 1e-13)
 
 
@@ -83,7 +84,8 @@ def saved_bytes(function):
     return sum(storage.nbytes() for storage in kept.values()), out
 
 
-@pytest.mark.parametrize("flags", [dict(attnres_block=1), dict(attnres_block=4), dict(attnres_weights="sigmoid")], ids=str)
+@pytest.mark.parametrize("flags", [dict(attnres_block=1), dict(attnres_block=4),
+                                   dict(attnres_weights="sigmoid")], ids=str)
 def test_memory_is_linear_in_depth(flags):
     idx, size = ids(8, 16), {}
     for n_layer in (8, 16, 24):
@@ -204,7 +206,8 @@ def test_gate_sizes():
 
 @pytest.mark.parametrize("kind", ["hc", "mhc", "lite"])
 def test_hyper_starts_as_pre_in_every_stream(kind, no_eps):  # noqa: F811
-    model, pre = (build(name, n_layer=5, **flags) for name, flags in (("hyper", dict(hyper_kind=kind)), ("pre", {})))
+    model, pre = (build(name, n_layer=5, **flags)
+                  for name, flags in (("hyper", dict(hyper_kind=kind)), ("pre", {})))
     same(logits(model), logits(pre), 1e-6 if kind == "mhc" else 1e-11)   # sinkhorn's columns: almost 1
     for (_, a, _), (_, b, _) in zip(model.walk(ids()), pre.walk(ids())):
         same(a, b[..., None, :].expand_as(a), 1e-6 if kind == "mhc" else 1e-11)
@@ -267,7 +270,8 @@ def test_products_of_doubly_stochastic_matrices():
     same(products[0].sum(0), one, 1e-12)
     same(products[0].sum(1), one, 1e-12)
     assert torch.linalg.matrix_norm(products[0], 2) == pytest.approx(1, abs=1e-12)
-    same((products[0] @ X).mean(0), X.mean(0), 1e-12)                    # mixing keeps the mean of the streams
+    # mixing keeps the mean of the streams
+    same((products[0] @ X).mean(0), X.mean(0), 1e-12)
     assert torch.linalg.matrix_norm(products[1], 2) > 1.5
     logits_ = 3 * some(60, 4, 4)
     doubly = M.sinkhorn(logits_)
@@ -311,8 +315,8 @@ def test_ngpt(no_eps):  # noqa: F811
         optimizer.zero_grad()
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                same(p.norm(dim=0 if "c_proj" in name else 1), torch.ones(p.shape[1 if "c_proj" in name else 0],
-                                                                          dtype=torch.float64), 1e-12)
+                same(p.norm(dim=0 if "c_proj" in name else 1),
+                     torch.ones(p.shape[1 if "c_proj" in name else 0], dtype=torch.float64), 1e-12)
     for x in streams(model):
         same(rms(x), torch.ones(2, 12, 1, dtype=torch.float64), 1e-12)
     r = perturb(model, 0.1).blocks[1].mlp_residual
@@ -400,7 +404,8 @@ def test_pre_layernorm_is_recentred_pre_rmsnorm():
 
 
 def test_pre_layernorm_is_pre_crmsnorm():
-    """The stream stores C - 1 entries; what reads it folds the gains, and the column of the missing entry, in."""
+    """The stream stores C - 1 entries; what reads it folds the gains, and the column of the missing entry,
+    in."""
     layer = perturb(build("pre", norm="layer"), 0.3)
     rms_form, small = centred(build("pre", norm="rms"), layer).state_dict(), build("pre", norm="crms")
     assert small.wte.weight.shape == (64, 15)
@@ -440,9 +445,11 @@ def test_seednorm():
     x, seed = some(3, 5, 16), norm("seednorm")
     same(seed(x), norm("rms")(x), 1e-15)
     perturb(seed, 0.7)
-    same(seed(x), (torch.tanh((x * seed.beta).sum(-1, keepdim=True)) * seed.alpha + seed.gain) * gained_norm(x, 1.0))
+    gain = torch.tanh((x * seed.beta).sum(-1, keepdim=True)) * seed.alpha + seed.gain
+    same(seed(x), gain * gained_norm(x, 1.0))
     assert (seed(1e3 * x).abs() <= (seed.gain.abs() + seed.alpha.abs()) * 4 + 1e-9).all()
-    assert (seed(2 * x) - seed(x)).abs().max() > 1e-2                    # lets the size through, up to a limit
+    # lets the size through, up to a limit
+    assert (seed(2 * x) - seed(x)).abs().max() > 1e-2
     same(seed(1e5 * x), seed(1e6 * x), 1e-9)
 
 

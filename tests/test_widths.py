@@ -18,10 +18,10 @@ FORMS = [dict(taper="linear"), dict(taper="cosine", taper_on="both"), dict(taper
          dict(taper="linear", taper_match="none", taper_start=1.0),
          dict(taper="cosine", activation="swiglu"), dict(taper="cosine", residual="nag"),
          dict(taper="cosine", residual="attnres", taper_on="both"), dict(taper="cosine", residual="ngpt"),
-         dict(taper="cosine", residual="hyper"), dict(taper="cosine", norm="crms"), dict(taper="cosine", tie=True),
-         dict(share_every=2), dict(share_every=4), dict(share_every=2, share_rank=3),
-         dict(share_every=1, residual="nag"), dict(repeat="4:3"), dict(repeat="3-5:2"),
-         dict(share_every=3, share_rank=2, activation="swiglu", residual="review"),
+         dict(taper="cosine", residual="hyper"), dict(taper="cosine", norm="crms"),
+         dict(taper="cosine", tie=True), dict(share_every=2), dict(share_every=4),
+         dict(share_every=2, share_rank=3), dict(share_every=1, residual="nag"), dict(repeat="4:3"),
+         dict(repeat="3-5:2"), dict(share_every=3, share_rank=2, activation="swiglu", residual="review"),
          dict(repeat="2-6:3", residual="nag"), dict(repeat="1:2", residual="post")]
 every = pytest.mark.parametrize("flags", FORMS, ids=lambda flags: " ".join(map(str, flags.values())))
 
@@ -85,7 +85,8 @@ def test_a_flat_taper_is_the_uniform_model():
     assert torch.equal(logits(flat), logits(build(**SIZE)))
 
 
-@pytest.mark.parametrize("flags", [f for f in FORMS if "taper" in f and f.get("taper_match") != "none"], ids=str)
+@pytest.mark.parametrize("flags", [f for f in FORMS if "taper" in f and f.get("taper_match") != "none"],
+                         ids=str)
 def test_matched_within_one_percent_in_both_directions(flags):
     for start, end in ((1.5, 0.5), (0.5, 1.5)):
         config = M.GPTConfig(**{**SIZE, **flags, "taper_start": start, "taper_end": end})
@@ -166,7 +167,8 @@ def test_repetition_is_the_unrolled_model():
     for model in (repeated, unrolled):
         model(ids(), ids(seed=1))[1].backward()
     both = unrolled.blocks[1].mlp.c_fc.weight.grad + unrolled.blocks[3].mlp.c_fc.weight.grad
-    same(repeated.blocks[1].mlp.c_fc.weight.grad, both, 1e-12)           # the gradient is the sum over the uses
+    # the gradient is the sum over the uses
+    same(repeated.blocks[1].mlp.c_fc.weight.grad, both, 1e-12)
     assert repeated.num_params() == build(**SIZE).num_params()
 
 
