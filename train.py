@@ -61,7 +61,7 @@ class TrainConfig:
     gate_lr: float = 1e-3          # peak learning rate of the residual's gates (nag: alpha, beta, w, b, p, g)
     min_lr: float = 0.1            # final learning rate / peak
     warmup: float = 0.05           # share of the run with a rising learning rate
-    alpha_warmup: float = 0.0      # nag: share of the run in which the step sizes alpha rise from 0
+    alpha_warmup: float = 0.0      # nag: share of the run in which step sizes rise from 0; 0.3 if deep
     mod_ramp: float = 0.1          # share of the run in which mod_rate rises from 0, after the warm-ups
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay
     decay: float = 0.2             # wsd: share of the run with a falling learning rate

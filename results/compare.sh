@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Residuals at equal tokens: a sweep of the learning rate with seed 1, then seeds 2 and 3 at the best rate.
-#     bash results/compare.sh [residual ...]     about an hour on two cores; prints the table of the README
+#     bash results/compare.sh [residual ...]     about 40 minutes on two cores; prints the table of the README
 set -euo pipefail
 SIZE="--n_layer 12" STEPS=420 LRS="7.5e-4 1.5e-3 3e-3 6e-3"
 . "$(dirname "$0")/common.sh"

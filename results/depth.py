@@ -38,7 +38,7 @@ axes.set_title("Gap against depth, each at its best learning rate", loc="left", 
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False, fontsize=8)
-figure.text(0.02, 0.015, "Below 0: better than pre. Mean of paired seeds and its standard error.", fontsize=8,
-            color="0.3")
+figure.text(0.02, 0.015, "Below 0: better than pre. Mean of paired seeds and its standard error. "
+            "nag-warm: nag --alpha_warmup 0.3.", fontsize=7, color="0.3")
 figure.tight_layout(rect=(0, 0.05, 1, 1))
 figure.savefig(OUT / "depth.png")

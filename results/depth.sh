@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # NAG against PreNorm and others at 6 to 96 blocks of width 64, 200 steps of 1,024 tokens: for each depth and
 # residual a sweep of the learning rate with seed 1, on until its best is inside, then seeds 2 and 3 at the best
-# rate. On two cores TIME.
+# rate. On two cores 30 minutes; DEPTHS=48 alone takes as long, DEPTHS=96 twice as long.
 #     bash results/depth.sh                  6, 12 and 24 blocks; prints tables, adds to results/depth.json and .png
 #     DEPTHS=48 bash results/depth.sh        others
 #     DEPTHS=96 SCALE=gpu bash results/depth.sh pre nag      some of the residuals, `pre` first
@@ -9,23 +9,27 @@ set -euo pipefail
 SIZE="--n_embd 64 --block_size 64" STEPS=200 LRS=
 . "$(dirname "$0")/common.sh"
 DEPTHS=${DEPTHS:-6 12 24}
-[ $SCALE = cpu ] && NAMES=${*:-pre nag lns peri attnres} || NAMES=${*:-pre nag}
+[ $SCALE = cpu ] && NAMES=${*:-pre nag nag-warm lns peri attnres} || NAMES=${*:-pre nag}
 variant() {   # name -> learning rates at which its sweep starts
   case $1 in
     pre) echo "7.5e-4 1.5e-3 3e-3" ;;
-    nag) echo "3e-3 6e-3 1.2e-2" ;;
-    lns) echo "1.5e-3 3e-3 6e-3" ;;
-    peri) echo "2.4e-2 4.8e-2 9.6e-2" ;;
+    nag | nag-warm) echo "3e-3 6e-3 1.2e-2" ;;
+    lns) echo "7.5e-4 1.5e-3 3e-3" ;;
+    peri) echo "9.6e-2 1.92e-1 3.84e-1" ;;
     attnres) echo "7.5e-4 1.5e-3 3e-3" ;;
   esac
 }
 rates() { echo ${LRS:-$(variant ${1#*-})}; }
-flags() {   # attnres in about 8 depth blocks, as in the paper: of 2, 3, 6, 12 or 24 sublayers
-  echo "--residual $2 --n_layer $1" $([ $2 = attnres ] && echo --attnres_block $(($1 < 12 ? 2 : $1 / 4)))
+flags() {   # blocks, name -> flags
+  case $2 in
+    nag-warm) echo "--residual nag --alpha_warmup 0.3" ;;   # the step sizes of NAG rise from 0
+    attnres) echo "--residual attnres --attnres_block $(($1 < 12 ? 2 : $1 / 4))" ;;   # 8 blocks, as in the paper
+    *) echo "--residual $2" ;;
+  esac
 }
 line() {  # depth-residual, learning rate, seed
-  echo "$RUNS/depth/$1-lr$2-seed$3 $SIZE $(flags ${1%-*} ${1#*-}) --lr $2 --seed $3 --max_iters $STEPS" \
-       "--eval_interval $((STEPS / 2))"
+  echo "$RUNS/depth/$1-lr$2-seed$3 $SIZE --n_layer ${1%%-*} $(flags ${1%%-*} ${1#*-}) --lr $2 --seed $3" \
+       "--max_iters $STEPS --eval_interval $((STEPS / 2))"
 }
 
 for depth in $DEPTHS; do

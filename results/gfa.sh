@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Gradient fan-in asymmetry and its interventions: 12 blocks of width 64, 300 steps of 1,024 tokens, three
-# seeds. About 12 minutes on two cores.
+# seeds. About 25 minutes on two cores.
 #     bash results/gfa.sh                        prints the table, writes results/gfa.json
 set -euo pipefail
 SIZE="--n_layer 12 --n_embd 64 --block_size 64" STEPS=300

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Mixture-of-Depths in pretraining at equal executed FLOPs: what a run saves by skipping, it spends on more
-# tokens. Before it: bash results/compare.sh, whose runs are the rates 0. About 20 minutes on two cores.
+# tokens. Before it: bash results/compare.sh, whose runs are the rates 0. About half an hour on two cores.
 #     bash results/mod.sh                        prints the table, writes results/mod.json and results/mod.png
 #     RATES="0.2 0.5" bash results/mod.sh        other rates beside those that are there
 set -euo pipefail

@@ -223,7 +223,7 @@ def test_full_disk(tmp_path):
 
 def test_interrupt(tmp_path):
     tokenizer("gpt2")
-    good, out = write(tmp_path / "good.txt", PROSE * 500), tmp_path / "out"
+    good, out = write(tmp_path / "good.txt", PROSE * 3000), tmp_path / "out"   # seconds of work
     process = subprocess.Popen([sys.executable, ROOT / "prepare.py", "text", "--tokenizer", "gpt2",
                                 "--input", good, "--out", out],
                                stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
