@@ -27,7 +27,7 @@ FOLDERS = {"nag 0": f"compare/nag-lr{best['nag']}-seed{{}}",
            "pre 0": f"compare/pre-lr{best['pre']}-seed{{}}", "router 0.25": "mod/router-0.25-seed{}"}
 path = OUT / "mod.json"   # rates that were not run this time stay as they are
 table = json.loads(path.read_text()) if path.exists() else {}
-mean = lambda values: statistics.mean(values)
+mean = statistics.mean
 for label, pattern in FOLDERS.items():
     folders = [RUNS / pattern.format(seed) for seed in (1, 2, 3)]
     if not all((folder / "done").exists() for folder in folders):
