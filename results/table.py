@@ -198,7 +198,7 @@ CLAIMS = {
           nag_and_depth, "depth",
           "**reproduced with `--alpha_warmup 0.3`**: PreNorm gets worse with depth, NAG does not. Without the "
           "warm-up of its step sizes NAG wins up to 48 blocks by an even gap and ties at 96, where it stays at "
-          "token frequencies for most of these 200 steps. `lns`, `peri` and `attnres` at 48 and 96: not run",
+          "token frequencies for most of these 200 steps. Of the others, `lns` gains steadily with depth",
           "depth", "depth"),
     "b": ("PreNorm's stream grows and NAG's does not; NAG's contributions are even",
           "PreNorm's norm grows up to 120 times as much",
