@@ -1215,14 +1215,13 @@ class Skip(NamedTuple):
         """-> (B, T) bool, or None: every token, because the residual has no gain."""
         if self.keep is not None or not residual.knows_gain:
             return self.keep
-        with torch.no_grad():   # a hard decision; the gates learn from the tokens that do run
-            score = residual.score(gain)
-            keep = score > self.tau
-            if self.force is not None:
-                keep = keep | self.force
-            if self.floor:
-                at_least = math.ceil(self.floor * score.numel())
-                keep = keep | (score >= score.flatten().topk(at_least).values[-1])
+        score = residual.score(gain.detach())   # a hard decision; gates learn from the tokens that do run
+        keep = score > self.tau
+        if self.force is not None:
+            keep = keep | self.force
+        if self.floor:
+            at_least = math.ceil(self.floor * score.numel())
+            keep = keep | (score >= score.flatten().topk(at_least).values[-1])
         return keep
 
 

@@ -2,12 +2,14 @@
 Does a skipped sublayer run save the time that its FLOPs say? Times NAG with Mixture-of-Depths against itself
 without skipping, in turn, and prints a table of predicted and measured savings.
 
-    python results/mod_speed.py                        # 12 x 256 and 24 x 384, context 256, on this machine
-    python results/mod_speed.py --shapes 12x768x1024 24x1024x1024 --device cuda   # blocks x width x context
+    python results/mod_speed.py --runs runs/nag                    # a trained model
+    python results/mod_speed.py --shapes 12x256x256 24x384x256     # blocks x width x context, random weights
+    bash results/mod_speed.sh                                      # trains two models, then times all that
 
-The weights are random: what is timed does not depend on them, but for the tokens that skip, which are spread
-by one threshold per sublayer. Predicted is what the formula of executed FLOPs says, measured is the median of
-the repeats.
+A trained model goes by one threshold, as it would in use: some sublayers run nearly always, others hardly
+ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
+case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
+says, measured is the median of the repeats.
 """
 import argparse
 import json
@@ -20,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from model import GPT, GPTConfig, KVCache  # noqa: E402
-from train import TrainConfig, calibrate, keep_freed_memory, make_optimizers, shares, write_file  # noqa: E402
+from train import (TrainConfig, calibrate, keep_freed_memory, load_run, make_optimizers, shares,  # noqa: E402
+                   val_windows, write_file)
 
 RATES = (0.125, 0.25, 0.375, 0.5)
 
@@ -56,31 +59,50 @@ PHASES = {"training step": (training_step, 8), "prefill": (prefill, 8), "decode 
           "decode 16": (decode, 16)}
 
 
+def untrained(shape, device, rng):
+    """-> a model, and a function of a number n: idx (n, T)"""
+    n_layer, n_embd, T = map(int, shape.split("x"))
+    model = GPT(GPTConfig(residual="nag", n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, block_size=T,
+                          mod_scope="layer")).to(device)
+    return model, lambda n: torch.randint(320, (n, T), generator=rng).to(device)
+
+
+def trained(run, device, rng):
+    """The same of a run; idx is validation text."""
+    model, config = load_run(run, device)
+    if not model.can_skip:
+        raise SystemExit(f"{run}: its tokens can't skip sublayers; train one with --residual nag")
+    x, _ = val_windows(config["data"], model.config.block_size, 64)
+    return model, lambda n: x[torch.randperm(len(x), generator=rng)[:n]].to(device)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shapes", nargs="+", default=["12x256x256", "24x384x256"])
+    parser.add_argument("--runs", nargs="+", default=[], help="run folders")
+    parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context, such as 12x256x256")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", default="results/mod_speed.json")
-    parser.add_argument("--kv", default="all", choices=("all", "kept"))
     args = parser.parse_args()
+    if not args.runs + args.shapes:
+        parser.error("say --runs, --shapes or both")
     keep_freed_memory()
     sync = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     table = {}
     heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
     print(f"| blocks x width x context | what | {heads} |")
-    for shape in args.shapes:
-        n_layer, n_embd, T = map(int, shape.split("x"))
-        model = GPT(GPTConfig(residual="nag", n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd,
-                              block_size=T, mod_scope="layer", mod_kv=args.kv)).to(args.device)
+    for name in args.runs + args.shapes:
+        rng = torch.Generator().manual_seed(0)
+        model, draw = (trained if name in args.runs else untrained)(name, args.device, rng)
+        c = model.config
+        shape = f"{c.n_layer}x{c.n_embd}x{c.block_size}" + (" trained" if name in args.runs else "")
         # weights stay put
         settings = TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0)
         optimizer = make_optimizers(model, settings)["optimizer"]
-        rng = torch.Generator().manual_seed(0)
-        draw = lambda batch: torch.randint(320, (batch, T), generator=rng).to(args.device)
-        taus = {rate: calibrate(model.eval(), [draw(4)], rate)[0] for rate in RATES}
+        text = draw(16)
+        taus = {rate: calibrate(model.eval(), text.split(8), rate)[0] for rate in RATES}
         for phase, (run, batch) in PHASES.items():
-            idx, times, kept = draw(batch), {rate: [] for rate in (0, *RATES)}, {}
+            idx, times, kept = text[:batch], {rate: [] for rate in (0, *RATES)}, {}
             for repeat in range(args.repeats + 2):   # the first two warm up
                 for rate, seconds in times.items():
                     kept[rate] = []
@@ -92,7 +114,7 @@ def main():
                         seconds.append(inner or time.perf_counter() - begin)
             cells, dense = [], statistics.median(times[0])
             for rate in RATES:
-                ran = torch.tensor(shares(kept[rate])).view(-1, 2 * n_layer).mean(0).tolist()
+                ran = torch.tensor(shares(kept[rate])).view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
                 measured = 1 - statistics.median(times[rate]) / dense
                 cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,

@@ -271,6 +271,14 @@ CLAIMS = {
           "claims", "claims"),
 }
 
+# of each script, with these labels, on two cores that do nothing else
+MINUTES = {
+    "depth": "32 min; deeper: `DEPTHS=48` (19 min with the labels `pre nag nag-warm`, then 15 with `pre lns "
+             "peri attnres`), `DEPTHS=96` (30, 31)",
+    "claims": "15 min", "mod": "30 min, after compare.sh, 40", "stability": "30 min", "residuals": "8 min",
+    "widths": "8 min", "prune": "4 min", "gfa": "25 min",
+}
+
 HEAD = """\
 # What the papers claim, and what came out here
 
@@ -318,7 +326,7 @@ def readme():
         script, *labels = command.split()
         cpu, gpu = cell(measure, files, "", "not finished"), cell(measure, files, "gpu/", "awaits GPU")
         columns = (f"({letter})", claim, paper, cpu, gpu, verdict,
-                   f"`bash {' '.join((f'results/{script}.sh', *labels))}`",
+                   f"`bash {' '.join((f'results/{script}.sh', *labels))}`, {MINUTES[script]}",
                    f"[{figure}.png]({figure}.png)" if figure else "")
         rows.append("| " + " | ".join(columns) + " |")
     return HEAD + "\n".join(rows) + "\n"

@@ -55,4 +55,5 @@ def test_commands_are_accepted(script, scale):
         assert given["out"].startswith("runs/gpu/" if scale == "gpu" else "runs/")
         assert ("data" in given) == (scale == "gpu")
     assert len(seen) == len(commands)
-    assert {out[-5:] for out in seen} == {"seed1", "seed2", "seed3"}
+    seeds = {"seed1"} if "mod_speed" in script else {"seed1", "seed2", "seed3"}   # how fast, not how well
+    assert {out[-5:] for out in seen} == seeds
