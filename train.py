@@ -889,7 +889,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        code = main() or 0
     except RuntimeError as error:
         # gloo says a plain RuntimeError, nccl a DistBackendError; anything else is a bug to be seen whole
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
@@ -898,3 +898,7 @@ if __name__ == "__main__":
         print(f"train.py: process {os.environ.get('RANK', 0)} has lost another one of this run ({text}); "
               f"the last checkpoint is whole: continue with --resume", file=sys.stderr, flush=True)
         os._exit(1)   # a tidy exit would wait for the one that has gone
+    if "RANK" in os.environ:   # under torchrun: all is saved, and a thread of torch that asks for the
+        sys.stdout.flush()     # interpreter while it shuts down would abort a process that has succeeded
+        os._exit(code)
+    sys.exit(code)

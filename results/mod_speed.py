@@ -79,7 +79,7 @@ def trained(run, device, rng):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
-    parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context, such as 12x256x256")
+    parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", default="results/mod_speed.json")
