@@ -11,8 +11,8 @@ ever. Random weights get a threshold per sublayer, so that each skips the same s
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
 says, measured is the median of the repeats.
 """
-import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from model import GPT, GPTConfig, KVCache  # noqa: E402
-from train import (TrainConfig, calibrate, keep_freed_memory, load_run, make_optimizers, shares,  # noqa: E402
-                   val_windows, write_file)
+from train import (Parser, TrainConfig, calibrate, keep_freed_memory, load_run,  # noqa: E402
+                   make_optimizers, shares, val_windows, write_file)
 
 RATES = (0.125, 0.25, 0.375, 0.5)
 
@@ -61,6 +61,9 @@ PHASES = {"training step": (training_step, 8), "prefill": (prefill, 8), "decode 
 
 def untrained(shape, device, rng):
     """-> a model, and a function of a number n: idx (n, T)"""
+    if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*", shape) or int(shape.split("x")[1]) % 64:
+        raise SystemExit(f"--shapes {shape}: say blocks x width x context, such as 12x256x256, the width a "
+                         f"multiple of 64")
     n_layer, n_embd, T = map(int, shape.split("x"))
     model = GPT(GPTConfig(residual="nag", n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, block_size=T,
                           mod_scope="layer")).to(device)
@@ -77,15 +80,17 @@ def trained(run, device, rng):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", default="results/mod_speed.json")
-    args = parser.parse_args()
+    parser.add_argument("--out", help="JSON to write")
+    args = parser.parse()
     if not args.runs + args.shapes:
         parser.error("say --runs, --shapes or both")
+    if args.out:
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     sync = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     table = {}
@@ -125,7 +130,8 @@ def main():
     on_gpu = args.device == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     report = dict(command="python " + " ".join(sys.argv), device=device, torch=torch.__version__, table=table)
-    write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
+    if args.out:
+        write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
 
 
 if __name__ == "__main__":
