@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # NAG against PreNorm and others at 6 to 96 blocks of width 64, 200 steps of 1,024 tokens: for each depth and
 # residual a sweep of the learning rate with seed 1, on until its best is inside, then seeds 2 and 3 at the best
-# rate. On two cores 32 minutes; `DEPTHS=48 bash results/depth.sh pre nag nag-warm` 19, the others 15; of 96 30 and 31.
-#     bash results/depth.sh                  6, 12 and 24 blocks; prints tables, adds to results/depth.json and .png
+# rate. Minutes on two cores: 16 for 6 and 12 blocks, 16 for 24, 34 for 48 and 61 for 96, less for fewer residuals.
+#     bash results/depth.sh                  6 and 12 blocks; prints tables, adds to results/depth.json and .png
 #     DEPTHS=96 bash results/depth.sh pre nag nag-warm       other depths, some of the residuals, `pre` first
 #     DEPTHS=96 SCALE=gpu bash results/depth.sh pre nag
 set -euo pipefail
 SIZE="--n_embd 64 --block_size 64" STEPS=200 LRS=
 . "$(dirname "$0")/common.sh"
-DEPTHS=${DEPTHS:-6 12 24}
+DEPTHS=${DEPTHS:-6 12}
 [ $SCALE = cpu ] && NAMES=${*:-pre nag nag-warm lns peri attnres} || NAMES=${*:-pre nag}
 variant() {   # name -> learning rates at which its sweep starts
   case $1 in

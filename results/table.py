@@ -273,9 +273,9 @@ CLAIMS = {
 
 # of each script, with these labels, on two cores that do nothing else
 MINUTES = {
-    "depth": "32 min; deeper: `DEPTHS=48` (19 min with the labels `pre nag nag-warm`, then 15 with `pre lns "
-             "peri attnres`), `DEPTHS=96` (30, 31)",
-    "claims": "15 min", "mod": "30 min, after compare.sh, 40", "stability": "30 min", "residuals": "13 min",
+    "depth": "16 min; `DEPTHS=24` before it: 16; `DEPTHS=48` and the labels `pre nag nag-warm`, then `pre lns "
+             "peri attnres`: 19 and 15; `DEPTHS=96`: 30 and 31",
+    "claims": "15 min", "mod": "30 min, after `compare.sh pre nag`, 30", "stability": "30 min", "residuals": "13 min",
     "widths": "8 min", "prune": "4 min", "gfa": "25 min",
 }
 
