@@ -234,7 +234,8 @@ CLAIMS = {
           "convex stalls near 6.0 nats, about what token frequencies give",
           convex, "stability",
           "**partly**: a convex gate that starts at one half fails, here from 8 blocks on; with the bias −3 "
-          "of 2015 it trains at every depth, better than the additive one",
+          "of 2015 it trains at every depth, better than the additive one at these two rates; with more of them, "
+          "at 6 blocks (residuals.json), they are level",
           "stability", "stability"),
     "h": ("Review has no advantage at small scale",
           "nats, standard minus Review: −0.009 at 60M, −0.003 at 150M, +0.016 at 1B",
@@ -271,11 +272,11 @@ CLAIMS = {
           "claims", "claims"),
 }
 
-# of each script, with these labels, on two cores that do nothing else
+# of each script, with these labels, on two cores, as measured: some while they did other things, too
 MINUTES = {
     "depth": "16 min; `DEPTHS=24` before it: 16; `DEPTHS=48` and the labels `pre nag nag-warm`, then `pre lns "
              "peri attnres`: 19 and 15; `DEPTHS=96`: 30 and 31",
-    "claims": "15 min", "mod": "30 min, after `compare.sh pre nag`, 30", "stability": "30 min", "residuals": "13 min",
+    "claims": "15 min", "mod": "30 min, after compare.sh, 40", "stability": "30 min", "residuals": "14 min",
     "widths": "8 min", "prune": "4 min", "gfa": "25 min",
 }
 
