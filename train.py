@@ -25,6 +25,7 @@ import re
 import signal
 import sys
 import time
+import types
 import typing
 import warnings
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class TrainConfig:
     gate_lr: float = 1e-3          # peak learning rate of the residual's gates (nag: alpha, beta, w, b, p, g)
     min_lr: float = 0.1            # final learning rate / peak
     warmup: float = 0.05           # share of the run with a rising learning rate
-    alpha_warmup: float = 0.0      # nag: share of the run in which step sizes rise from 0; 0.3 if deep
+    alpha_warmup: float | None = None  # nag: share of the run in which step sizes rise; beyond 12 blocks 0.3
     mod_ramp: float = 0.1          # share of the run in which mod_rate rises from 0, after the warm-ups
     schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear decay
     decay: float = 0.2             # wsd: share of the run with a falling learning rate
@@ -89,7 +90,7 @@ class TrainConfig:
             if not 0 <= getattr(self, name) < math.inf:
                 bad.append(f"--{name} {getattr(self, name)}: must be a finite number, 0 or more")
         for name in ("min_lr", "warmup", "alpha_warmup", "mod_ramp", "decay", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be from 0 to 1")
         ends = [f"--{name}" for name in ("max_iters", "max_tokens", "max_flops") if getattr(self, name)]
         if len(ends) > 1:
@@ -150,11 +151,11 @@ def add_flags(parser, *configs):
     for config in configs:
         comments = dict(re.findall(r"^    (\w+):.*?  # (.+)$", inspect.getsource(config), re.M))
         for field in dataclasses.fields(config):
-            kind = typing.get_type_hints(config)[field.name]
+            kind = kinds(field)[0]
             how = dict(type=kind)
             if typing.get_origin(kind) is Literal:
                 how = dict(choices=typing.get_args(kind))
-            elif kind in (bool, bool | None):
+            elif kind is bool:
                 how = dict(action=argparse.BooleanOptionalAction)
             parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **how,
                                 help=f"{comments[field.name]} (default {field.default})".replace("%", "%%"))
@@ -193,6 +194,11 @@ def resolve(argv):
     return gpt, train, values
 
 
+def kinds(field):
+    """Types that a field of a config may have; with None, the run decides."""
+    return typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+
+
 def from_dict(config, values):
     """An instance of a config class from those of the values that are fields of it."""
     return config(**{f.name: values[f.name] for f in dataclasses.fields(config) if f.name in values})
@@ -212,8 +218,8 @@ def load_config(path):
         raise SystemExit(f"{path}: holds no settings; restore it or start a new run")
     unknown = [key for key in values if key not in known]
     for field in fields:
-        value, kind = values.get(field.name, field.default), field.type
-        fine = (int, float) if kind is float else (kind,)
+        value, kind = values.get(field.name, field.default), kinds(field)[0]
+        fine = kinds(field) + (int,) * (kind is float)
         if kind in (int, float, str, bool) and type(value) not in fine:
             raise SystemExit(f"{path}: {field.name} is {value!r}, not of type {kind.__name__}; mend it there")
     if unknown:
@@ -773,8 +779,13 @@ def main(argv=None):
 
     timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
     warms = [residual.warm for residual in model.residuals() if hasattr(residual, "warm")]
-    ramp_start = max(config.warmup, config.alpha_warmup)
+    alpha_warmup = config.alpha_warmup
+    if alpha_warmup is None:   # untrained updates at full size keep a deep model at token frequencies
+        alpha_warmup = 0.3 if gpt.n_layer > 12 else 0.0
+    ramp_start = max(config.warmup, alpha_warmup if warms else 0.0)
     while True:
+        for warm in warms:   # a function of the step: an evaluation after --resume must come out the same
+            warm.fill_(min(1.0, (done() + 1 / n_steps) / (alpha_warmup + 1 / n_steps)))
         # checkpoint first: an evaluation that runs out of memory must not cost the run
         ask = world_size == 1 or step % config.log_interval == 0   # asking other processes takes time
         ending = ask and stopping(stop, device, world_size)
@@ -811,8 +822,6 @@ def main(argv=None):
         # one step
         progress = done()
         share = lr_share(config, progress, 1 / n_steps)
-        for warm in warms:
-            warm.fill_(min(1.0, (progress + 1 / n_steps) / (config.alpha_warmup + 1 / n_steps)))
         ramp = (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)
         target = gpt.mod_rate * min(1.0, max(0.0, ramp))
         ran = torch.zeros(2 * len(model.blocks))   # sum over the micro-batches of the shares that ran

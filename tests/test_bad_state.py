@@ -68,7 +68,7 @@ def test_resume_takes_new_learning_rates(copy):
 
 
 @pytest.mark.parametrize("content", ["[]", "3", '{"n_layer": "two"}', '{"n_layer": null}',
-                                     '{"n_layer": 2.5}'])
+                                     '{"n_layer": 2.5}', '{"alpha_warmup": "slow"}'])
 def test_config_json_of_wrong_types(copy, content):
     (copy / "config.json").write_text(content)
     refused("--out", copy, "--resume")

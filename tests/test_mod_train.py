@@ -72,6 +72,36 @@ def test_resume_is_bit_identical(data, tmp_path, monkeypatch, kind):
     assert 0.1 < sum(skipped[-5:]) / 5 < 0.4
 
 
+def test_resume_where_an_evaluation_was(data, tmp_path, monkeypatch):
+    """A run that ended after its checkpoint evaluates again: with the same step sizes of NAG."""
+    flags = ["--residual", "nag", "--alpha_warmup", 0.8, "--max_iters", 20, "--eval_interval", 10]
+    go(data, tmp_path / "whole", *flags)
+    evaluate, calls = train.evaluate, []
+
+    def ends(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the machine went down")
+        return evaluate(*args)
+
+    monkeypatch.setattr(train, "evaluate", ends)
+    with pytest.raises(RuntimeError, match="went down"):
+        go(data, tmp_path / "parts", *flags)
+    assert torch.load(tmp_path / "parts" / "ckpt.pt", weights_only=True)["step"] == 10
+    go(data, tmp_path / "parts", *flags, "--resume")
+    same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("n_layer, share", [(12, 0), (13, 0.3)])
+def test_step_sizes_rise_in_deep_models(data, tmp_path, n_layer, share):
+    flags = ["--residual", "nag", "--n_layer", n_layer, "--n_embd", 16, "--max_iters", 4, "--eval_interval", 2]
+    go(data, tmp_path / "default", *flags)
+    go(data, tmp_path / "said", *flags, "--alpha_warmup", share)
+    same_run(tmp_path / "default", tmp_path / "said")
+    gains = [line["gain_by_depth"][0] for line in metrics(tmp_path / "said") if "val_loss" in line]
+    assert (gains[0] < gains[2] / 2) == bool(share)
+
+
 @pytest.mark.parametrize("kind", ["mod", "router", "layer_drop"])
 def test_max_flops_counts_what_ran(data, tmp_path, kind):
     n, at, dense = 4e8, tmp_path / "mod", tmp_path / "dense"
