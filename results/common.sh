@@ -1,11 +1,12 @@
 # Sourced by the other scripts of this folder, which say SIZE, STEPS and LRS or LR before: run things from the
 # repository's root, two at a time.
 #     SCALE=gpu bash results/X.sh    the same runs at the sizes of the table below, one at a time on one GPU
+#     SWEEP=1 bash results/X.sh      find the learning rates anew; else they are those of results/*.json
 #     DRY=1 bash results/X.sh        print the commands instead
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python)}
 export OMP_NUM_THREADS=1   # two runs side by side use two cores better than one run on both
-SCALE=${SCALE:-cpu} DRY=${DRY:-} RUNS=runs OUT=results JOBS=2 DROP=
+SCALE=${SCALE:-cpu} DRY=${DRY:-} SWEEP=${SWEEP:-} RUNS=runs OUT=results JOBS=2 DROP=
 [ "$SCALE" = cpu ] || [ "$SCALE" = gpu ] || { echo "SCALE=$SCALE: use cpu or gpu" >&2; exit 1; }
 
 if [ "$SCALE" = gpu ]; then   # the one place that says what a GPU changes
@@ -17,7 +18,8 @@ if [ "$SCALE" = gpu ]; then   # the one place that says what a GPU changes
   LRS="5e-4 1.5e-3 4.5e-3" LR=1.5e-3
   DROP="ckpt.pt best.pt"   # 2 GB a checkpoint would fill the disk; those that are analysed stay
   case $(basename "$0" .sh) in
-    compare | mod | residuals) STEPS=100 ;;   # three residuals a command
+    compare | residuals) STEPS=100 ;;   # three residuals a command
+    mod) STEPS=70 ;;
     claims) STEPS=100 DROP=best.pt ;;
     widths) STEPS=60 ;;
     gfa) STEPS=50 DROP=best.pt ;;
@@ -27,6 +29,7 @@ if [ "$SCALE" = gpu ]; then   # the one place that says what a GPU changes
     stability) STEPS=90 SIZE="${SIZE/--n_head 12 --n_embd 768/--n_head 4 --n_embd 256}" ;;
   esac
 fi
+JSON=$OUT/$(basename "$0" .sh).json
 export PYTHON RUNS OUT DROP
 
 py() {
@@ -48,20 +51,38 @@ run_all() {  # lines "folder flags..." on stdin
   xargs -P $JOBS -I{} bash -c 'run {}'
 }
 
-rates() { echo $LRS; }
+rates() { echo $LRS; }   # label -> learning rates with which its sweep begins; scripts may have their own
 
-first() {  # labels -> lines "label rate", for dry runs, which can't know the best
-  for label in "$@"; do echo $label $(rates $label | cut -d" " -f1); done
+known() {  # label -> the learning rate that an earlier sweep found; nothing if none did, or with SWEEP=1
+  [ "$SWEEP" ] || [ ! -f $JSON ] || "$PYTHON" -c "
+import json, sys
+print(json.load(open(sys.argv[1])).get(sys.argv[2], {}).get('lr', ''))" $JSON $1
 }
+
+begin() { lr=$(known $1); echo ${lr:-$(rates $1)}; }
 
 best() {  # folder, labels -> lines "label rate": the learning rate that is best for seed 1, where seeds lack
-  if [ "$DRY" ]; then first "${@:2}"; return; fi
+  if [ "$DRY" ]; then first "${@:2}"; return; fi   # a dry run can't know
   "$PYTHON" results/compare.py "$1" --best "${@:2}"
 }
+
+first() { for label in "$@"; do echo $label $(begin $label | cut -d" " -f1); done; }
 
 edge() {  # folder, labels -> lines "label rate": the next rate of a sweep whose best is its first or last
   if [ "$DRY" ] || [ $SCALE = gpu ]; then return; fi   # a GPU's ten minutes have no room for it
   "$PYTHON" results/compare.py "$1" --edge "${@:2}"
+}
+
+sweep() {  # folder, labels: seed 1 at each rate, and on where the best was the first or last
+  for label in "${@:2}"; do for lr in $(begin $label); do line $label $lr 1; done; done | run_all
+  for _ in 1 2 3 4 5; do
+    edge "$@" | while read -r label lr; do line $label $lr 1; done | run_all
+  done
+}
+
+three_seeds() {  # folder, labels: a sweep, then seeds 2 and 3 at its best rate; `line` has a run's flags
+  sweep "$@"
+  best "$@" | while read -r label lr; do line $label $lr 2; line $label $lr 3; done | run_all
 }
 
 chosen() {  # JSON of compare.py, labels -> lines "label rate": the rate of the three seeds

@@ -1,7 +1,7 @@
 """
 Table of the runs FOLDER/LABEL-lrRATE-seedN that a script of this folder has made: each label at the learning
-rate that is best for seed 1, the gap to the first label of the table paired by seed. Adds it to OUT, a JSON
-file, too.
+rate that is best for seed 1, the gap to the first label of the table paired by seed (of labels as 96-nag, to
+the first at 96). Adds it to OUT, a JSON file, too.
 
     python results/compare.py runs/compare --out results/compare.json pre nag lns
     python results/compare.py runs/compare --best pre nag lns       prints label and rate of each instead
@@ -59,11 +59,16 @@ for label in args.labels:
     table[label] = dict(lr=best, bits_per_byte=runs[best], mean=statistics.mean(bpb), sweep=sweep,
                         sd=statistics.stdev(bpb) if len(bpb) > 1 else None)
 
-if args.out and Path(args.out).exists():   # labels that were not run this time stay as they are
-    table = json.loads(Path(args.out).read_text()) | table
-for row in table.values():
+if args.out and Path(args.out).exists():   # labels and rates that were not run this time stay as they are
+    old = json.loads(Path(args.out).read_text())
+    for label in table.keys() & old.keys():
+        sweep = old[label]["sweep"] | table[label]["sweep"]
+        table[label]["sweep"] = {lr: sweep[lr] for lr in sorted(sweep, key=float)}
+    table = old | table
+bases = {}   # depth, if labels have one -> its first row
+for label, row in table.items():
     # the same seed means the same data order and the same shared weights: compare in pairs
-    first = next(iter(table.values()))["bits_per_byte"]
+    first = bases.setdefault(label.split("-")[0] if label[0].isdigit() else "", row)["bits_per_byte"]
     gaps = [bpb - first[seed] for seed, bpb in row["bits_per_byte"].items() if seed in first]
     if len(gaps) > 1:
         error = statistics.stdev(gaps) / len(gaps) ** 0.5

@@ -1,15 +1,13 @@
 #!/usr/bin/env bash
-# Residuals at equal tokens: a sweep of the learning rate with seed 1, then seeds 2 and 3 at the best rate.
-#     bash results/compare.sh [residual ...]     about 40 minutes on two cores; prints the table of the README
+# Residuals at equal tokens, three seeds, each at the best learning rate of a sweep.
+#     bash results/compare.sh                    about 20 minutes on two cores; prints the table of the README
+#     SWEEP=1 bash results/compare.sh            the sweep, too: 40 minutes
+#     bash results/compare.sh pre peri           other residuals; a new one is swept
 set -euo pipefail
 SIZE="--n_layer 12" STEPS=420 LRS="7.5e-4 1.5e-3 3e-3 6e-3"
 . "$(dirname "$0")/common.sh"
 RESIDUALS=${*:-pre nag lns}
-
 line() { echo "$RUNS/compare/$1-lr$2-seed$3 --residual $1 --lr $2 --seed $3 $SIZE --max_iters $STEPS"; }
 
-for r in $RESIDUALS; do for lr in $LRS; do line $r $lr 1; done; done | run_all
-best $RUNS/compare $RESIDUALS | while read -r r lr; do
-  line $r $lr 2; line $r $lr 3
-done | run_all
-py results/compare.py $RUNS/compare --out $OUT/compare.json $RESIDUALS
+three_seeds $RUNS/compare $RESIDUALS
+py results/compare.py $RUNS/compare --out $JSON $RESIDUALS

@@ -10,24 +10,19 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen fir
 
 # where common.sh has its runs and results at this SCALE
 RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "results"))
-path = OUT / "depth.json"
-# depth -> residual -> row of compare.py; what was not run this time stays as it is
-table = json.loads(path.read_text()) if path.exists() else {}
-for file in (RUNS / "depth").glob("*.json"):
-    rows = json.loads(file.read_text())
-    table.setdefault(file.stem, {}).update((label.split("-", 1)[1], row) for label, row in rows.items())
-table = {depth: table[depth] for depth in sorted(table, key=int)}
-path.write_text(json.dumps(table, indent=1) + "\n")
+table = json.loads((OUT / "depth.json").read_text())   # depth-residual -> row of compare.py
+DEPTHS = sorted({int(label.split("-")[0]) for label in table})
 
 figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
-for name in dict.fromkeys(name for rows in table.values() for name in rows if name != "pre"):
-    depths = [depth for depth, rows in table.items() if "gap" in rows.get(name, {})]
-    gaps = [table[depth][name]["gap"] for depth in depths]
-    axes.errorbar([int(depth) for depth in depths], [gap["mean"] for gap in gaps],
-                  [gap["standard_error"] for gap in gaps], fmt="o-", capsize=4, label=name)
+for name in dict.fromkeys(label.split("-", 1)[1] for label in table if not label.endswith("-pre")):
+    depths = [depth for depth in DEPTHS if "gap" in table.get(f"{depth}-{name}", {})]
+    gaps = [table[f"{depth}-{name}"]["gap"] for depth in depths]
+    axes.errorbar(depths, [gap["mean"] for gap in gaps], [gap["standard_error"] for gap in gaps], fmt="o-",
+                  capsize=4, label=name)
 axes.axhline(0, color="0.6", lw=0.8)
 axes.set_xscale("log", base=2)
-axes.set_xticks([int(depth) for depth in table], list(table))
+axes.set_xticks(DEPTHS, DEPTHS)
+axes.minorticks_off()
 run = next(folder for folder in (RUNS / "depth").iterdir() if (folder / "config.json").exists())
 config = json.loads((run / "config.json").read_text())   # they differ in depth, residual and rate only
 tokens = config["max_iters"] * config["batch_size"] * config["block_size"]
@@ -38,7 +33,7 @@ axes.set_title("Gap against depth, each at its best learning rate", loc="left", 
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)
 axes.legend(frameon=False, fontsize=8)
-figure.text(0.02, 0.015, "Below 0: better than pre. Mean of paired seeds and its standard error. "
-            "nag-warm: nag --alpha_warmup 0.3.", fontsize=7, color="0.3")
+figure.text(0.02, 0.015, "Below 0: better than pre. Mean of paired seeds and its standard error.", fontsize=8,
+            color="0.3")
 figure.tight_layout(rect=(0, 0.05, 1, 1))
 figure.savefig(OUT / "depth.png")

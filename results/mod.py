@@ -1,4 +1,4 @@
-"""Table and figure of the runs that mod.sh has made, beside the dense runs that compare.sh has made."""
+"""Table and figure of the runs that mod.sh has made."""
 import json
 import os
 import statistics
@@ -19,45 +19,43 @@ def read(folder):
     return [line for line in lines if "loss" in line][-1], [line for line in lines if "val_loss" in line][-1]
 
 
-# label: folders of the seeds
-best = {name: row["lr"] for name, row in json.loads((OUT / "compare.json").read_text()).items()}
-RATES = sorted({folder.name.split("-")[1] for folder in RUNS.glob("mod/nag-*-seed*")}, key=float)
-FOLDERS = {"nag 0": f"compare/nag-lr{best['nag']}-seed{{}}",
-           **{f"nag {rate}": f"mod/nag-{rate}-seed{{}}" for rate in RATES},
-           "pre 0": f"compare/pre-lr{best['pre']}-seed{{}}", "router 0.25": "mod/router-0.25-seed{}"}
+swept = json.loads((RUNS / "mod/swept.json").read_text())   # rows of compare.py
 path = OUT / "mod.json"   # rates that were not run this time stay as they are
 table = json.loads(path.read_text()) if path.exists() else {}
 mean = statistics.mean
-for label, pattern in FOLDERS.items():
-    folders = [RUNS / pattern.format(seed) for seed in (1, 2, 3)]
+for label in {folder.name.split("-lr")[0] for folder in RUNS.glob("mod/*-seed3")}:
+    lr = swept[label if label in swept else "nag-0"]["lr"]
+    folders = [RUNS / f"mod/{label}-lr{lr}-seed{seed}" for seed in (1, 2, 3)]
     if not all((folder / "done").exists() for folder in folders):
         continue
     train, val = zip(*map(read, folders))
     bpb = [line["val_bpb"] for line in val]
-    table[label] = dict(bits_per_byte=bpb, mean=mean(bpb), sd=statistics.stdev(bpb),
+    sweep = table.get(label, {}).get("sweep", {}) | swept.get(label, {}).get("sweep", {})
+    table[label] = dict(lr=lr, sweep=sweep, bits_per_byte=bpb, mean=mean(bpb), sd=statistics.stdev(bpb),
                         train_skip_rate=mean(line.get("skip_rate", 0.0) for line in train),
                         val_skip_rate=mean(line.get("val_skip_rate", 0.0) for line in val),
                         tokens=mean(line["tokens"] for line in train),
                         flops=mean(line["flops"] for line in train))
 for label, row in table.items():   # the same seed, the same data order: compare in pairs
-    dense = table["pre 0" if label.startswith("router") else f"{label.split()[0]} 0"]
+    dense = table["nag-0" if label.startswith("nag") else "pre-0"]
     gaps = [ours - theirs for ours, theirs in zip(row["bits_per_byte"], dense["bits_per_byte"])]
     row |= dict(gap=mean(gaps), gap_standard_error=statistics.stdev(gaps) / len(gaps) ** 0.5)
 
-by_rate = lambda label: (label.split()[0], float(label.split()[1]))
+by_rate = lambda label: (label.split("-")[0], float(label.split("-")[1]))
 table = {label: table[label] for label in sorted(table, key=by_rate)}
 for label, row in table.items():
-    gap = "" if label.endswith(" 0") else f"{row['gap']:+.3f} ± {row['gap_standard_error']:.3f}"
-    print(f"| {label} | {row['train_skip_rate']:.1%} | {row['val_skip_rate']:.1%} | {row['tokens']:,.0f} "
-          f"| {row['flops']:.3e} | {row['mean']:.3f} ± {row['sd']:.3f} | {gap} |")
+    gap = "" if label.endswith("-0") else f"{row['gap']:+.3f} ± {row['gap_standard_error']:.3f}"
+    print(f"| {label.replace('-', ' ')} | {row['lr']} | {row['train_skip_rate']:.1%} "
+          f"| {row['val_skip_rate']:.1%} | {row['tokens']:,.0f} | {row['flops']:.3e} "
+          f"| {row['mean']:.3f} ± {row['sd']:.3f} | {gap} |")
 path.write_text(json.dumps(table, indent=1) + "\n")
 nag = [row for label, row in table.items() if label.startswith("nag")]
 figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
 axes.errorbar([100 * row["train_skip_rate"] for row in nag], [row["gap"] for row in nag],
               [row["gap_standard_error"] for row in nag], fmt="o-", capsize=4,
               label="nag, geometric, against nag")
-if "router 0.25" in table:
-    row = table["router 0.25"]
+if "router-0.25" in table:
+    row = table["router-0.25"]
     axes.errorbar([100 * row["train_skip_rate"]], [row["gap"]], [row["gap_standard_error"]], fmt="s",
                   capsize=4, label="pre, router, against pre")
 axes.axhline(0, color="0.6", lw=0.8)

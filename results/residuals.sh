@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Every residual at one small scale: 6 blocks of width 64, 300 steps of 1,024 tokens. A sweep of the learning
-# rate with seed 1, then seeds 2 and 3 at the best rate. About 50 minutes on two cores; prints the table of
-# results/tables.md.
-#     bash results/residuals.sh
+# Every residual at one small scale: 6 blocks of width 64, 300 steps of 1,024 tokens, three seeds, each at the
+# best learning rate of a sweep. Prints the table of results/tables.md.
+#     bash results/residuals.sh                  about 20 minutes on two cores
+#     SWEEP=1 bash results/residuals.sh          the sweep, too: 50 minutes
 #     SCALE=gpu bash results/residuals.sh pre siamese ngpt       some of them, `pre` first
 set -euo pipefail
 SIZE="--n_layer 6 --n_embd 64 --block_size 64" STEPS=300 LRS="1.5e-3 3e-3 6e-3 1.2e-2"
@@ -37,16 +37,8 @@ rates() {   # gates may have a second best rate, far from the first
     *) echo $LRS ;;
   esac
 }
-for label in $LABELS; do
-  for lr in $(rates $label); do line $label $lr 1; done
-done | run_all
-for _ in 1 2 3 4 5; do   # on, where the best rate was the last one tried
-  edge $RUNS/residuals $LABELS | while read -r label lr; do line $label $lr 1; done | run_all
-done
-best $RUNS/residuals $LABELS | while read -r label lr; do
-  line $label $lr 2; line $label $lr 3
-done | run_all
-py results/compare.py $RUNS/residuals --sort --out $OUT/residuals.json $LABELS
+three_seeds $RUNS/residuals $LABELS
+py results/compare.py $RUNS/residuals --sort --out $JSON $LABELS
 [ $SCALE = gpu ] || [ "$*" ] && exit   # speed.py times a CPU, and all of them
 # parameters, time of a step, memory, decoding: one interleaved run
 OMP_NUM_THREADS=2 py results/speed.py --n_layer 6 --n_embd 64 --block_size 64 --batch_size 16 --rounds 15 \

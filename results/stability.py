@@ -16,8 +16,10 @@ import matplotlib.pyplot as plt  # noqa: E402  (the backend has to be chosen fir
 
 # where common.sh has its runs and results at this SCALE
 RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "results"))
-DEPTHS = sorted(int(path.stem) for path in RUNS.glob("stability/*.json"))
-tables = {depth: json.loads((RUNS / f"stability/{depth}.json").read_text()) for depth in DEPTHS}
+path = OUT / "stability.json"
+table = json.loads(path.read_text())   # depth-label -> row of compare.py
+table.pop("unigram", None)
+DEPTHS = sorted({int(label.split("-")[0]) for label in table})
 run = next(RUNS.glob("stability/*-lr*-seed1"))   # they differ in depth and gates
 config = json.loads((run / "config.json").read_text())
 tokens = np.concatenate([np.asarray(shard) for shard in prepare.open_split(config["data"], "val")])
@@ -27,14 +29,14 @@ unigram = -(share[share > 0] * np.log2(share[share > 0])).sum()
 if config["tokenizer"] != "bytes":   # whose tokens are bytes, but for end-of-text
     encoding = prepare.get_tokenizer(config["tokenizer"])
     unigram /= sum(p * len(encoding.decode_single_token_bytes(i)) for i, p in enumerate(share) if p)
-report = dict(unigram=unigram, tables=tables)
-(OUT / "stability.json").write_text(json.dumps(report, indent=1) + "\n")
+row = dict(lr="", bits_per_byte={}, mean=unigram, sd=None, sweep={})
+path.write_text(json.dumps(table | dict(unigram=row), indent=1) + "\n")
 
 figure, axes = plt.subplots(figsize=(6, 4), dpi=130)
-for label in [name.split("-", 1)[1] for name in tables[DEPTHS[0]]]:
-    rows = [tables[depth][f"{depth}-{label}"] for depth in DEPTHS]
-    mean, sd = [row["mean"] for row in rows], [row["sd"] or 0 for row in rows]
-    axes.errorbar(DEPTHS, mean, sd, fmt="o-", capsize=4, label=label.replace(
+for label in dict.fromkeys(name.split("-", 1)[1] for name in table):
+    rows = {depth: table[f"{depth}-{label}"] for depth in DEPTHS if f"{depth}-{label}" in table}
+    mean, sd = [row["mean"] for row in rows.values()], [row["sd"] or 0 for row in rows.values()]
+    axes.errorbar(list(rows), mean, sd, fmt="o-", capsize=4, label=label.replace(
         "-bias-3", ", bias -3").replace("half", "constant gate 0.5"))
 axes.axhline(unigram, ls="--", color="0.5", lw=1)
 axes.annotate("unigram entropy", (DEPTHS[0], unigram), (0, 3), textcoords="offset points", fontsize=8,

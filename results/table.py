@@ -44,12 +44,17 @@ def listed(items, last="and"):
 # ------------------------------------------------------------------ claims
 # Each takes load, which reads a JSON of this folder, or of gpu/ in it, and returns the lines of the cell.
 
+def depths(table):
+    """Of the labels of a JSON, as 96-nag."""
+    return sorted({int(label.split("-")[0]) for label in table if label[0].isdigit()})
+
+
 def nag_and_depth(load):
     table, lines = load("depth"), []
-    titles = {"nag-warm": "nag --alpha_warmup 0.3", "attnres": "attnres --attnres_block"}
-    for name in dict.fromkeys(name for rows in table.values() for name in rows if name != "pre"):
-        gaps = ((depth, rows[name]["gap"]) for depth, rows in table.items() if name in rows)
-        lines.append(f"`{titles.get(name, name)}` " + listed(
+    for name in dict.fromkeys(label.split("-", 1)[1] for label in table if not label.endswith("-pre")):
+        gaps = ((depth, table[f"{depth}-{name}"]["gap"]) for depth in depths(table)
+                if f"{depth}-{name}" in table)
+        lines.append(f"`{'attnres --attnres_block' if name == 'attnres' else name}` " + listed(
             f"{pm(gap['mean'], gap['standard_error'], sign=True)} at {depth}" for depth, gap in gaps))
     return ["minus `pre`, bits per byte, by number of blocks:", *lines]
 
@@ -74,12 +79,12 @@ def skipping(load):
 
 def skipping_in_training(load):
     table = load("mod")
-    rates = [row for name, row in table.items() if name.startswith("nag") and name != "nag 0"]
+    rates = [row for name, row in table.items() if name.startswith("nag") and name != "nag-0"]
     gap = lambda row: pm(row["gap"], row["gap_standard_error"], sign=True)
     gaps = (f"{gap(row)} at {row['train_skip_rate']:.1%}" for row in rates)
     lines = [f"minus full depth, bits per byte: {listed(gaps)}"]
-    if {"router 0.25", "nag 0.25"} <= table.keys():
-        router, nag = table["router 0.25"], table["nag 0.25"]
+    if {"router-0.25", "nag-0.25"} <= table.keys():
+        router, nag = table["router-0.25"], table["nag-0.25"]
         lines += [f"router on `pre`, 25 %, minus dense `pre`: {gap(router)}",
                   f"`nag` minus that: {paired(nag['bits_per_byte'], router['bits_per_byte'])}"]
     return lines
@@ -116,13 +121,13 @@ def attnres(load):
 
 
 def convex(load):
-    report, lines = load("stability"), []
+    table, lines = load("stability"), []
     names = {"convex": "convex", "convex, bias −3": "convex-bias-3", "additive": "review", "`pre`": "pre"}
     for title, label in names.items():
-        rows = [table.get(f"{depth}-{label}") for depth, table in report["tables"].items()]
+        rows = [table.get(f"{depth}-{label}") for depth in depths(table)]
         lines.append(f"{title}: {', '.join(pm(row['mean'], row['sd'], 2) for row in rows if row)}")
-    return [f"bits per byte at {listed(report['tables'])} blocks; of token frequencies alone "
-            f"{report['unigram']:.2f}", *lines]
+    return [f"bits per byte at {listed(map(str, depths(table)))} blocks; of token frequencies alone "
+            f"{table['unigram']['mean']:.2f}", *lines]
 
 
 def review(load):
@@ -196,9 +201,9 @@ CLAIMS = {
     "a": ("NAG beats PreNorm, and the gap grows with depth",
           "direction; losses were not to be had",
           nag_and_depth, "depth",
-          "**reproduced with `--alpha_warmup 0.3`**: PreNorm gets worse with depth, NAG does not. Without the "
-          "warm-up of its step sizes NAG wins up to 48 blocks by an even gap and ties at 96, where it stays at "
-          "token frequencies for most of these 200 steps. Of the others, `lns` gains steadily with depth",
+          "**reproduced**: PreNorm gets worse with depth, NAG does not, in runs twice as long, too "
+          "([tables.md](tables.md)). Beyond 12 blocks NAG needs a warm-up of its step sizes, which train.py has "
+          "as its default: without it, it ties with PreNorm at 96",
           "depth", "depth"),
     "b": ("PreNorm's stream grows and NAG's does not; NAG's contributions are even",
           "PreNorm's norm grows up to 120 times as much",
@@ -215,8 +220,8 @@ CLAIMS = {
     "d": ("Skipping in pretraining costs nothing at equal FLOPs",
           "20 to 25 % matches full depth",
           skipping_in_training, "mod",
-          "**reproduced**, and too easily: runs this short live on tokens, so that every rate wins, 50 % most, "
-          "and the router, too, whose learning rate was not swept",
+          "**reproduced**, and too easily: runs this short live on tokens, so that every rate wins, 50 % most. "
+          "The router gains more over dense `pre` than NAG's rule over dense `nag`, but stays behind",
           "mod", "mod"),
     "e": ("NAG has less of an attention sink, of outliers, and of loss from rounding",
           "direction",
@@ -272,11 +277,11 @@ CLAIMS = {
           "claims", "claims"),
 }
 
-# of each script, with these labels, on two cores, as measured: some while they did other things, too
+# of each script, with these labels, on two cores, as measured: stability and residuals with the sweeps, which
+# now only SWEEP=1 runs; some while the cores did other things, too
 MINUTES = {
-    "depth": "16 min; `DEPTHS=24` before it: 16; `DEPTHS=48` and the labels `pre nag nag-warm`, then `pre lns "
-             "peri attnres`: 19 and 15; `DEPTHS=96`: 30 and 31",
-    "claims": "15 min", "mod": "30 min, after compare.sh, 40", "stability": "30 min", "residuals": "14 min",
+    "depth": "29 min",
+    "claims": "15 min", "mod": "24 min", "stability": "30 min", "residuals": "14 min",
     "widths": "8 min", "prune": "4 min", "gfa": "25 min",
 }
 
@@ -286,11 +291,12 @@ HEAD = """\
 Written by `python results/table.py` from the JSON files of this folder; don't edit; more in
 [tables.md](tables.md). ± is the standard deviation of three seeds; of a difference (it has a sign) the
 standard error, paired by seed. Each method is at the best learning rate of a sweep, unless the script says
-otherwise. In claims.json `peri` is best at the last rate of its sweep and could do better. Sources: NAG
-arXiv:2606.16112 (a to e), Attention Residuals 2603.15031 (f, l), Review 2606.31859 (g, h), CascadeFormer
-2606.26538 (i to k), Xiong et al. 2002.04745 (l).
+otherwise; `SWEEP=1` before a command sweeps anew, without it the rates are those of the last sweep. In
+claims.json `peri` is best at the last rate of its sweep and could do better. Sources: NAG arXiv:2606.16112 (a
+to e), Attention Residuals 2603.15031 (f, l), Review 2606.31859 (g, h), CascadeFormer 2606.26538 (i to k),
+Xiong et al. 2002.04745 (l).
 
-CPU: two cores, models of 0.3 to 2.4M parameters, 0.2 to 1.3M tokens of `data/stdlib` as bytes. That measures
+CPU: two cores, models of 0.3 to 5M parameters, 0.1 to 1.0M tokens of `data/stdlib` as bytes. That measures
 how models start to learn and no more: a claim that fails here may hold at the scale of its paper, and one
 that holds here may not.
 

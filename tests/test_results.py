@@ -1,7 +1,9 @@
 """results/README.md says what its JSON files say, and its scripts print commands that train.py accepts."""
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +18,8 @@ sys.path.insert(0, str(ROOT / "results"))
 import table  # noqa: E402
 
 README = (ROOT / "results/README.md").read_text()
-SCRIPTS = sorted(f"results/{path.name}" for path in (ROOT / "results").glob("*.sh")
-                 if "| run_all" in path.read_text())   # those that train
+SCRIPTS = sorted(f"results/{path.name}" for path in (ROOT / "results").glob("*.sh") if path.stem != "common"
+                 and re.search(r"\| run_all|^three_seeds", path.read_text(), re.M))   # those that train
 
 
 def test_readme_is_what_the_json_files_say():
@@ -34,13 +36,49 @@ def test_links_exist(path):
     assert (ROOT / "results" / path).exists()
 
 
+def test_a_table_pairs_seeds_at_each_depth_and_keeps_what_was_not_run_again(tmp_path):
+    def finished(label, lr, seed, bpb):
+        run = tmp_path / "runs" / f"{label}-lr{lr}-seed{seed}"
+        run.mkdir(parents=True)
+        (run / "done").touch()
+        lines = (json.dumps(dict(val_bpb=loss)) for loss in (bpb + 1, bpb))   # the lowest counts
+        (run / "metrics.jsonl").write_text("\n".join(lines))
+
+    def compare(*labels):
+        done = subprocess.run([sys.executable, ROOT / "results/compare.py", tmp_path / "runs", *labels],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    labels, out = ("6-pre", "6-nag", "12-pre", "12-nag"), ("--out", tmp_path / "table.json")
+    for i, label in enumerate(labels):
+        finished(label, "3e-3", 1, 3.0 + i)
+        finished(label, "6e-3", 1, 3.5 + i)
+    assert compare("--best", *labels).split() == [word for label in labels for word in (label, "3e-3")]
+    assert compare("--edge", "6-pre").split() == ["6-pre", "1.5e-3"]
+    for seed in 2, 3:
+        for i, label in enumerate(labels):
+            finished(label, "3e-3", seed, 3.0 + i * (1 + 0.1 * seed))
+    assert compare("--best", *labels) == ""
+    compare(*out, *labels)
+    rows = json.loads((tmp_path / "table.json").read_text())
+    assert rows["6-nag"]["gap"]["mean"] == pytest.approx((1 + 1.2 + 1.3) / 3)
+    assert rows["12-nag"]["gap"]["mean"] == pytest.approx((1 + 1.2 + 1.3) / 3)   # to 12-pre, not to 6-pre
+    for run in (tmp_path / "runs").iterdir():
+        if run.name.startswith("6-") or "lr6e-3" in run.name:
+            shutil.rmtree(run)
+    compare(*out, "12-pre", "12-nag")
+    again = json.loads((tmp_path / "table.json").read_text())
+    assert again == rows and again["12-nag"]["sweep"] == {"3e-3": 6.0, "6e-3": 6.5}
+
+
 @pytest.mark.parametrize("scale", ("cpu", "gpu"))
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_commands_are_accepted(script, scale):
     """Each train.py command of a dry run has known flags, makes sense, and writes to a folder of its own."""
     assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
     env = dict(os.environ, SCALE=scale, DRY="1", PYTHON=sys.executable)
-    for name in ("RATES", "DEPTHS", "RUNS", "OUT"):
+    for name in ("RATES", "DEPTHS", "RUNS", "OUT", "SWEEP"):
         env.pop(name, None)
     done = subprocess.run(["bash", ROOT / script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
