@@ -54,8 +54,8 @@ def decode(model, optimizer, idx, tau, kept, n=32):
     return time.perf_counter() - begin
 
 
-# name: (what, sequences)
-PHASES = {"training step": (training_step, 8), "prefill": (prefill, 8), "decode 1": (decode, 1),
+# name: (what, sequences); 16 are train.py's default
+PHASES = {"training step": (training_step, 16), "prefill": (prefill, 16), "decode 1": (decode, 1),
           "decode 16": (decode, 16)}
 
 
@@ -83,7 +83,7 @@ def main():
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", help="JSON to write")
     args = parser.parse()
