@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Residuals at equal tokens, three seeds, each at the best learning rate of a sweep.
-#     bash results/compare.sh                    about 20 minutes on two cores; prints the table of the README
+#     bash results/compare.sh                    20 minutes, by half its runs; prints the table of the README
 #     SWEEP=1 bash results/compare.sh            the sweep, too: 40 minutes
 #     bash results/compare.sh pre peri           other residuals; a new one is swept
 set -euo pipefail

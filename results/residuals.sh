@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Every residual at one small scale: 6 blocks of width 64, 300 steps of 1,024 tokens, three seeds, each at the
 # best learning rate of a sweep. Prints the table of results/tables.md.
-#     bash results/residuals.sh                  about 20 minutes on two cores
-#     SWEEP=1 bash results/residuals.sh          the sweep, too: 50 minutes
+#     bash results/residuals.sh                  20 minutes on two cores, by the 13 s of a run
+#     SWEEP=1 bash results/residuals.sh          the sweep, too: 50 minutes, by the same
 #     SCALE=gpu bash results/residuals.sh pre siamese ngpt       some of them, `pre` first
 set -euo pipefail
 SIZE="--n_layer 6 --n_embd 64 --block_size 64" STEPS=300 LRS="1.5e-3 3e-3 6e-3 1.2e-2"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Does a gate survive depth? Final loss of the convex and the additive gate at 4 to 32 blocks of width 64, 300
-# steps of 1,024 tokens, three seeds, each at the better of two learning rates. About 20 minutes on two cores.
+# steps of 1,024 tokens, three seeds, each at the better of two learning rates. Less than half an hour on two
+# cores, which it takes with both.
 #     bash results/stability.sh                  prints the table, writes results/stability.json and .png
-#     SWEEP=1 bash results/stability.sh          both learning rates: half an hour
+#     SWEEP=1 bash results/stability.sh          both learning rates
 #     DEPTHS=32 SCALE=gpu bash results/stability.sh pre review convex      some of the depths and gates
 set -euo pipefail
 SIZE="--n_embd 64 --block_size 64" STEPS=300 LRS="1.5e-3 3e-3"
