@@ -1017,30 +1017,32 @@ class Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, index):
         ctx.save_for_backward(index)
-        return x.index_select(0, index), x.view_as(x)
+        return x.flatten(0, -2).index_select(0, index), x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_rows, d_rest):
-        return d_rest.index_copy(0, *ctx.saved_tensors, d_rows), None
+        dx = d_rest.clone(memory_format=torch.contiguous_format)   # not a view: autograd adds to it in place
+        dx.flatten(0, -2).index_copy_(0, *ctx.saved_tensors, d_rows)
+        return dx, None
 
 
 class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rest, index, rows):
         ctx.save_for_backward(index)
-        return rest.index_copy(0, index, rows)
+        return rest.flatten(0, -2).index_copy(0, index, rows).view_as(rest)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         # rest's rows at index had no influence, but part overwrites their gradient anyway
-        return grad, None, grad.index_select(0, *ctx.saved_tensors)
+        return grad, None, grad.flatten(0, -2).index_select(0, *ctx.saved_tensors)
 
 
 def part(x, index):
     """
-    x (M, ...) -> its rows at index (N, ...), and a rest that is good for one thing: `join`. The two go
+    x (..., C), M rows -> those at index (N, C), and a rest that is good for one thing: `join`. The two go
     together: one copy per direction, where indexing and its inverse would add up three tensors of x's size.
     """
     return call(Part, x, index)
@@ -1113,13 +1115,14 @@ class PartNormedTriton(torch.autograd.Function):
 def part_normed(x, index, gain, kernels="auto"):
     """`part`, and the RMSNorm of the rows, times gain (C,) -> rows (N, C), normed rows (N, C), rest."""
     if on_triton(x, kernels):
-        return PartNormedTriton.apply(x.contiguous(), index, gain.contiguous())
+        rows, normed, rest = PartNormedTriton.apply(x.flatten(0, -2).contiguous(), index, gain.contiguous())
+        return rows, normed, rest.view_as(x)
     rows, rest = part(x, index)
     return rows, rms_norm(rows, gain), rest
 
 
 def join(rest, index, rows):
-    """The x that `part` has got, with rows (N, ...) in the place of those at index."""
+    """The x (..., C) that `part` has got, with rows (N, C) in the place of those at index."""
     return call(Join, rest, index, rows)
 
 

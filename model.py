@@ -416,7 +416,7 @@ class Additive(Residual):
     def read_rows(self, x, rows):
         if self.n_in is None or self.n_in.kind != "rms" or not on_triton(x, self.config.kernels):
             return super().read_rows(x, rows)
-        kept, normed, rest = part_normed(x.flatten(0, 1), rows.index, self.n_in.gain, self.config.kernels)
+        kept, normed, rest = part_normed(x, rows.index, self.n_in.gain, self.config.kernels)
         return normed if self.s is None else normed * self.s, (kept, rest)
 
     def write(self, x, update, gain=None):
@@ -1192,14 +1192,14 @@ def take(stream, rows):
     """A stream of tensors (B, T, ...) -> that of the kept tokens (N, ...), and the rest for put."""
     if isinstance(stream, tuple):
         return tuple(zip(*(take(x, rows) for x in stream)))
-    return part(stream.flatten(0, 1), rows.index)
+    return part(stream, rows.index)
 
 
 def put(rest, rows, kept):
     """The stream that take has got, (B, T, ...), with the kept tokens replaced."""
     if isinstance(rest, tuple):
         return tuple(put(x, rows, k) for x, k in zip(rest, kept))
-    return join(rest, rows.index, kept).unflatten(0, rows.keep.shape)
+    return join(rest, rows.index, kept)
 
 
 class Skip(NamedTuple):
