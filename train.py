@@ -35,9 +35,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -503,8 +500,12 @@ def restore(optimizer, saved):
     """
     settings = [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    split = lambda p, x: (distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-                          if isinstance(p, DTensor) and x.shape == p.shape else x)
+    def split(p, x):
+        if not (is_split(p) and x.shape == p.shape):
+            return x
+        from torch.distributed.tensor import distribute_tensor   # here: see is_split
+        return distribute_tensor(x.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
     if [["betas" in group, len(group["params"])] for group in saved["param_groups"]] != [
             ["betas" in group, len(group["params"])] for group in optimizer.param_groups]:
         raise ValueError("another optimizer")
@@ -517,6 +518,11 @@ def restore(optimizer, saved):
 
 # ----------------------------------------------------------------------------- several processes
 
+def is_split(x):
+    """Whether x is a DTensor. Told by a method: to import the class and FSDP takes half as long as torch."""
+    return hasattr(x, "full_tensor")
+
+
 def shard(model, device, world_size):
     """
     Split the weights of a model on the CPU over the processes, block by block (FSDP2), so that no device
@@ -524,6 +530,8 @@ def shard(model, device, world_size):
     the whole model at the start). FSDP2 can't split numbers of no dimension: each process has them all.
     -> the list of these.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard   # here: see is_split
     # about changing what a block returns in place, which no stream does
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     mesh = init_device_mesh(device.split(":")[0], (world_size,))
@@ -547,7 +555,7 @@ def mean_grads(params, world_size):
 def whole(state, rank):
     """A state dict with its split tensors put together: on the CPU of process 0, None elsewhere."""
     def gather(x):
-        if isinstance(x, DTensor):
+        if is_split(x):
             x = x.full_tensor()   # all processes must take part
             return x.cpu() if rank == 0 else None
         return x
@@ -564,7 +572,7 @@ class GradNorms:
     def __init__(self, model, device):
         self.params = [p for p in model.parameters() if p.requires_grad]
         # FSDP: of a split parameter each process has a part of the square, of the others the whole of it
-        split = [isinstance(p, DTensor) for p in self.params]
+        split = [is_split(p) for p in self.params]
         self.part = None
         if any(split):
             self.part = torch.tensor([1.0 if s else 1 / dist.get_world_size() for s in split],
@@ -579,7 +587,7 @@ class GradNorms:
     def measure(self, accumulate, equalize=False):
         """-> the norm of all gradients. accumulate: add this step to the sums; equalize: see TrainConfig."""
         grads = [torch.zeros((), device=self.owner.device) if p.grad is None else p.grad for p in self.params]
-        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        grads = [grad.to_local() if is_split(grad) else grad for grad in grads]
         squares = torch.stack(torch._foreach_norm(grads)).double().square()
         if self.part is not None:
             squares *= self.part
