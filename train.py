@@ -315,7 +315,7 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
     Thresholds (2L,) with which the model skips the share `rate` of its sublayer runs on the batches, a list
     of idx (B, T), and the share that it really skips. They are quantiles of the dense model's scores; since
     skipping changes what later sublayers see, which quantile is found by bisection. least: a sublayer that a
-    smaller share of the tokens would skip gets -1, skips none.
+    smaller share of the tokens would skip (smaller than half the rate, if that is less) gets -1, skips none.
     """
     def forward(tau):   # -> scores (2L, tokens), realised rate
         scores, ran = [], []
