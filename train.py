@@ -297,8 +297,8 @@ def shares(kept):
     return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
 
 
-# Skipping a sublayer pays where more than this share of the tokens do: gathering the others takes time, too
-# (measured for attention at 12 blocks of width 256, on two CPU cores).
+# Where a smaller share of the tokens would skip a sublayer, sampling lets all of them run it: there is little
+# to gain, and gathering takes time.
 LEAST_SKIPPED = 0.1
 
 
@@ -338,9 +338,10 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
     dense, realised = forward(-1.0)
     best = torch.full((len(dense),), -1.0), realised
     skipped = (dense <= quantiles(rate).to(dense)[:, None]).double().mean(1)
+    whole = (skipped < min(least, rate / 2)).cpu()
     for _ in range(20 if rate else 0):
         tau = quantiles((low + high) / 2)
-        tau[(skipped < min(least, rate / 2)).cpu()] = -1.0
+        tau[whole] = -1.0
         _, realised = forward(tau)
         if abs(realised - rate) <= abs(best[1] - rate):
             best = tau, realised

@@ -1,4 +1,5 @@
 """Sampling: the KV cache of every residual, the filters, and the command line on a real run."""
+import json
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import prepare
+import train
 from model import GPT, GPTConfig, KVCache, RESIDUALS, pick
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,6 +61,20 @@ def test_cache_equals_full_forward(residual, chunks):
     cache = KVCache(model, 2)
     pieces = [model(part, cache=cache)[0] for part in idx.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, 1), model(idx)[0], rtol=0, atol=1e-10)
+
+
+def test_skip_calibrates_once_and_lets_sublayers_run_whole(run):
+    cli("sample.py", run, "--skip", 0.25, "--max_new_tokens", 8)
+    path = run / "skip.json"
+    (rates,), written = json.loads(path.read_text()).values(), path.stat().st_mtime_ns
+    model, config = train.load_run(run)
+    batches = train.val_windows(config["data"], 32, 32)[0].split(8)
+    tau, realised = train.calibrate(model, batches, 0.25, least=train.LEAST_SKIPPED)
+    assert rates["0.25"] == dict(tau=tau.tolist(), realised=realised)
+    assert realised == pytest.approx(0.25, abs=0.01)
+    assert (tau == -1).any() and (train.calibrate(model, batches, 0.25)[0] > 0).all()
+    cli("sample.py", run, "--skip", 0.25, "--max_new_tokens", 8)
+    assert path.stat().st_mtime_ns == written
 
 
 def test_too_many_tokens_are_refused():
