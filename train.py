@@ -297,9 +297,9 @@ def shares(kept):
     return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
 
 
-# Where a smaller share of the tokens would skip a sublayer, sampling lets all of them run it: there is little
-# to gain, and gathering takes time.
-LEAST_SKIPPED = 0.1
+# Where a smaller share of the tokens would skip an attention, sampling lets all of them run it: keys and values
+# are projected anyway, and gathering the queries takes longer than the rest saves. MLPs save time at once.
+LEAST_SKIPPED = 0.25
 
 
 def groups(config):
@@ -314,8 +314,9 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
     """
     Thresholds (2L,) with which the model skips the share `rate` of its sublayer runs on the batches, a list
     of idx (B, T), and the share that it really skips. They are quantiles of the dense model's scores; since
-    skipping changes what later sublayers see, which quantile is found by bisection. least: a sublayer that a
-    smaller share of the tokens would skip (smaller than half the rate, if that is less) gets -1, skips none.
+    skipping changes what later sublayers see, which quantile is found by bisection. least: an attention that
+    a smaller share of the tokens would skip gets -1, skips none. It is for one threshold for all sublayers
+    (elsewhere each group has to reach the rate), and is dropped where the others can't reach the rate.
     """
     def forward(tau):   # -> scores (2L, tokens), realised rate
         scores, ran = [], []
@@ -337,8 +338,9 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
     model.eval()   # training would add its exploration
     dense, realised = forward(-1.0)
     best = torch.full((len(dense),), -1.0), realised
-    skipped = (dense <= quantiles(rate).to(dense)[:, None]).double().mean(1)
-    whole = (skipped < min(least, rate / 2)).cpu()
+    skipped = (dense <= quantiles(rate).to(dense)[:, None]).double().mean(1).cpu()
+    mixing = torch.tensor([sublayer.mixes_tokens for _, sublayer in model.sublayers()])
+    whole = mixing & (skipped < least) & (model.config.mod_scope == "global")
     for _ in range(20 if rate else 0):
         tau = quantiles((low + high) / 2)
         tau[whole] = -1.0
@@ -349,7 +351,7 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
             break
         low, high = ((low + high) / 2, high) if realised < rate else (low, (low + high) / 2)
     model.train(training)
-    return best
+    return best if best[1] > rate - 0.01 or not whole.any() else calibrate(model, batches, rate, tolerance)
 
 
 def steer(model, ran, target):
