@@ -977,13 +977,16 @@ class Attention(nn.Module):
             if everything.shape[1] == 1:   # one token each: they see all of the cache
                 return self.c_proj(rows.unpad(attend(rows.pad(q), keys, values)).flatten(-2))
             position = rows.place + start
+            if x.device.type == "cpu" and not torch.compiler.is_compiling():
+                y = attend_one_by_one(q, keys, values, position, rows.count.tolist())
+                return self.c_proj(y.flatten(-2))
         else:
             q, k, v = self.qkv(x, turn)
             if cache is None:   # kept tokens keep their order, padding comes last: nothing is left to mask
                 y = attend(rows.pad(q), rows.pad(k), rows.pad(v), is_causal=True)
                 return self.c_proj(rows.unpad(y).flatten(-2))
             keys, values, position = cache.append_rows(k, v, rows)
-        y = attend_to_past(rows.pad(q), keys, values, rows.pad(position))
+        y = attend(rows.pad(q), keys, values, causal_mask(rows.pad(position), keys.shape[1]))
         return self.c_proj(rows.unpad(y).flatten(-2))
 
     def qkv(self, x, turn):
@@ -1015,18 +1018,15 @@ def attend(q, k, v, mask=None, is_causal=False):
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).transpose(1, 2)
 
 
-def attend_to_past(q, k, v, position):
+def attend_one_by_one(q, k, v, position, counts):
     """
-    attend, for queries at any positions (B, K), rising. In up to four pieces, each of which looks at the keys
-    up to its latest position only: a mask alone would compute the scores that it hides. In training that does
-    not pay: each piece's backward fills gradients of all keys.
+    attend, for kept queries q (N, nh, hs) at any positions (N,), counts of them per sequence. In one call they
+    would fill a rectangle as long as the sequence that keeps most: on a CPU, a call for each is faster.
     """
-    K, outputs = q.shape[1], []
-    size = max(64, -(-K // 4)) if K > 128 and not torch.is_grad_enabled() else K
-    for q, position in zip(q.split(size, dim=1), position.split(size, dim=1)):
-        S = k.shape[1] if size == K else int(position.max()) + 1
-        outputs.append(attend(q, k[:, :S], v[:, :S], causal_mask(position, S)))
-    return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+    S = k.shape[1]
+    hidden = q.new_full((S, S), -math.inf).triu_(1)[position]                        # (N, S)
+    each = zip(q.split(counts), k.split(1), v.split(1), hidden.split(counts))
+    return torch.cat([attend(q[None], k, v, mask).squeeze(0) for q, k, v, mask in each if len(q)])
 
 
 def causal_mask(position, S):
@@ -1558,7 +1558,7 @@ class GPT(nn.Module):
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
         though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
         exits: number of streams that the head reads (deep supervision). Not counted is what attention adds
-        where sequences of a batch keep different numbers of tokens.
+        where sequences of a batch keep different numbers of tokens and share a call: on a GPU, with mod_kv kept.
         """
         c, shapes = self.config, block_shapes(self.config)
         T, W, rank = c.block_size if T is None else T, c.width, c.share_rank
@@ -1588,12 +1588,13 @@ class KVCache:
     --mod_kv kept, all passes that share one must skip, or none.
     """
     def __init__(self, model, batch_size):
-        weight, size = model.lm_head.weight, (batch_size, model.config.block_size)
+        weight, c, size = model.lm_head.weight, model.config, (batch_size, model.config.block_size)
+        # where sequences store different numbers of tokens, the rest is masked, but has to be finite
+        make = weight.new_zeros if c.mod_kv == "kept" or c.mod == "router" else weight.new_empty
         self.layers = []
         for block in model.blocks:
-            keys = weight.new_zeros(*size, block.attn.n_head, block.attn.hs) if block.runs[0] else None
-            count = torch.zeros(batch_size, dtype=torch.long, device=weight.device)
-            self.layers.append(None if keys is None else LayerCache(keys, torch.zeros_like(keys), count))
+            shape, count = (*size, block.attn.n_head, block.attn.hs), weight.new_zeros(batch_size).long()
+            self.layers.append(LayerCache(make(shape), make(shape), count) if block.runs[0] else None)
         self.length = 0     # tokens seen
 
     def clear(self):

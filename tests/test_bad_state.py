@@ -1,13 +1,11 @@
 """States that a run folder, its data or its flags can get into, and the one sentence that each must give."""
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_sample import ROOT
+from programs import program
 
 import prepare
 
@@ -15,8 +13,7 @@ TINY = "--n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --eval
 
 
 def cli(*args, timeout=25):
-    return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True, text=True,
-                          timeout=timeout)
+    return program(*args, timeout=timeout)
 
 
 def refused(*args):

@@ -197,10 +197,8 @@ def test_skipped_tokens_cost_keys_and_values_only(rate, activation):
     by_module = {key: sum(ops.values()) for key, ops in counter.get_flop_counts().items()}
     total = 2 * BT * C * 64
     for i in range(4):
-        count = decisions[2 * i].sum(-1)
-        rows, K, S = count.sum().item(), count.max().item(), 3 if count.sum() else 0
-        # padded to the longest row
-        attn = (BT * 2 * C * 2 * C if rows else 0) + rows * 2 * (2 * C * C) + 4 * S * K * 16 * C
+        rows = decisions[2 * i].sum().item()
+        attn = (BT * 2 * C * 2 * C if rows else 0) + rows * 2 * (2 * C * C) + 4 * rows * 16 * C
         mlp = 2 * C * (hidden + fan_out) * decisions[2 * i + 1].sum().item()
         assert by_module.get(f"GPT.blocks.{i}.attn", 0) == attn
         assert by_module.get(f"GPT.blocks.{i}.mlp", 0) == mlp
@@ -628,6 +626,20 @@ def test_calibrate(scope, flags):
     assert realised == 0 and decided(model, batches[0], tau)[1].all()
 
 
+def test_attend_one_by_one_is_one_call_on_a_rectangle():
+    keep = torch.rand(4, 20, generator=rng()) < torch.tensor([0.3, 0.9, 1.0, 0.0])[:, None]   # one keeps none
+    rows = M.Rows(keep)
+    rows.arrange()
+    q = torch.randn(len(rows.index), 2, 8, dtype=torch.float64, generator=rng(1), requires_grad=True)
+    k, v = (torch.randn(4, 25, 2, 8, dtype=torch.float64, generator=rng(i), requires_grad=True) for i in (2, 3))
+    position = rows.place + 5   # five tokens are in the cache
+    y = rows.unpad(M.attend(rows.pad(q), k, v, M.causal_mask(rows.pad(position), 25)))
+    ours = M.attend_one_by_one(q, k, v, position, rows.count.tolist())
+    torch.testing.assert_close(ours, y, rtol=0, atol=1e-12)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (ours, y)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
+
+
 def test_calibrate_lets_attentions_that_few_skip_run_whole():
     model, batches = stretched(block_size=64), list(ids(8, 64).split(3))
     ran = lambda tau: torch.cat([decided(model, idx, tau)[1] for idx in batches], dim=1).double().mean((1, 2))
@@ -681,8 +693,8 @@ COSTS = [("nag", dict(mod_kv="all")), ("nag", dict(mod_kv="kept")),
 @pytest.mark.parametrize("residual, flags", COSTS, ids=str)
 def test_flops_of_a_training_step_by_formula(residual, flags):
     """
-    Exactly, but for the rectangle that attention pads its kept tokens to: it is as wide as the sequence with
-    the most of them, where the formula takes the mean.
+    Exactly, but for the rectangle that attention pads its tokens to where it sees kept ones only: it is as
+    wide as the sequence with the most of them, where the formula takes the mean.
     """
     model = perturb(build(residual, n_layer=2, n_head=4, n_embd=64, block_size=128, **flags), 0.05)
     idx, kept, T, C, by_gain = ids(8, 128), [], 128, 64, residual == "nag" and "layer_drop" not in flags
@@ -692,10 +704,9 @@ def test_flops_of_a_training_step_by_formula(residual, flags):
         model(idx, idx, tau=tau, generator=rng(1), kept=kept)[1].backward()
     share, padding = train.shares(kept), 0
     for keep in kept[::2]:
-        if by_gain and not keep.all():
-            count, all_keys = keep.sum(1), flags["mod_kv"] == "all"
-            K, N = count.max().item(), count.sum().item()
-            padding += 4 * C * (8 * K * (T if all_keys else K) - N * (T if all_keys else N / 8))
+        if by_gain and not keep.all() and flags["mod_kv"] == "kept":
+            K, N = keep.sum(1).max().item(), keep.sum().item()
+            padding += 4 * C * (8 * K * K - N * N / 8)
     assert 0 <= 1 - sum(share) / 4 <= 0.4 and min(share) < 0.95
     formula = 8 * T * model.flops_per_token(share=share)
     assert counter.get_total_flops() == pytest.approx(3 * (formula + padding), rel=1e-9)

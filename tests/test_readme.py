@@ -6,13 +6,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import ROOT, program
 
 from model import PRESETS, RESIDUALS
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 # What is typed behind each command so that the whole README takes a minute, and the commands that can't run
@@ -43,8 +42,7 @@ def test_commands(tmp_path):
     for line in commands():
         if any(words in line for words in NETWORK):
             sub = line.split()[2]
-            done = subprocess.run([sys.executable, "prepare.py", sub, "--help"], cwd=tmp_path,
-                                  capture_output=True, text=True)
+            done = program("prepare.py", sub, "--help", cwd=tmp_path)
             assert done.returncode == 0, line
             assert all(w in done.stdout for w in line.split() if w.startswith("--")), line
             continue
@@ -56,12 +54,8 @@ def test_commands(tmp_path):
         line = re.sub(r"--prune (\w+):\d+", r"--prune \1:1",
                       line.replace("--nproc_per_node 8", "--nproc_per_node 2"))
         words = shlex.split(line) + short.split()
-        if words[0] == "torchrun":
-            words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        else:
-            words[0] = sys.executable
-        env = dict(os.environ, OMP_NUM_THREADS="1")
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        start = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
+        done = program(*start, *words[1:], cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert seen == {"prepare.py", *SHORT}
 

@@ -3,21 +3,18 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from programs import ROOT, program
 
 import prepare
 import train
 from model import GPT, GPTConfig, KVCache, RESIDUALS, pick
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def cli(*args, check=True, **options):
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True, text=True,
-                          **options)
+    done = program(*args, **options)
     assert not check or done.returncode == 0, done.stderr
     return done
 

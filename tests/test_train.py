@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_sample import ROOT, cli, refused
+from programs import ROOT
+from test_sample import cli, refused
 
 import prepare
 import train
