@@ -22,14 +22,14 @@ import re
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Callable, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (EPS, depth_read, depth_read_ahead, depth_source, gather_rows, inverse_rms_reference,
+from kernels import (EPS, FLOOR, depth_read, depth_read_ahead, depth_source, gather_rows, inverse_rms_reference,
                      join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows, on_triton, part,
                      part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton, widen)
 
@@ -496,9 +496,10 @@ class NAG(Residual):
         """alpha m(r), signed (..., 1): the relative size of the write that the stream is about to get."""
         return self.modulator(stream[0], widen(self.alpha) * self.warm)
 
-    def score(self, gain):
+    def score(self, gain, alpha=None):
         if self.config.mod_on == "m":
-            gain = (gain / (self.alpha * self.warm)).nan_to_num(math.inf)   # alpha 0: unknown, so not skipped
+            alpha = self.alpha * self.warm if alpha is None else alpha
+            gain = (gain / alpha).nan_to_num(math.inf)   # alpha 0: unknown, so not skipped
         return gain.abs().squeeze(-1)
 
     def write(self, stream, f, gain=None):
@@ -1020,8 +1021,8 @@ def attend(q, k, v, mask=None, is_causal=False):
 
 def attend_one_by_one(q, k, v, position, counts):
     """
-    attend, for kept queries q (N, nh, hs) at any positions (N,), counts of them per sequence. In one call they
-    would fill a rectangle as long as the sequence that keeps most: on a CPU, a call for each is faster.
+    attend, for kept queries q (N, nh, hs) at any positions (N,), counts of them per sequence. In one call
+    they would fill a rectangle as long as the sequence that keeps most: on a CPU, a call for each is faster.
     """
     S = k.shape[1]
     hidden = q.new_full((S, S), -math.inf).triu_(1)[position]                        # (N, S)
@@ -1210,6 +1211,15 @@ class Skip(NamedTuple):
     floor: float = 0.0                  # at least this share of the tokens, those with the highest score
     kv: str = "kept"                    # attention projects keys and values of `all` tokens or of `kept` ones
     scale: torch.Tensor | None = None   # (), of the update (layer_drop)
+    ahead: Callable | None = None       # decides in place of all that, see Ahead
+
+    def decide(self, residual, stream):
+        """-> the residual's gain, the tokens that run (B, T), or None: all of them; how many these are"""
+        if self.ahead is not None:
+            return self.ahead(stream)
+        gain = residual.gain(stream)
+        keep = self.choose(residual, gain)
+        return gain, keep, None if keep is None else int(keep.sum())
 
     def choose(self, residual, gain):
         """-> (B, T) bool, or None: every token, because the residual has no gain."""
@@ -1225,12 +1235,39 @@ class Skip(NamedTuple):
         return keep
 
 
+class Ahead:
+    """
+    Decides for several NAG sublayers at once, for decoding: tokens that skip keep their direction, so that
+    one product gives the gains of all sublayers up to the one that runs. Those beyond it are computed anew:
+    FLOPs that the formula does not count, fewer than the time that they save.
+    """
+    def __init__(self, residuals, reach=4):
+        self.score, self.reach, self.stream, self.first, self.gates = residuals[0].score, reach, None, 0, []
+        for l in range(len(residuals)):
+            at = residuals[l:l + reach]
+            stack = lambda of: torch.stack([of(residual) for residual in at]).detach()
+            w, b = (stack(lambda r: widen(getattr(r, name))).flatten(0, 1) for name in "wb")   # (reach n, C)
+            p = torch.block_diag(*(widen(r.p).softmax(0) for r in at)).detach()      # (reach, reach n)
+            alpha, beta = stack(lambda r: widen(r.alpha) * r.warm), stack(lambda r: F.softplus(widen(r.beta)))
+            self.gates.append((w, b, p, alpha, beta))
+
+    def decide(self, l, tau, stream):
+        """Sublayer l, counted from 0; tau: of l and of those after it -> as Skip.decide"""
+        if stream is not self.stream or l >= self.first + self.reach:
+            w, b, p, alpha, beta = self.gates[l]
+            with full_precision(stream[0]):
+                base = F.linear(F.linear(widen(stream[0]), w, b).sigmoid(), p)
+            self.gain = alpha * base.clamp_min(FLOOR) ** beta                        # (B, T, reach)
+            self.keep = self.score(self.gain[..., None], alpha[:, None]) > tau[:len(alpha)]
+            self.n_kept, self.stream, self.first = self.keep.sum((0, 1)).tolist(), stream, l
+        i = l - self.first
+        return self.gain[..., i:i + 1], self.keep[..., i], self.n_kept[i]
+
+
 def step(stream, residual, sublayer, rope, cache=None, skip=None, first=None):
     """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; None: on all."""
-    gain = residual.gain(stream)
-    keep = None if skip is None else skip.choose(residual, gain)
+    gain, keep, n_kept = (residual.gain(stream), None, None) if skip is None else skip.decide(residual, stream)
     counted = cache is not None and skip is not None and skip.kv == "kept"   # a cache of kept tokens only
-    n_kept = None if keep is None else int(keep.sum())
     scaled = lambda update: update if skip is None or skip.scale is None else update * skip.scale
     if keep is None or n_kept == keep.numel() and not counted:
         update = sublayer(residual.read(stream, gain), rope, cache, first=first)
@@ -1408,7 +1445,7 @@ class GPT(nn.Module):
     def rope(self, start, T):
         return self.turn[start:start + T]
 
-    def skips(self, B, T, tau=None, generator=None):
+    def skips(self, B, T, tau=None, generator=None, cache=None):
         """A pair of Skips per block. tau: one threshold or 2L; default: those of the model's training."""
         c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
@@ -1416,8 +1453,13 @@ class GPT(nn.Module):
         if c.value_residual and self.ends.knows_gain and tau is not None:
             raise ValueError("value residual: a token that skips the first attention has no first values")
         if tau is not None:
-            tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n).unbind()
-            learning = self.training and c.mod_rate > 0
+            tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n)
+            if cache is not None and T == 1 and not self.training:
+                tau = tau.to(self.turn.dtype)   # as where one number is compared with a tensor
+                cache.ahead = cache.ahead or Ahead([residual for residual, _ in self.sublayers()])
+                pairs = [Skip(kv=c.mod_kv, ahead=partial(cache.ahead.decide, l, tau[l:])) for l in range(n)]
+                return list(zip(pairs[::2], pairs[1::2]))
+            tau, learning = tau.unbind(), self.training and c.mod_rate > 0
             force = draw(B, T) < c.mod_explore if learning else [None] * n
             floor = c.mod_floor if learning else 0.0
             pairs = [Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv) for l in range(n)]
@@ -1435,7 +1477,7 @@ class GPT(nn.Module):
         B, T, start = *idx.shape, 0 if cache is None else cache.length
         if start + T > self.config.block_size:
             raise ValueError(f"{start + T} tokens do not fit block_size {self.config.block_size}")
-        rope, skips, auxiliary = self.rope(start, T), self.skips(B, T, tau, generator), []
+        rope, skips, auxiliary = self.rope(start, T), self.skips(B, T, tau, generator, cache), []
         stream, embedding = self.start(idx)
         first = [] if self.config.value_residual else None
         for i, (block, pair) in enumerate(zip(self.blocks, skips)):
@@ -1558,7 +1600,7 @@ class GPT(nn.Module):
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
         though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
         exits: number of streams that the head reads (deep supervision). Not counted is what attention adds
-        where sequences of a batch keep different numbers of tokens and share a call: on a GPU, with mod_kv kept.
+        where sequences that keep different numbers of tokens share a call: on a GPU, and with mod_kv kept.
         """
         c, shapes = self.config, block_shapes(self.config)
         T, W, rank = c.block_size if T is None else T, c.width, c.share_rank
@@ -1585,7 +1627,7 @@ class GPT(nn.Module):
 class KVCache:
     """
     Keys and values of the tokens so far, room for block_size of them, of each attention that runs. With
-    --mod_kv kept, all passes that share one must skip, or none.
+    --mod_kv kept, all passes that share one must skip, or none. For a model whose weights stay as they are.
     """
     def __init__(self, model, batch_size):
         weight, c, size = model.lm_head.weight, model.config, (batch_size, model.config.block_size)
@@ -1596,6 +1638,7 @@ class KVCache:
             shape, count = (*size, block.attn.n_head, block.attn.hs), weight.new_zeros(batch_size).long()
             self.layers.append(LayerCache(make(shape), make(shape), count) if block.runs[0] else None)
         self.length = 0     # tokens seen
+        self.ahead = None   # an Ahead, from the first single token on that may skip
 
     def clear(self):
         self.length = 0

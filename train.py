@@ -297,8 +297,8 @@ def shares(kept):
     return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
 
 
-# Where a smaller share of the tokens would skip an attention, sampling lets all of them run it: keys and values
-# are projected anyway, and gathering the queries takes longer than the rest saves. MLPs save time at once.
+# Where a smaller share of the tokens would skip an attention, sampling lets all of them run it: keys and
+# values are projected anyway, and gathering queries takes longer than the rest saves. MLPs save time at once.
 LEAST_SKIPPED = 0.25
 
 

@@ -1,6 +1,6 @@
 """
-Starts our programs for the tests. `program` is `python WORDS...` in a process of its own, forked from a server
-that has imported torch already: that takes 0.2 s, not the 2 s that most programs of the tests would start for.
+Starts our programs for the tests. `program` is `python WORDS...` in a process of its own, forked from a
+server that has imported torch already, which most programs of the tests would spend their time on.
 """
 import contextlib
 import multiprocessing
@@ -28,11 +28,11 @@ def run(words, cwd, env, out, err):
 
 
 def program(*words, cwd=ROOT, env=None, timeout=None):
-    """-> subprocess.CompletedProcess, text. What is no file of ours (-c, -m) gets an interpreter of its own."""
+    """-> subprocess.CompletedProcess, text. What is no file (-c, -m) gets an interpreter of its own."""
     words = [str(word) for word in words]
     if not words[0].endswith(".py"):
-        return subprocess.run([sys.executable, *words], cwd=cwd, env=env, timeout=timeout, capture_output=True,
-                              text=True)
+        return subprocess.run([sys.executable, *words], cwd=cwd, env=env, timeout=timeout, text=True,
+                              capture_output=True)
     with contextlib.ExitStack() as files:
         out, err = (files.enter_context(tempfile.NamedTemporaryFile("r")) for _ in range(2))
         process = server.Process(target=run, args=(words, cwd, dict(env or os.environ), out.name, err.name))

@@ -626,12 +626,32 @@ def test_calibrate(scope, flags):
     assert realised == 0 and decided(model, batches[0], tau)[1].all()
 
 
+@pytest.mark.parametrize("mod_on", ["gain", "m"])
+@pytest.mark.parametrize("reach", [1, 3, 8, 50])
+def test_ahead_decides_what_the_sublayers_would(mod_on, reach):
+    """... of each stream anew, and without a look at it while it stays the same."""
+    model = varied(mod_on=mod_on)
+    residuals = [residual for residual, _ in model.sublayers()]
+    with torch.no_grad():
+        residuals[3].alpha.zero_()
+    ahead, tau = M.Ahead(residuals, reach), torch.linspace(0.1, 0.6, 8, dtype=torch.float64)
+    streams, looks = [model.start(ids(3, 1))[0], model.start(ids(3, 1, seed=5))[0]], []
+    for l in range(8):
+        stream = streams[l // 5]
+        gain, keep, n_kept = ahead.decide(l, tau[l:], stream)
+        right, decisions, n = M.Skip(tau=tau[l]).decide(residuals[l], stream)
+        torch.testing.assert_close(gain, right, rtol=0, atol=1e-12)
+        assert torch.equal(keep, decisions) and n_kept == n
+        looks.append(ahead.first)
+    assert len(set(looks)) == -(-5 // reach) + -(-3 // reach)   # five sublayers at one stream, three at the other
+
+
 def test_attend_one_by_one_is_one_call_on_a_rectangle():
     keep = torch.rand(4, 20, generator=rng()) < torch.tensor([0.3, 0.9, 1.0, 0.0])[:, None]   # one keeps none
     rows = M.Rows(keep)
     rows.arrange()
-    q = torch.randn(len(rows.index), 2, 8, dtype=torch.float64, generator=rng(1), requires_grad=True)
-    k, v = (torch.randn(4, 25, 2, 8, dtype=torch.float64, generator=rng(i), requires_grad=True) for i in (2, 3))
+    draw = lambda seed, *shape: torch.randn(*shape, dtype=torch.float64, generator=rng(seed), requires_grad=True)
+    q, k, v = draw(1, len(rows.index), 2, 8), draw(2, 4, 25, 2, 8), draw(3, 4, 25, 2, 8)
     position = rows.place + 5   # five tokens are in the cache
     y = rows.unpad(M.attend(rows.pad(q), k, v, M.causal_mask(rows.pad(position), 25)))
     ours = M.attend_one_by_one(q, k, v, position, rows.count.tolist())
