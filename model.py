@@ -29,9 +29,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import (EPS, FLOOR, depth_read, depth_read_ahead, depth_source, gather_rows, inverse_rms_reference,
-                     join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows, on_triton, part,
-                     part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton, widen)
+from kernels import (EPS, FLOOR, depth_read, depth_read_ahead, depth_source, gather_rows,
+                     inverse_rms_reference, join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows,
+                     on_triton, part, part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton, widen)
 
 # ----------------------------------------------------------------------------- config
 
@@ -1266,7 +1266,7 @@ class Ahead:
 
 def step(stream, residual, sublayer, rope, cache=None, skip=None, first=None):
     """One sublayer -> (stream, keep). With skip, it runs on the kept tokens (B, T) only; None: on all."""
-    gain, keep, n_kept = (residual.gain(stream), None, None) if skip is None else skip.decide(residual, stream)
+    gain, keep, n_kept = skip.decide(residual, stream) if skip else (residual.gain(stream), None, None)
     counted = cache is not None and skip is not None and skip.kv == "kept"   # a cache of kept tokens only
     scaled = lambda update: update if skip is None or skip.scale is None else update * skip.scale
     if keep is None or n_kept == keep.numel() and not counted:

@@ -643,15 +643,15 @@ def test_ahead_decides_what_the_sublayers_would(mod_on, reach):
         torch.testing.assert_close(gain, right, rtol=0, atol=1e-12)
         assert torch.equal(keep, decisions) and n_kept == n
         looks.append(ahead.first)
-    assert len(set(looks)) == -(-5 // reach) + -(-3 // reach)   # five sublayers at one stream, three at the other
+    assert len(set(looks)) == -(-5 // reach) + -(-3 // reach)   # five sublayers at one stream, three at another
 
 
 def test_attend_one_by_one_is_one_call_on_a_rectangle():
     keep = torch.rand(4, 20, generator=rng()) < torch.tensor([0.3, 0.9, 1.0, 0.0])[:, None]   # one keeps none
     rows = M.Rows(keep)
     rows.arrange()
-    draw = lambda seed, *shape: torch.randn(*shape, dtype=torch.float64, generator=rng(seed), requires_grad=True)
-    q, k, v = draw(1, len(rows.index), 2, 8), draw(2, 4, 25, 2, 8), draw(3, 4, 25, 2, 8)
+    q, k, v = (torch.randn(*shape, 2, 8, dtype=torch.float64, generator=rng(i), requires_grad=True)
+               for i, shape in enumerate([(len(rows.index),), (4, 25), (4, 25)], start=1))
     position = rows.place + 5   # five tokens are in the cache
     y = rows.unpad(M.attend(rows.pad(q), k, v, M.causal_mask(rows.pad(position), 25)))
     ours = M.attend_one_by_one(q, k, v, position, rows.count.tolist())
