@@ -31,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import (EPS, FLOOR, depth_read, depth_read_ahead, depth_source, gather_rows,
                      inverse_rms_reference, join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows,
-                     on_triton, part, part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton, widen)
+                     on_triton, part, part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton,
+                     widen)
 
 # ----------------------------------------------------------------------------- config
 

@@ -440,7 +440,7 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
         raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand, no router and no "
                          f"value residual; use a run of --residual nag")
     path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
-    key = f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv}"
+    key = f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv} {LEAST_SKIPPED}"
     table = {}
     with contextlib.suppress(OSError, ValueError):   # a table that can't be read is made anew
         table = json.loads(path.read_text())
