@@ -34,7 +34,8 @@ test: .venv/installed
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -q tests --slow
 
+# Only what `make` has made.
 clean:
-	rm -rf figures runs data
+	rm -rf figures runs/pre runs/nag data/stdlib
 
 .PHONY: all test test-slow clean

@@ -735,7 +735,8 @@ def skip_curve(model, batches):
     """
     Loss (nats per token) against the share of sublayer runs skipped and against the matmul FLOPs of one
     token's forward pass, as executed; tau (2L,) per point. Every second window sets the thresholds, the
-    others are measured. Source: NAG paper, section VI (specs: MoD map).
+    others are measured. One threshold for all sublayers, as in the paper: attentions that few tokens skip do
+    not run whole, as they do elsewhere. Source: NAG paper, section VI (specs: MoD map).
     """
     needs_gain(model)
     if model.config.mod == "router":
@@ -1203,6 +1204,10 @@ def name_runs(runs):
 def main(argv=None):
     args = parse(argv)
     runs, out = name_runs(args.runs), Path(args.out)
+    try:   # now, not after minutes of measuring
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--out {out}: can't make that folder ({error.strerror}); name another one")
     which = "best.pt" if args.best else "ckpt.pt"
     loaded = {label: load_run(run, pick_device(vars(args)), which)
               # all of them before the first is measured: an error comes at once
@@ -1242,7 +1247,6 @@ def main(argv=None):
         names = [name for name in names if args.only or any(name in run for run in results.values())]
         if names:
             print(f"analyze.py: {label}: left out of {', '.join(names)}: {reason}", file=sys.stderr)
-    out.mkdir(parents=True, exist_ok=True)
     report = dict(windows=args.windows, skip=args.skip, runs=results)
     write_file(out / "depth.json", lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
     drawn = [name for name in wanted if name == "loss_curve" or any(name in run for run in results.values())]
@@ -1270,4 +1274,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -161,9 +161,10 @@ class GPTConfig:
             (["mlp_ratio"], not self.mlp_ratio * self.n_embd >= 1, "leaves no hidden unit; use a larger one"),
             (["mixln_alpha"], not 0 <= self.mixln_alpha <= 1, "is a share of blocks; use one from 0 to 1"),
             (["nag_temp"], not self.nag_temp > 0, "is a standard deviation; use one above 0, such as 0.5"),
-            (["mod", "mod_rate"], routed and not (0 < self.mod_rate <= 0.45 and self.n_layer > 1),
-             "every second block skips twice that share of its tokens; use two blocks or more and a rate of "
-             "0.05 to 0.45"),
+            (["mod", "mod_rate"],
+             routed and not 0 < self.mod_rate * self.n_layer <= 0.9001 * (self.n_layer // 2),
+             "only every second block skips, at most 0.9 of its tokens; use two blocks or more and a rate of "
+             f"0.05 to {0.9 * (self.n_layer // 2) / max(2, self.n_layer):.2f}"),
             (["mod", "residual"], routed and not kind.one_tensor,
              "the router scales a stream that is one tensor; use --mod geometric, or --residual pre"),
             (["mod_rate", "residual"], self.mod_rate and not routed and not kind.knows_gain,
@@ -1239,8 +1240,8 @@ class Skip(NamedTuple):
 class Ahead:
     """
     Decides for several NAG sublayers at once, for decoding: tokens that skip keep their direction, so that
-    one product gives the gains of all sublayers up to the one that runs. Those beyond it are computed anew:
-    FLOPs that the formula does not count, fewer than the time that they save.
+    one product gives the gains of all sublayers up to the one that runs. Those beyond it are computed anew,
+    FLOPs that flops_per_token does not count.
     """
     def __init__(self, residuals, reach=4):
         self.score, self.reach, self.stream, self.first, self.gates = residuals[0].score, reach, None, 0, []
@@ -1259,7 +1260,8 @@ class Ahead:
             with full_precision(stream[0]):
                 base = F.linear(F.linear(widen(stream[0]), w, b).sigmoid(), p)
             self.gain = alpha * base.clamp_min(FLOOR) ** beta                        # (B, T, reach)
-            self.keep = self.score(self.gain[..., None], alpha[:, None]) > tau[:len(alpha)]
+            limit = tau[:len(alpha)].to(self.gain.dtype)
+            self.keep = self.score(self.gain[..., None], alpha[:, None]) > limit     # (B, T, reach)
             self.n_kept, self.stream, self.first = self.keep.sum((0, 1)).tolist(), stream, l
         i = l - self.first
         return self.gain[..., i:i + 1], self.keep[..., i], self.n_kept[i]
@@ -1326,7 +1328,8 @@ class RoutedBlock(Block):
     def __init__(self, config, i):
         super().__init__(config, i)
         self.router = nn.Linear(config.width, 1, bias=False)
-        self.rate = 2 * config.mod_rate     # only every second block is routed
+        # only every second block is routed: these skip the others' share, too
+        self.rate = config.mod_rate * config.n_layer / (config.n_layer // 2)
 
     def forward(self, x, rope, cache=None, skips=None, first=None):
         """-> (stream, (keep, keep), auxiliary loss)"""
@@ -1424,6 +1427,10 @@ class GPT(nn.Module):
         for l in numbers:
             self.blocks[(l - 1) // 2].runs[(l - 1) % 2] = False
 
+    def present(self):
+        """Of each of the 2L sublayers, whether it is there: not removed"""
+        return [run for block in self.blocks for run in block.runs]
+
     def compile_blocks(self, **options):
         """torch.compile in place. The blocks share one graph, so that the time it takes doesn't grow with
         depth; where the stream grows with depth, only the sublayers can share one."""
@@ -1451,12 +1458,13 @@ class GPT(nn.Module):
         c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
         tau, pairs = self.tau if tau is None else tau, [None] * n
-        if c.value_residual and self.ends.knows_gain and tau is not None:
-            raise ValueError("value residual: a token that skips the first attention has no first values")
         if tau is not None:
             tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n)
-            if cache is not None and T == 1 and not self.training:
-                tau = tau.to(self.turn.dtype)   # as where one number is compared with a tensor
+            if not self.training and (tau < 0).all():   # nothing would skip: the dense pass, to the bit
+                return list(zip(pairs[::2], pairs[1::2]))
+            if c.value_residual and self.ends.knows_gain:
+                raise ValueError("value residual: a token that skips the first attention has no first values")
+            if cache is not None and T == 1 and not self.training and self.ends.knows_gain:
                 cache.ahead = cache.ahead or Ahead([residual for residual, _ in self.sublayers()])
                 pairs = [Skip(kv=c.mod_kv, ahead=partial(cache.ahead.decide, l, tau[l:])) for l in range(n)]
                 return list(zip(pairs[::2], pairs[1::2]))
@@ -1539,7 +1547,7 @@ class GPT(nn.Module):
         """
         if self.config.mod == "router":
             raise ValueError("a block with a router has no sublayers to look at one by one")
-        runs = [run for block in self.blocks for run in block.runs]
+        runs = self.present()
         rope, (stream, embedding) = self.rope(0, idx.shape[1]), self.start(idx)
         first = [] if self.config.value_residual else None
         skips = [skip for pair in self.skips(*idx.shape, tau) for skip in pair]
@@ -1605,16 +1613,21 @@ class GPT(nn.Module):
         """
         c, shapes = self.config, block_shapes(self.config)
         T, W, rank = c.block_size if T is None else T, c.width, c.share_rank
-        ran = [float(run) for block in self.blocks for run in block.runs] if share is None else share
+        there = self.present()
+        ran = [run * of for run, of in zip(there, [1.0] * len(there) if share is None else share)]
         total = exits * 2 * c.vocab_size * W + self.ends.cost()[1]
-        total += sum(residual.cost()[1] for run, (residual, _) in zip(ran, self.sublayers()) if run)
+        dropping = self.training and c.layer_drop > 0
         for block, i, attn, mlp in zip(self.blocks, c.order(), ran[::2], ran[1::2]):
             heads, hidden, fan_out = shapes[i]
             inner, routed = heads * c.n_embd // c.n_head, isinstance(block, RoutedBlock)
+            for residual, run, at in ((block.attn_residual, block.runs[0], attn),
+                                      (block.mlp_residual, block.runs[1], mlp)):
+                # a gain is computed for all tokens, a gate for those that run
+                total += residual.cost()[1] * (run if residual.knows_gain and not routed else at)
             # known: share of the tokens whose keys and values are projected; seen: share of its sequence that
             # a kept token looks at, all of it in layer_drop, which keeps or drops whole sequences
-            known = attn if routed or c.mod_kv == "kept" or c.layer_drop or not block.runs[0] else 1.0
-            seen = 1.0 if c.layer_drop else known
+            known = attn if routed or c.mod_kv == "kept" or dropping or not block.runs[0] else 1.0
+            seen = 1.0 if dropping else known
             total += 4 * inner * W * (known + attn) + 4 * T * seen * inner * attn
             total += 2 * W * (fan_out + hidden) * mlp + (2 * W if routed else 0)
             if c.share_every and i >= c.share_every:

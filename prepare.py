@@ -58,7 +58,11 @@ def load_meta(data_dir):
     """What meta.json says about a folder of shards: name, tokenizer, vocab_size, train_tokens, val_tokens."""
     path = Path(data_dir) / "meta.json"
     if not path.is_file():
-        if any(path.parent.glob("*.bin")):  # from modded-nanogpt or llm.c, which know GPT-2's tokens only
+        shards = [shard.name for shard in path.parent.glob("*.bin")]
+        if any(re.fullmatch(r"(train|val)_\d{6}\.bin", shard) for shard in shards):  # ours, of any tokens
+            fail(f"{path} is missing, so nobody knows whose tokens the shards there are; copy it, too, or "
+                 "run prepare.py again")
+        if shards:  # from modded-nanogpt or llm.c, which know GPT-2's tokens only
             return {"name": path.parent.name, "tokenizer": "gpt2", "vocab_size": 50257}
         known = path.parent.name in ("stdlib", "shakespeare", "fineweb")
         command = path.parent.name if known else "text --input FILE_OR_FOLDER"
@@ -162,7 +166,7 @@ def check_out(out, tokenizer, ours):
     foreign = [p.name for p in sorted(out.glob("*.bin")) if not re.fullmatch(ours, p.name)]
     if foreign:
         fail(f"{out} holds shards of another data set ({foreign[0]}); choose another folder with --out")
-    if (out / "meta.json").exists() or any(out.glob("*.bin")):
+    if (out / "meta.json").exists():
         if (old := load_meta(out)["tokenizer"]) != tokenizer:
             fail(f"{out} already holds {old} tokens, not {tokenizer}; choose another folder with --out")
 
@@ -281,14 +285,14 @@ def stdlib(args):
     write_text(args.out, "stdlib", get_tokenizer(args.tokenizer), documents, source)
 
 def text(args):
-    """Any UTF-8 files, and all that are not hidden in any folders. Each file is one document."""
+    """Any UTF-8 files, and all that are not hidden (or caches) in any folders. Each file is one document."""
     files, seen = {}, set()
     for root in map(Path, args.input):
         found = [(root.name, root)]
         if root.is_dir():
             paths = (Path(folder, n) for folder, _, names in os.walk(root, onerror=fail) for n in names)
             found = sorted((p.relative_to(root).as_posix(), p) for p in paths)
-            found = [(name, p) for name, p in found if not re.search(r"(^|/)\.", name)]
+            found = [(name, p) for name, p in found if not re.search(r"(^|/)(\.|__pycache__/)", name)]
         for name, path in found:
             real = path.resolve()  # a file named twice is read once, and our own output is not input
             if real not in seen and args.out.resolve() not in real.parents:

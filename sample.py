@@ -279,7 +279,7 @@ def parse(argv):
     parser.add_argument("--lac_alpha", type=float, default=0.8, help="of --lac (default 0.8)")
     parser.add_argument("--newton", metavar="N:K", help="the last N blocks in parallel, K iterations")
     parser.add_argument("--depth", action="store_true",
-                        help="colour each token by the share of sublayers it used")
+                        help="colour each token by the share of sublayers that predicting it took")
     for name, what in (("mod_on", "what is compared with the threshold"),
                        ("mod_scope", "what shares a threshold"),
                        ("mod_kv", "whose keys and values attention projects")):
@@ -302,6 +302,9 @@ def parse(argv):
     for name in ("exit", "lac_alpha"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < float("inf"):
             parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
+    for name in ("mod_on", "mod_scope"):
+        if getattr(args, name) is not None and args.skip is None:
+            parser.error(f"--{name} {getattr(args, name)}: needs thresholds of its own; give --skip, too")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
     if args.prompt_file is not None:
@@ -317,8 +320,8 @@ def parse(argv):
 
 def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=None, forward=None):
     """
-    Stream one sample to show(text, depth), depth the share of sublayers that the token used. -> (tokens
-    generated, seconds they took, the prompt's own pass not counted).
+    Stream one sample to show(text, depth), depth the share of sublayers that predicting the token took.
+    -> (tokens generated, seconds they took, without the prompt's own pass and without showing them).
     """
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -334,15 +337,22 @@ def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=
             if token == encoding.eot_token:
                 break
             text = decoder.decode(encoding.decode_single_token_bytes(token))
-            show(text, depth(kept[-1]) if args.depth else 1.0)
+            shown = time.perf_counter()
+            show(text, depth(kept[-1], model) if args.depth else 1.0)
+            begin += time.perf_counter() - shown
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", 1.0)
     return count - 1, time.perf_counter() - begin
 
 
-def depth(kept):
-    """The share of the sublayers that the last token of a pass ran; kept: 2L of (1, T) or None."""
-    return sum(1 if keep is None else keep[0, -1].item() for keep in kept) / len(kept)
+def depth(kept, model):
+    """The share of the 2L sublayers that the last token of a pass ran; kept: 2L of (1, T) or None."""
+    ran = [1 if keep is None else keep[0, -1].item() for keep in kept]
+    return sum(run * there for run, there in zip(ran, model.present())) / len(kept)
+
+
+def silent(text, depth):
+    pass
 
 
 def plain(text, depth):
@@ -380,7 +390,8 @@ def main(argv=None):
         def rate(tau, show, kept, forward=None):   # tokens per second over all samples
             generator, total, seconds = torch.Generator(device).manual_seed(args.seed), 0, 0.0
             for _ in range(args.num_samples):
-                show(args.prompt or "", 1.0)
+                if show is not silent:
+                    plain(args.prompt or "", 1.0)
                 count, took = sample(model, encoding, prompt, args, generator, tau, show, kept, forward)
                 total, seconds = total + count, seconds + took
             return total / max(seconds, 1e-9)
@@ -389,18 +400,18 @@ def main(argv=None):
         forward = other_way(model, args, blocks)
         skipping, dense = rate(tau, show, kept, forward), None
         if forward:
-            dense = rate(tau, lambda text, depth: None, [])
+            dense = rate(tau, silent, [])
             print(f"{len(blocks)} tokens, {skipping:,.0f} tokens/s after the prompt; mean depth "
                   f"{sum(blocks) / len(blocks):.1f} of {len(model.blocks)} blocks; {dense:,.0f} tokens/s at "
                   f"full depth", file=sys.stderr)
             return
-        used = [depth(each) for each in kept]
+        used = [depth(each, model) for each in kept]
         told = f"{len(used)} tokens, {skipping:,.0f} tokens/s after the prompt"
         if min(used) < 1:
             told += (f"; mean depth {sum(used) / len(used) * len(kept[0]):.1f} of {len(kept[0])} sublayers, "
                      f"{1 - sum(used) / len(used):.1%} skipped")
             if model.config.mod != "router":   # a routed model has no dense form
-                dense = rate(-1.0, lambda text, depth: None, None)
+                dense = rate(-1.0, silent, None)
                 told += f"; {dense:,.0f} tokens/s without skipping"
     print(told, file=sys.stderr)
 

@@ -89,6 +89,11 @@ class TrainConfig:
         for name in ("min_lr", "warmup", "alpha_warmup", "mod_ramp", "decay", "beta1", "beta2"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be from 0 to 1")
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) == 1:
+                bad.append(f"--{name} 1: would never forget the first gradient; use a value below 1")
+        if 0 < self.min_lr < 1e-3:
+            bad.append(f"--min_lr {self.min_lr}: is a share of --lr, not a rate; use 0.1 for a tenth of it")
         ends = [f"--{name}" for name in ("max_iters", "max_tokens", "max_flops") if getattr(self, name)]
         if len(ends) > 1:
             bad.append(f"{' and '.join(ends)}: each ends the run; give one of them")
@@ -119,11 +124,21 @@ class TrainConfig:
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512, grad_accum=8,
                      lr=1e-3, max_iters=2000, eval_interval=250)
 
-# dense bf16, from the vendors' data sheets; the first name that occurs in the device's name counts
+# dense bf16, from the vendors' data sheets; the first name that is a word of the device's name counts
 PEAK_FLOPS = {
     "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
     "A10G": 70e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12, "T4": 65e12, "4090": 165e12, "3090": 71e12,
     "5090": 209e12}
+
+
+def peak_flops(device_name):
+    """-> FLOP/s, or None for a device that the table lacks"""
+    return next((flops for name, flops in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+
+def minutes(seconds):
+    """119.7 -> 2:00"""
+    return "{}:{:02}".format(*divmod(round(seconds), 60))
 
 
 # ----------------------------------------------------------------------------- flags
@@ -173,6 +188,7 @@ def resolve(argv):
     sized = given.keys() & {"n_layer", "n_head", "n_embd", "block_size", "batch_size"}
     defaults = CUDA_DEFAULTS if pick_device(given) == "cuda" and not sized else {}
     values = load_config(source) if source else defaults
+    stored = values if given.get("resume") else {}
     # a replay is a new run and a resumed run is not a replay: these four are said anew each time
     anew = ("out", "config", "resume", "overwrite", "tokenizer")
     values = {key: value for key, value in values.items() if key not in anew} | given
@@ -182,6 +198,9 @@ def resolve(argv):
     gpt, train = from_dict(GPTConfig, values), from_dict(TrainConfig, values)
     train.out = train.out or f"runs/{gpt.residual}"
     bad = gpt.problems() + train.problems(int(os.environ.get("WORLD_SIZE", 1)), gpt)
+    if stored and train.batch_size != stored.get("batch_size", train.batch_size):
+        bad.append(f"--batch_size {train.batch_size}: the run to resume has {stored['batch_size']}, by which "
+                   f"its tokens are counted; leave it at that, or start a new run")
     if train.device not in ("auto", "cpu", "cuda"):
         bad.append(f"--device {train.device}: unknown; choose from auto, cpu, cuda")
     if train.device == "cuda" and not torch.cuda.is_available():
@@ -297,9 +316,10 @@ def shares(kept):
     return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
 
 
-# Where a smaller share of the tokens would skip an attention, sampling lets all of them run it: keys and
-# values are projected anyway, and gathering queries takes longer than the rest saves. MLPs save time at once.
+# Where a smaller share of the tokens would skip an attention, all of them run it: keys and values are
+# projected anyway, and gathering queries takes longer than the rest saves. MLPs save time at once.
 LEAST_SKIPPED = 0.25
+LOOK = 10   # steps of training after which all attentions are tried again
 
 
 def groups(config):
@@ -324,23 +344,25 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
             walk = zip(model.walk(idx, tau=tau), model.sublayers())
             scores.append(torch.stack([r.score(r.gain(before)).flatten() for (_, before, _), (r, _) in walk]))
             limit = torch.as_tensor(tau).expand(len(scores[-1])).to(scores[-1])
-            ran.append((scores[-1] > limit[:, None]).double())
+            ran.append((scores[-1] > limit[:, None])[there].double())
         return torch.cat(scores, 1), 1 - torch.cat(ran, 1).mean().item()
 
     def quantiles(share):
-        tau = torch.empty(2 * model.config.n_layer)
+        tau = torch.zeros(2 * model.config.n_layer)
         for group in groups(model.config):
-            ordered = dense[group].flatten().sort().values   # torch.quantile has a limit of 2 ** 24 numbers
-            tau[group] = ordered[min(len(ordered) - 1, int(share * len(ordered)))].item()
+            # torch.quantile has a limit of 2 ** 24 numbers
+            ordered = dense[group][there[group]].flatten().sort().values
+            if len(ordered):
+                tau[group] = ordered[min(len(ordered) - 1, int(share * len(ordered)))].item()
         return tau
 
+    there = torch.tensor(model.present())   # sublayers that were removed neither run nor skip
     low, high, training = 0.0, 1.0, model.training
     model.eval()   # training would add its exploration
     dense, realised = forward(-1.0)
     best = torch.full((len(dense),), -1.0), realised
     skipped = (dense <= quantiles(rate).to(dense)[:, None]).double().mean(1).cpu()
-    mixing = torch.tensor([sublayer.mixes_tokens for _, sublayer in model.sublayers()])
-    whole = mixing & (skipped < least) & (model.config.mod_scope == "global")
+    whole = attentions(model).cpu() & (skipped < least) & (model.config.mod_scope == "global")
     for _ in range(20 if rate else 0):
         tau = quantiles((low + high) / 2)
         tau[whole] = -1.0
@@ -354,13 +376,35 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
     return best if best[1] > rate - 0.01 or not whole.any() else calibrate(model, batches, rate, tolerance)
 
 
-def steer(model, ran, target):
-    """An integral controller on log tau: raise it where a group of sublayers skips less than the target."""
+def attentions(model):
+    """Which of the sublayers are: bool (2L,)"""
+    mixes = [sublayer.mixes_tokens for _, sublayer in model.sublayers()]
+    return torch.tensor(mixes, device=model.turn.device)
+
+
+def steer(model, ran, target, looked):
+    """
+    An integral controller on log tau: raise it where a group of sublayers skips less than the target. looked:
+    all sublayers had a threshold in this step. Attentions that too few tokens skipped get -1, run whole.
+    """
     skipped = 1 - torch.tensor(ran, device=model.tau.device)
     # small groups react more strongly, and would overshoot
     speed = 0.5 if model.config.mod_scope == "global" else 0.1
     for group in groups(model.config):
         model.tau[group] *= torch.exp(speed * (target - skipped[group].mean()))
+    if looked:
+        model.tau[attentions(model) & (skipped < LEAST_SKIPPED)] = -1.0
+
+
+def look(model, step):
+    """
+    Every few steps, let attentions that run whole go by the threshold, to see how many tokens would skip them
+    -> whether it did. Only where there is one threshold for all: elsewhere each group has to reach the rate.
+    """
+    if step % LOOK or model.config.mod_scope != "global":
+        return False
+    model.tau.fill_(model.tau.max())
+    return True
 
 
 @torch.no_grad()
@@ -368,7 +412,7 @@ def gate_health(model, idx):
     """Mean gain in each quarter of the depth, number of sublayers that are as good as shut (below 5 %)."""
     walk = zip(model.walk(idx, tau=-1), model.sublayers())
     gains = torch.stack([residual.gain(before).abs().mean() for (_, before, _), (residual, _) in walk])
-    return dict(gain_by_depth=[part.mean().item() for part in gains.tensor_split(4)],
+    return dict(gain_by_depth=[part.mean().item() for part in gains.tensor_split(min(4, len(gains)))],
                 dead_sublayers=(gains < 0.05).sum().item())
 
 
@@ -386,7 +430,7 @@ def write_file(path, write):
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full
         Path(tmp).unlink(missing_ok=True)
-        raise SystemExit(f"{path}: can't be written ({error}); make room, then go on with --resume: a "
+        raise SystemExit(f"{path}: can't be written ({error}); make room, or see to the folder, and go on: a "
                          f"file of that name is still the previous one")
 
 
@@ -440,7 +484,9 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
         raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand, no router and no "
                          f"value residual; use a run of --residual nag")
     path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
-    key = f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv} {LEAST_SKIPPED}"
+    there = "".join("01"[run] for run in model.present())
+    key = (f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv} {LEAST_SKIPPED} "
+           f"{there}")
     table = {}
     with contextlib.suppress(OSError, ValueError):   # a table that can't be read is made anew
         table = json.loads(path.read_text())
@@ -451,7 +497,10 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
         x, _ = val_windows(config["data"], c.block_size, 32)
         tau, realised = calibrate(model, list(x.to(model.turn.device).split(8)), rate, least=LEAST_SKIPPED)
         found[f"{rate}"] = dict(tau=tau.tolist(), realised=realised)
-        write_file(path, lambda f: f.write(json.dumps(table, indent=1).encode() + b"\n"))
+        try:
+            write_file(path, lambda f: f.write(json.dumps(table, indent=1).encode() + b"\n"))
+        except SystemExit as error:   # the next run will have to find it again
+            print(error, file=sys.stderr)
     return torch.tensor(found[f"{rate}"]["tau"], dtype=torch.float64)
 
 
@@ -633,11 +682,14 @@ def keep_freed_memory():
             mallopt(option, n_bytes)
 
 
-def stopping(stop, device, world_size):
-    """Whether a signal has come, to any process: all of them must leave the loop at the same step."""
-    if world_size > 1:
-        told = torch.tensor(stop[0] if stop else 0, device=device)
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+def stopping(stop, asking):
+    """
+    Whether a signal has come, to any process: all of them must leave the loop at the same step. asking: a
+    group of the processes that talks without their GPUs, which need not wait for the answer.
+    """
+    if asking:
+        told = torch.tensor(stop[0] if stop else 0)
+        dist.all_reduce(told, dist.ReduceOp.MAX, asking)
         if told.item() and not stop:
             stop.append(told.item())
     return bool(stop)
@@ -655,8 +707,10 @@ def main(argv=None):
         torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
+    asking = None
     if world_size > 1:
         dist.init_process_group("nccl" if "cuda" in device else "gloo")
+        asking = dist.new_group(backend="gloo")
     say = print if rank == 0 else lambda *args, **kwargs: None
     if config.fsdp and world_size == 1:
         say("--fsdp: one process has nothing to split; torchrun --nproc_per_node N starts several")
@@ -668,7 +722,7 @@ def main(argv=None):
         contextlib.nullcontext)
 
     # data
-    if config.data == TrainConfig.data and not Path(config.data).exists():
+    if config.data == TrainConfig.data and not any(Path(config.data).glob("*.bin")):
         say(f"{config.data} is not there yet: preparing it from the Python standard library")
         if rank == 0:
             prepare.main(["stdlib", "--out", config.data])
@@ -712,7 +766,8 @@ def main(argv=None):
         model.to(device)
     optimizers = make_optimizers(model, config)
     step, best_val, spent, pull = 0, math.inf, 0.0, GradNorms(model, device)   # spent: FLOPs
-    since = torch.zeros(3, dtype=torch.float64)   # see the status line
+    # after the last status line: sum of losses, number of steps, sums of the shares that ran each sublayer
+    since = torch.zeros(2 + 2 * len(model.blocks), dtype=torch.float64)
     if ckpt:
         try:
             for name, optimizer in optimizers.items():
@@ -723,7 +778,6 @@ def main(argv=None):
         torch.set_rng_state(ckpt["rng"])
         step, best_val, since, spent = ckpt["step"], ckpt["best_val"], ckpt["since"], ckpt["flops"]
         pull.sums.copy_(ckpt["grad_norms"])
-    # after the last status line: sum of losses, number of steps, sum of skipped shares
     since = since.to(device)
     if config.compile if config.compile is not None else "cuda" in device:
         model.compile_blocks()
@@ -746,7 +800,11 @@ def main(argv=None):
         raise SystemExit(f"--out {out}: is at step {step} already, beyond the end at {n_steps}; "
                          f"give a later one, such as --max_iters {2 * step}")
     device_name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
+    peak = peak_flops(device_name)
+    before = ckpt["done"] if ckpt else 0.0
+    if abs(before - done()) > 1e-9:
+        say(f"--resume: the run was {before:.1%} done and is {done():.1%} done with its new end: learning "
+            f"rate and warm-ups go on from there")
     say(f"{gpt.residual}: {len(model.blocks)} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M "
         f"parameters; {n_steps} steps of {tokens_per_step:,} tokens on {world_size} x {device_name}")
     if "cuda" in device and not peak:
@@ -779,7 +837,7 @@ def main(argv=None):
         if split:
             states = whole(states, rank)
         if rank == 0:
-            state = dict(states, step=step, best_val=best_val, since=since, flops=spent,
+            state = dict(states, step=step, done=done(), best_val=best_val, since=since, flops=spent,
                          rng=torch.get_rng_state(), grad_norms=pull.sums,
                          model_config=dataclasses.asdict(gpt))
             write_file(out / "ckpt.pt", lambda f: torch.save(state, f))
@@ -811,16 +869,15 @@ def main(argv=None):
         for warm in warms:   # a function of the step: an evaluation after --resume must come out the same
             warm.fill_(min(1.0, (done() + 1 / n_steps) / (alpha_warmup + 1 / n_steps)))
         # checkpoint first: an evaluation that runs out of memory must not cost the run
-        ask = world_size == 1 or step % config.log_interval == 0   # asking other processes takes time
-        ending = ask and stopping(stop, device, world_size)
+        ending = stopping(stop, asking)
         if step % config.eval_interval == 0 or done() >= 1 or ending:
             if step > first:
                 check(loss.item(), norm.item())
+            paused = time.perf_counter()
             save()
             saved = step
             if ending:
                 break
-            paused = time.perf_counter()
             model.eval()
             at_once = config.batch_size // parts   # as many windows as training has in memory
             val_loss, bpb, skipped = evaluate(model, *val, token_bytes, at_once, autocast, rank, world_size)
@@ -847,7 +904,8 @@ def main(argv=None):
         progress = done()
         share = lr_share(config, progress, 1 / n_steps)
         ramp = (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)
-        target = gpt.mod_rate * min(1.0, max(0.0, ramp))
+        # a router skips from the first step on
+        target = gpt.mod_rate * (1.0 if gpt.mod == "router" else min(1.0, max(0.0, ramp)))
         ran = torch.zeros(2 * len(model.blocks))   # sum over the micro-batches of the shares that ran
         for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
             group["lr"] = group["peak"] * share
@@ -856,8 +914,13 @@ def main(argv=None):
             x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
             check_tokens(x, y)
             x, y, kept, last = x.to(device), y.to(device), [], micro == config.grad_accum - 1
-            if target and model.tau is not None and model.tau[0] < 0:   # the ramp begins
-                model.tau.copy_(calibrate(model, [x], target)[0])
+            if target and model.tau is not None:
+                if model.tau.max() < 0:   # the ramp begins, in all processes from the same thresholds
+                    tokens = x.clone()
+                    if world_size > 1:
+                        dist.broadcast(tokens, 0)
+                    model.tau.copy_(calibrate(model, [tokens], target)[0])
+                looked = look(model, step)
             generator = None
             if skipping:   # a pure function of seed, step and part of the batch, as the data is
                 number = np.random.SeedSequence((gpt.seed, step, micro * world_size + rank)).generate_state(1)
@@ -887,25 +950,26 @@ def main(argv=None):
             optimizer.zero_grad(set_to_none=True)
         model.constrain()
         if target and model.tau is not None:
-            steer(model, ran.tolist(), target)
+            steer(model, ran.tolist(), target, looked)
         step, timed = step + 1, timed + 1
         spent += 3 * tokens_per_step * model.flops_per_token(share=ran.tolist(), exits=exits)
-        since += torch.stack((loss, torch.ones_like(loss), 1 - ran.mean().to(device))).double()
+        since += torch.cat((torch.stack((loss, torch.ones_like(loss))), ran.to(device)))
 
         # status line
         if step % config.log_interval == 0 or done() >= 1:
-            mean, skip_rate = (since[0] / since[1]).item(), (since[2] / since[1]).item()   # waits for the GPU
+            mean, _, *ran = (since / since[1]).tolist()   # waits for the GPU
+            skip_rate = 1 - sum(ran) / len(ran)
             check(mean, norm.item())
             seconds, since = time.perf_counter() - clock, torch.zeros_like(since)
             tok_s = timed * tokens_per_step / seconds
             tokens = step * tokens_per_step
             log(step=step, tokens=tokens, flops=spent, loss=mean, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
-                mod_rate=target, skip_rate=skip_rate)
+                mod_rate=target, skip_rate=skip_rate, **(dict(ran=ran) if skipping else {}))
             mfu = f" | {tok_s * spent / tokens / peak / world_size:.1%} MFU" if peak else ""
             skipped = f" | {skip_rate:.1%} skipped" if skipping else ""
             eta = step * (1 - done()) / done() * tokens_per_step / tok_s
             say(f"step {step:5d} | loss {mean:.4f} | lr {lr:.2e} | gradient {norm.item():.2f}{skipped} | "
-                f"{tok_s:,.0f} tokens/s{mfu} | {eta // 60:.0f}:{eta % 60:02.0f} to go", flush=True)
+                f"{tok_s:,.0f} tokens/s{mfu} | {minutes(eta)} to go", flush=True)
             timed, clock = 0, time.perf_counter()
         elif step == first + 1:   # the first step warms up and compiles: not timed
             timed, clock = 0, time.perf_counter()

@@ -9,10 +9,12 @@ without skipping, in turn, and prints a table of predicted and measured savings.
 A trained model goes by one threshold, as it would in use: some sublayers run nearly always, others hardly
 ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
-says, measured compares the fastest of the repeats: whatever else the machine does can only add to them.
+says. Measured is the median over the repeats, each compared with its own run without skipping: a machine that
+is slow for a minute is so for both. The JSON also compares the fastest of all repeats.
 """
 import json
 import re
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -29,6 +31,7 @@ RATES = (0.125, 0.25, 0.375, 0.5)
 
 def training_step(model, optimizer, idx, tau, kept):
     model.train()
+    model.config.mod_rate = 0.0 if tau is None else 0.25   # any rate adds train.py's exploration and floor
     model(idx, idx, tau=tau, kept=kept)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -53,9 +56,10 @@ def decode(model, optimizer, idx, tau, kept, n=32):
     return time.perf_counter() - begin
 
 
-# name: (what, sequences); 16 are train.py's default
-PHASES = {"training step": (training_step, 16), "prefill": (prefill, 16), "decode 1": (decode, 1),
-          "decode 16": (decode, 16)}
+# name: (what, sequences, runs per repeat); 16 are train.py's default. Short ones run more often, for a
+# steadier median.
+PHASES = {"training step": (training_step, 16, 1), "prefill": (prefill, 16, 3), "decode 1": (decode, 1, 3),
+          "decode 16": (decode, 16, 2)}
 
 
 def untrained(shape, device, rng):
@@ -82,7 +86,8 @@ def main():
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
-    parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=6,
+                        help="of a training step; what is shorter runs more often")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", help="JSON to write")
     args = parser.parse()
@@ -94,12 +99,13 @@ def main():
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     sync = torch.cuda.synchronize if args.device == "cuda" else lambda: None
+    seeds = {name: torch.Generator().manual_seed(0) for name in args.runs + args.shapes}
+    models = {name: (trained if name in args.runs else untrained)(name, args.device, rng)
+              for name, rng in seeds.items()}
     table = {}
     heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
     print(f"| blocks x width x context | what | {heads} |")
-    for name in args.runs + args.shapes:
-        rng = torch.Generator().manual_seed(0)
-        model, draw = (trained if name in args.runs else untrained)(name, args.device, rng)
+    for name, (model, draw) in models.items():
         c = model.config
         shape = f"{c.n_layer}x{c.n_embd}x{c.block_size}" + (" trained" if name in args.runs else "")
         # weights stay put
@@ -108,9 +114,9 @@ def main():
         text = draw(16)
         taus = {rate: calibrate(model.eval(), text.split(8), rate, least=LEAST_SKIPPED)[0]
                 for rate in RATES}
-        for phase, (run, batch) in PHASES.items():
+        for phase, (run, batch, more) in PHASES.items():
             idx, times, kept = text[:batch], {rate: [] for rate in (0, *RATES)}, {}
-            for _ in range(args.repeats):
+            for _ in range(args.repeats * more):
                 for rate, seconds in times.items():
                     kept[rate] = []
                     sync()
@@ -118,14 +124,16 @@ def main():
                     inner = run(model, optimizer, idx, taus.get(rate), kept[rate])   # decode times itself
                     sync()
                     seconds.append(inner or time.perf_counter() - begin)
-            cells, dense = [], min(times[0])
+            cells = []
             for rate in RATES:
                 ran = torch.tensor(shares(kept[rate])).view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
-                measured = 1 - min(times[rate]) / dense
+                ratio = statistics.median(some / all_ for some, all_ in zip(times[rate], times[0]))
                 cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
-                                  measured=measured, speedup=1 / (1 - measured)))
-            table.setdefault(shape, {})[phase] = dict(dense_seconds=dense, cells=cells)
+                                  measured=1 - ratio, speedup=1 / ratio,
+                                  measured_fastest=1 - min(times[rate]) / min(times[0])))
+            table.setdefault(shape, {})[phase] = dict(
+                dense_seconds=statistics.median(times[0]), cells=cells)
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ({c['speedup']:.2f}x)" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)
     on_gpu = args.device == "cuda"

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import model as M
 import train
-from model import RESIDUALS
+from model import KVCache, RESIDUALS
 from test_residuals import build, ids, logits, no_eps, perturb, rms, same  # noqa: F401, no_eps is a fixture
 
 INF = float("inf")
@@ -81,6 +81,52 @@ def test_tau_0_is_the_dense_model(dtype):
 def test_residuals_without_a_rule_run_every_token(name, tau):
     model = perturb(build(name))
     assert torch.equal(model(ids(), tau=tau)[0], model(ids())[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_a_negative_tau_decodes_as_the_dense_model_does(name):
+    """To the bit: no residual has to know a score for it, and no gain is computed by another product."""
+    model = perturb(build(name)).eval()
+    tokens = [model.generate(ids(1, 3), 12, temperature=0, tau=tau) for tau in (-1.0, None)]
+    caches = [KVCache(model, 2) for _ in tokens]
+    for part in ids(2, 8).split([4, 1, 1, 1, 1], dim=1):
+        a, b = (model(part, cache=cache, tau=tau)[0] for cache, tau in zip(caches, (-1.0, None)))
+        assert torch.equal(a, b)
+    assert torch.equal(*tokens)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("runs", [0, 1, 3])
+def test_a_decoded_token_that_skips_runs_no_product(runs):
+    """Nothing but gains and head; keys and values only of an attention that a later token runs."""
+    model, idx = varied().eval(), ids(1, 16)
+    C, tau = model.config.n_embd, torch.full((2 * model.config.n_layer,), INF)
+    tau[:2 * runs] = -1.0
+    model(idx[:, :15], cache=(cache := KVCache(model, 1)), tau=INF)      # skips everything
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(idx[:, 15:], cache=cache, tau=tau)
+    gains = 4 * 2 * (C + 4) * model.config.nag_directions      # of four sublayers; anew for a turned stream
+    keys_values, attention, mlp = 15 * 4 * C * C, 8 * C * C + 4 * 16 * C, 16 * C * C
+    spent = counter.get_total_flops() - 2 * C * model.config.vocab_size
+    assert spent == pytest.approx(runs * (keys_values + attention + mlp) + 2 * gains, abs=2 * runs * gains)
+    if not runs:
+        assert spent == 2 * gains
+
+
+def test_removed_sublayers_neither_run_nor_skip():
+    model, idx = stretched(block_size=64), ids(4, 64)
+    whole = model.flops_per_token(share=[0.5] * 8)
+    model.remove([2, 3, 6])
+    tau, realised = train.calibrate(model, [idx], 0.3)
+    kept = []
+    with torch.no_grad():
+        model(idx, tau=tau, kept=kept)
+    there = [share for share, run in zip(train.shares(kept), model.present()) if run]
+    assert len(there) == 5 and 1 - sum(there) / 5 == pytest.approx(realised, abs=1e-9)
+    assert realised == pytest.approx(0.3, abs=0.01)
+    assert model.flops_per_token(share=[0.5] * 8) < whole
+    assert model.flops_per_token(share=[1.0] * 8) == model.flops_per_token()
 
 
 def test_tau_infinite_leaves_the_embedding(no_eps):
@@ -418,6 +464,13 @@ class Ones(torch.nn.Module):
         return torch.ones_like(x[..., :1])
 
 
+@pytest.mark.parametrize("n_layer", [2, 3, 5])
+def test_a_router_reaches_its_rate_at_any_depth(n_layer):
+    model, kept = build("pre", mod="router", mod_rate=0.25, n_layer=n_layer, block_size=96).train(), []
+    model(ids(2, 96), kept=kept)
+    assert 1 - sum(train.shares(kept)) / len(kept) == pytest.approx(0.25, abs=0.01)
+
+
 @pytest.mark.parametrize("rate, T", [(0.25, 16), (0.125, 16), (0.45, 16), (0.3, 7), (0.45, 1)])
 def test_a_routed_block_runs_a_fixed_number_per_sequence(rate, T):
     model = routed(rate).train()
@@ -691,12 +744,28 @@ def test_calibrate_is_a_pure_function():
 def test_steer_moves_each_group_towards_the_target(scope):
     model = build("nag", mod_rate=0.25, mod_scope=scope, n_layer=2)
     model.tau.fill_(0.5)
-    train.steer(model, [1.0, 0.2, 0.75, 0.1], 0.25)
+    train.steer(model, [1.0, 0.2, 0.75, 0.1], 0.25, False)
     moves = {"global": [-1.0] * 4, "kind": [1.0, -1.0] * 2, "layer": [1.0, -1.0, 0.0, -1.0]}[scope]
     assert torch.equal((model.tau - 0.5).sign(), torch.tensor(moves, dtype=model.tau.dtype))
     before = model.tau.clone()
-    train.steer(model, [0.75] * 4, 0.25)
+    train.steer(model, [0.75] * 4, 0.25, False)
     assert torch.equal(model.tau, before)
+
+
+def test_attentions_that_few_skip_run_whole_between_looks():
+    """Their thresholds come back for one step in ten, to see whether more tokens would skip them by now."""
+    model = build("nag", mod_rate=0.25, n_layer=2)
+    model.tau.fill_(0.5)
+    few, many = 0.8, 0.7
+    assert train.look(model, 20)
+    train.steer(model, [few, few, many, many], 0.25, True)
+    assert model.tau.sign().tolist() == [-1, 1, 1, 1] and model.tau[1] == model.tau[2] == model.tau[3]
+    assert not train.look(model, 21)
+    train.steer(model, [1.0, few, few, many], 0.25, False)
+    assert model.tau.sign().tolist() == [-1, 1, 1, 1]
+    assert train.look(model, 30) and (model.tau > 0).all() and len(model.tau.unique()) == 1
+    model = build("nag", mod_rate=0.25, n_layer=2, mod_scope="kind")
+    assert not train.look(model, 20)
 
 
 # ----------------------------------------------------------------------------- cost
@@ -707,6 +776,7 @@ COSTS = [("nag", dict(mod_kv="all")), ("nag", dict(mod_kv="kept")),
          ("nag", dict(mod_kv="all", mod_scope="layer")), ("nag", dict(mod_kv="kept", mod_scope="layer")),
          ("nag", dict(mod_kv="kept", mod_rate=0.25)),
          ("pre", dict(mod="router", mod_rate=0.25)), ("pre", dict(layer_drop=0.25)),
+         ("review", dict(mod="router", mod_rate=0.25)), ("review", dict(layer_drop=0.25)),
          ("nag", dict(layer_drop=0.25))]
 
 
@@ -773,7 +843,7 @@ BAD = [(dict(mod="routers"), "--mod routers", "geometric, router"),
          for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop") for value in (1.0, -0.1, 2.0)],
        *[({name: math.nan, "residual": "nag"}, f"--{name} nan", "finite")
          for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop")],
-       *[(dict(mod="router", mod_rate=rate), f"--mod router --mod_rate {rate}", "0.45")
+       *[(dict(mod="router", mod_rate=rate, n_layer=2), f"--mod router --mod_rate {rate}", "0.45")
          for rate in (0.0, 0.46, 0.9)],
        (dict(mod="router", mod_rate=0.25, n_layer=1), "--mod router --mod_rate 0.25", "two blocks"),
        (dict(mod="router", mod_rate=0.25, residual="nag"), "--mod router --residual nag", "--residual pre"),
@@ -793,16 +863,17 @@ def test_bad_configs(flags, names, remedy):
 
 # ----------------------------------------------------------------------------- torch.compile
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kv", ["all", "kept"])
-def test_compiled_blocks_are_not_made_anew_for_every_count(kv, training):
+def test_compiled_blocks_are_not_made_anew_for_every_count(kv, training, backend):
     """12 numbers of kept tokens, 4 blocks: all graphs are made for the first number."""
     model, plain = (stretched(block_size=64, mod_scope="layer", mod_kv=kv) for _ in range(2))
     idx = ids(4, 64)
     torch._dynamo.reset()
     counters.clear()
     for block in model.blocks:
-        block.compile(backend="eager")
+        block.compile(backend=backend)
     graphs, counts = [], set()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for i in range(12):

@@ -143,6 +143,7 @@ def test_folder(tmp_path):
         write(folder / f"sub{i % 3}" / f"{i}.md", f"document {i}\r\n")
     write(folder / ".hidden", b"\xff")
     write(folder / ".git" / "x", b"\xff")
+    write(folder / "sub0" / "__pycache__" / "x.pyc", b"\xff")
     write(folder / "empty.txt", "")
     command = ["text", "--input", str(folder), str(folder / "sub0"), "--out", str(out)]
     prepare.main(command)

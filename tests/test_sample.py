@@ -74,6 +74,24 @@ def test_skip_calibrates_once_and_lets_sublayers_run_whole(run):
     assert path.stat().st_mtime_ns == written
 
 
+def test_thresholds_of_a_pruned_model_are_its_own(run):
+    tables = []
+    for flags in ([], ["--prune", "loss:1"]):
+        assert "mean depth" in cli("sample.py", run, "--skip", 0.4, "--max_new_tokens", 30, *flags).stderr
+        tables.append(json.loads((run / "skip.json").read_text()))
+    assert len(tables[1]) == len(tables[0]) + 1 and tables[0].items() <= tables[1].items()
+
+
+def test_a_run_folder_that_cannot_be_written_is_sampled(run, monkeypatch, capsys):
+    def full(path, write):
+        raise SystemExit(f"{path}: can't be written (Read-only file system)")
+
+    monkeypatch.setattr(train, "write_file", full)
+    model, config = train.load_run(run)
+    assert len(train.skip_threshold(run, model, config, 0.33)) == 4
+    assert "skip.json: can't be written" in capsys.readouterr().err
+
+
 def test_too_many_tokens_are_refused():
     with pytest.raises(ValueError, match="block_size 24"):
         tiny("pre")(torch.zeros(1, 25, dtype=torch.long))
@@ -148,7 +166,8 @@ def test_pipe_closed_early(run):
     (["--temperature", "-1"], "--temperature"), (["--top_k", "0"], "--top_k"),
     (["--top_p", "1.5"], "--top_p"), (["--max_new_tokens", "0"], "--max_new_tokens"),
     (["--prompt", "a", "--prompt_file", "b"], "--prompt_file"),
-    (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--temprature", "1"], "--temperature")])
+    (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--mod_on", "m"], "--skip"),
+    (["--mod_scope", "kind"], "--skip"), (["--temprature", "1"], "--temperature")])
 def test_bad_flags(run, flags, words):
     assert words in refused("sample.py", run, *flags)
 

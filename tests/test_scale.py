@@ -2,9 +2,9 @@
 depth."""
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -244,6 +244,13 @@ def test_processes_follow_one_and_resume_as_any_number(data, tmp_path, main, n, 
     assert layout(tmp_path / "one") == layout(tmp_path / "many")
 
 
+def workers(parent):
+    """Process numbers of the children of a process (Linux)"""
+    found = Path(f"/proc/{parent}/task").glob("*/children")   # of each of its threads
+    return [int(pid) for path in found for pid in path.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="finds the workers in /proc")
 @pytest.mark.parametrize("n, flags", [(2, ["--fsdp"]), slow(2, []), slow(4, ["--fsdp"])], ids=str)
 def test_a_killed_process_ends_the_run(data, tmp_path, main, n, flags):   # noqa: F811
     run = tmp_path / "run"
@@ -251,13 +258,26 @@ def test_a_killed_process_ends_the_run(data, tmp_path, main, n, flags):   # noqa
     while not (run / "best.pt").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    workers = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
-    os.kill(int(workers.stdout.split()[-1]), signal.SIGKILL)
+    os.kill(workers(process.pid)[-1], signal.SIGKILL)
     _, err = process.communicate(timeout=60)
     assert process.returncode != 0 and "has lost another one" in err and "--resume" in err
     step = torch.load(run / "ckpt.pt", weights_only=True)["step"]
     main(["train.py", "--out", run, "--resume", "--max_iters", step + 2])
     assert metrics(run)[-1]["step"] == step + 2 and weights(run)
+
+
+def test_a_signal_to_processes_saves_the_step(data, tmp_path):   # noqa: F811
+    """Whatever --log_interval says: torchrun kills after 30 s."""
+    run = tmp_path / "run"
+    process = start(*torchrun(2), *command(data, run, "--max_iters", 100000, "--eval_interval", 100000,
+                                           "--log_interval", 100000))
+    while not (run / "best.pt").exists():   # of step 0
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0 and torch.load(run / "ckpt.pt", weights_only=True)["step"] > 0
 
 
 # ----------------------------------------------------------------------------- bad input

@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,6 +169,24 @@ def test_data_order_is_a_pure_function():
     assert last == [108, 399, 1008, 1049]   # first and last window of either shard
 
 
+def test_another_end_is_said_and_another_batch_refused(data, tmp_path):
+    run = tmp_path / "run"
+    cli(*command(data, run, "--max_iters", 4, "--eval_interval", 2))
+    assert "--batch_size 8" in refused("train.py", "--out", run, "--resume", "--batch_size", 8)
+    done = cli("train.py", "--out", run, "--resume", "--max_iters", 8)
+    assert "was 100.0% done and is 50.0% done" in done.stdout
+    assert "done and is" not in cli("train.py", "--out", run, "--resume").stdout
+
+
+def test_status_line():
+    assert [train.minutes(s) for s in (0.4, 59.6, 119.7, 3600)] == ["0:00", "1:00", "2:00", "60:00"]
+    names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12,
+             "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165e12, "Tesla V100-SXM2-16GB": 125e12,
+             "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GH200 480GB": 989e12,
+             "NVIDIA L40": None, "NVIDIA GB200": None, "NVIDIA T400": None, "CPU": None}
+    assert {name: train.peak_flops(name) for name in names} == names
+
+
 def test_lengths_of_runs(data, tmp_path):
     for i, (flags, steps) in enumerate([(["--max_tokens", 1000], 8), (["--max_flops", 1e8], None)]):
         cli(*command(data, tmp_path / str(i), *flags))
@@ -220,6 +239,7 @@ def test_96_layers(data, tmp_path, residual):
     assert done.stdout.startswith("line")
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
 def test_compiled_blocks_share_one_graph(data, tmp_path):
     """Training with --compile (inductor) makes as many graphs for 5 blocks as for 2."""
     code = ("import sys, train, torch; train.main(sys.argv[1:]); "
