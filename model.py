@@ -1212,7 +1212,7 @@ class Skip(NamedTuple):
     force: torch.Tensor | None = None   # (B, T), tokens that run all the same (exploration in training), and
     floor: float = 0.0                  # at least this share of the tokens, those with the highest score
     kv: str = "kept"                    # attention projects keys and values of `all` tokens or of `kept` ones
-    scale: torch.Tensor | None = None   # (), of the update (layer_drop)
+    scale: torch.Tensor | None = None   # (), of the update (layer_drop); lost where a write normalises it
     ahead: Callable | None = None       # decides in place of all that, see Ahead
 
     def decide(self, residual, stream):
