@@ -99,9 +99,9 @@ def main():
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     sync = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    seeds = {name: torch.Generator().manual_seed(0) for name in args.runs + args.shapes}
-    models = {name: (trained if name in args.runs else untrained)(name, args.device, rng)
-              for name, rng in seeds.items()}
+    seed = lambda: torch.Generator().manual_seed(0)
+    models = {name: (trained if name in args.runs else untrained)(name, args.device, seed())
+              for name in args.runs + args.shapes}   # all of them first: an error comes at once
     table = {}
     heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
     print(f"| blocks x width x context | what | {heads} |")

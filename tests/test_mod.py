@@ -696,7 +696,7 @@ def test_ahead_decides_what_the_sublayers_would(mod_on, reach):
         torch.testing.assert_close(gain, right, rtol=0, atol=1e-12)
         assert torch.equal(keep, decisions) and n_kept == n
         looks.append(ahead.first)
-    assert len(set(looks)) == -(-5 // reach) + -(-3 // reach)   # five sublayers at one stream, three at another
+    assert len(set(looks)) == -(-5 // reach) + -(-3 // reach)   # five sublayers at one stream, then three
 
 
 def test_attend_one_by_one_is_one_call_on_a_rectangle():

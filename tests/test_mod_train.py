@@ -97,7 +97,8 @@ def test_resume_where_an_evaluation_was(data, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("n_layer, share", [(12, 0), (13, 0.3)])
 def test_step_sizes_rise_in_deep_models(data, tmp_path, n_layer, share):
-    flags = ["--residual", "nag", "--n_layer", n_layer, "--n_embd", 16, "--max_iters", 4, "--eval_interval", 2]
+    flags = ["--residual", "nag", "--n_layer", n_layer, "--n_embd", 16, "--max_iters", 4]
+    flags += ["--eval_interval", 2]
     go(data, tmp_path / "default", *flags)
     go(data, tmp_path / "said", *flags, "--alpha_warmup", share)
     same_run(tmp_path / "default", tmp_path / "said")

@@ -260,6 +260,8 @@ def test_load_meta_and_open_split(tmp_path):
     (tmp_path / "mine").mkdir()
     assert "python prepare.py text --input" in refusal(prepare.load_meta, tmp_path / "mine")
     assert "--data" in refusal(prepare.open_split, tmp_path / "mine", "train")
+    write(tmp_path / "ours" / "train_000000.bin", shard([1]))  # of which tokenizer?
+    assert "meta.json is missing" in refusal(prepare.load_meta, tmp_path / "ours")
     for i in (2, 1):  # a folder from modded-nanogpt, without a meta.json
         write(tmp_path / "mine" / f"fineweb_train_{i:06d}.bin", shard([i]))
     meta = prepare.load_meta(str(tmp_path / "mine"))

@@ -22,7 +22,7 @@ SHORT = {"kernels.py": "--rows",
          "mod_speed.py": "--shapes 2x64x64 --repeats 1"}
 NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
 # make: see below; results: an hour; pytest: these tests
-ELSEWHERE = ("make", "bash results/", ". .venv", "python -m pytest")
+ELSEWHERE = ("make", "bash results/", "python -m pytest")
 
 
 def commands():

@@ -181,8 +181,8 @@ def test_another_end_is_said_and_another_batch_refused(data, tmp_path):
 def test_status_line():
     assert [train.minutes(s) for s in (0.4, 59.6, 119.7, 3600)] == ["0:00", "1:00", "2:00", "60:00"]
     names = {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12,
-             "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165e12, "Tesla V100-SXM2-16GB": 125e12,
-             "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GH200 480GB": 989e12,
+             "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA GeForce RTX 4090": 165e12,
+             "Tesla V100-SXM2-16GB": 125e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GH200 480GB": 989e12,
              "NVIDIA L40": None, "NVIDIA GB200": None, "NVIDIA T400": None, "CPU": None}
     assert {name: train.peak_flops(name) for name in names} == names
 
@@ -257,6 +257,8 @@ def test_typing_errors(data, tmp_path):
     out = tmp_path / "run"
     assert "nag" in refused(*command(data, out, "--residual", "nga"))
     assert "--residual" in refused(*command(data, out, "--residul", "nag"))
+    assert "--beta1 1" in refused(*command(data, out, "--beta1", 1))
+    assert "--min_lr 6e-05: is a share" in refused(*command(data, out, "--min_lr", "6e-5"))
     assert "--n_head 5 --n_embd 64" in refused(*command(data, out, "--n_head", 5, "--n_embd", 64))
     assert "--lr" in refused(*command(data, out, "--lr", "fast"))
     assert "prepare.py" in refused(*command(tmp_path / "none", out))
