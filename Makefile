@@ -23,7 +23,7 @@ figures/depth.json: runs/pre/done runs/nag/done
 	$(BIN)/python analyze.py runs/pre runs/nag --out figures
 
 # Two processes side by side, about equally long: most tests that run our programs, and all others.
-TRAINING = $(patsubst %, tests/test_%.py, bad_state inference mod_train prepare report sample scale train)
+TRAINING = $(patsubst %, tests/test_%.py, bad_state inference mod_train prepare readme report sample train)
 OTHERS = $(filter-out $(TRAINING), $(wildcard tests/test_*.py))
 
 test: .venv/installed

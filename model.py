@@ -1017,8 +1017,22 @@ class Attention(nn.Module):
 
 def attend(q, k, v, mask=None, is_causal=False):
     """q (B, K, nh, hs), k, v (B, S, nh, hs) -> (B, K, nh, hs)"""
+    long = is_causal and q.shape[1] > 64 and q.device.type == "cpu"
+    if long and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return attend_in_pieces(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).transpose(1, 2)
+
+
+def attend_in_pieces(q, k, v, size=64):
+    """
+    attend, causally, as many queries as keys. torch's kernel for a CPU works through hidden keys, too, up to
+    512 of them; short pieces of queries are spared most. A backward pass would have to add up their
+    gradients.
+    """
+    ends = [(t, min(t + size, q.shape[1])) for t in range(0, q.shape[1], size)]
+    return torch.cat([attend(q[:, a:b], k[:, :b], v[:, :b], causal_mask(torch.arange(a, b), b))
+                      for a, b in ends], dim=1)
 
 
 def attend_one_by_one(q, k, v, position, counts):

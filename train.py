@@ -42,6 +42,8 @@ import prepare
 from kernels import on_triton
 from model import GPT, GPTConfig, Norm
 
+ENDS = ("max_iters", "max_tokens", "max_flops")   # a run ends by one of these
+
 
 @dataclass
 class TrainConfig:
@@ -83,7 +85,7 @@ class TrainConfig:
         for name in ("batch_size", "grad_accum", "eval_interval", "eval_windows", "log_interval"):
             if getattr(self, name) < 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be 1 or more")
-        for name in ("max_iters", "max_tokens", "max_flops", "lr", "gate_lr", "weight_decay", "grad_clip"):
+        for name in (*ENDS, "lr", "gate_lr", "weight_decay", "grad_clip"):
             if not 0 <= getattr(self, name) < math.inf:
                 bad.append(f"--{name} {getattr(self, name)}: must be a finite number, 0 or more")
         for name in ("min_lr", "warmup", "alpha_warmup", "mod_ramp", "decay", "beta1", "beta2"):
@@ -94,7 +96,7 @@ class TrainConfig:
                 bad.append(f"--{name} 1: would never forget the first gradient; use a value below 1")
         if 0 < self.min_lr < 1e-3:
             bad.append(f"--min_lr {self.min_lr}: is a share of --lr, not a rate; use 0.1 for a tenth of it")
-        ends = [f"--{name}" for name in ("max_iters", "max_tokens", "max_flops") if getattr(self, name)]
+        ends = [f"--{name}" for name in ENDS if getattr(self, name)]
         if len(ends) > 1:
             bad.append(f"{' and '.join(ends)}: each ends the run; give one of them")
         parts = max(1, self.grad_accum) * world_size
@@ -193,11 +195,14 @@ def resolve(argv):
     anew = ("out", "config", "resume", "overwrite", "tokenizer")
     values = {key: value for key, value in values.items() if key not in anew} | given
     # a typed end replaces a stored one
-    if any(given.get(end) for end in ("max_iters", "max_tokens", "max_flops")):
-        values |= {end: given.get(end, 0) for end in ("max_iters", "max_tokens", "max_flops")}
+    ends = {end: given[end] for end in ENDS if end in given}
+    if ends:
+        values |= dict.fromkeys(ENDS, 0) | ends
     gpt, train = from_dict(GPTConfig, values), from_dict(TrainConfig, values)
     train.out = train.out or f"runs/{gpt.residual}"
     bad = gpt.problems() + train.problems(int(os.environ.get("WORLD_SIZE", 1)), gpt)
+    bad += [f"--{end} 0: would train nothing; give 1 or more, or leave it out"
+            for end in ends if not any(ends.values())]
     if stored and train.batch_size != stored.get("batch_size", train.batch_size):
         bad.append(f"--batch_size {train.batch_size}: the run to resume has {stored['batch_size']}, by which "
                    f"its tokens are counted; leave it at that, or start a new run")

@@ -713,6 +713,15 @@ def test_attend_one_by_one_is_one_call_on_a_rectangle():
     torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
 
 
+def test_attention_in_pieces_is_causal_attention():
+    q, k, v = (torch.randn(2, 150, 2, 8, dtype=torch.float64, generator=rng(i)) for i in range(3))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as whole:
+        y = M.attend(q.clone().requires_grad_(), k, v, is_causal=True)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as pieces, torch.no_grad():
+        torch.testing.assert_close(M.attend(q, k, v, is_causal=True), y, rtol=0, atol=1e-12)
+    assert pieces.get_total_flops() < 0.7 * whole.get_total_flops()
+
+
 def test_calibrate_lets_attentions_that_few_skip_run_whole():
     model, batches = stretched(block_size=64), list(ids(8, 64).split(3))
     ran = lambda tau: torch.cat([decided(model, idx, tau)[1] for idx in batches], dim=1).double().mean((1, 2))

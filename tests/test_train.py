@@ -195,6 +195,7 @@ def test_lengths_of_runs(data, tmp_path):
             steps = -(-1e8 // (3 * model.flops_per_token() * 128))
         assert metrics(tmp_path / str(i))[-1]["step"] == steps
     assert "--max_tokens" in refused(*command(data, tmp_path / "x", "--max_tokens", 10, "--max_iters", 5))
+    assert "--max_flops 0" in refused(*command(data, tmp_path / "x", "--max_flops", 0))
 
 
 def test_schedule():
