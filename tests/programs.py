@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,3 +43,10 @@ def program(*words, cwd=ROOT, env=None, timeout=None):
             process.kill()
             raise subprocess.TimeoutExpired(words, timeout)
         return subprocess.CompletedProcess(words, process.exitcode, out.read(), err.read())
+
+
+def start(*words):
+    """-> a running process, for signals. In the background a shell has SIGINT ignored, and so has its child."""
+    return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))

@@ -1,10 +1,13 @@
 """The depth statistics against what they must be for models that we can see through, and the command line."""
 import json
 import math
+import signal
+import time
 
 import pytest
 import torch
 from matplotlib import image
+from programs import start
 from test_residuals import no_eps  # noqa: F401, a fixture
 from test_sample import cli, refused, tiny
 
@@ -313,6 +316,17 @@ def test_only_some(runs, tmp_path):
     none = cli("analyze.py", runs / "pre", "--out", tmp_path / "none", "--only", "gain")
     assert not (tmp_path / "none" / "gain.png").exists() and "gain" in none.stderr
     assert json.loads((tmp_path / "none" / "depth.json").read_text())["runs"]["pre"].keys() == {"config"}
+
+
+def test_interrupt(runs, tmp_path):
+    out = tmp_path / "figures"   # made before anything is measured
+    process = start("analyze.py", runs / "nag", "--out", out)
+    while not out.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "") and process.returncode == 130
+    assert not list(out.iterdir())
 
 
 def test_bad_input(runs, tmp_path):

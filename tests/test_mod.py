@@ -565,6 +565,8 @@ def test_layer_drop_is_for_training_only(name):
     assert torch.equal(perturb(build(name, layer_drop_rule="linear")).train()(ids())[0], plain(ids())[0])
     model = perturb(build(name, layer_drop=0.5)).eval()
     assert torch.equal(model(ids())[0], plain(ids())[0])
+    half = [0.5] * len(list(model.sublayers()))
+    assert model.flops_per_token(share=half) == plain.flops_per_token(share=half)
     model.train()
     a, b, c = (model(ids(), generator=rng(seed))[0] for seed in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(a, plain(ids())[0])

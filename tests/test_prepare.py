@@ -1,12 +1,10 @@
 """prepare.py with real files, real sockets on 127.0.0.1 and real processes; nothing of it is replaced."""
 import hashlib, http.server, json, os, re, resource, signal, subprocess, sys, threading, time, tracemalloc
-from pathlib import Path
 import numpy as np
 import pytest
 import tiktoken
+from programs import ROOT, start
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 import prepare
 
 PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} <|endoftext|> 🙂\n"
@@ -15,8 +13,8 @@ PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n  
 def run(*args, before="", **kwargs):
     """The command line in a process of its own; `before` runs between its import and its main."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import prepare; {before}; prepare.main()"
-    start = ["-c", code] if before else [str(ROOT / "prepare.py")]
-    return subprocess.run([sys.executable, *start, *map(str, args)], capture_output=True, text=True, **kwargs)
+    words = ["-c", code] if before else [str(ROOT / "prepare.py")]
+    return subprocess.run([sys.executable, *words, *map(str, args)], capture_output=True, text=True, **kwargs)
 
 def refused(done, *words):
     """One clear sentence: one line, no traceback, a non-zero exit, and the words that name what to do."""
@@ -60,9 +58,9 @@ def test_bytes_tokenizer():
     assert enc.encode_ordinary(PROSE) == list(PROSE.encode())
     assert enc.decode_bytes(list(range(256))) == bytes(range(256))
     assert enc.encode("a<|endoftext|>", allowed_special="all") == [97, 256]
-    start = time.time()
+    begin = time.time()
     assert len(enc.encode_ordinary("x" * 1_000_000)) == 1_000_000
-    assert time.time() - start < 2
+    assert time.time() - begin < 2
 
 def test_unknown_tokenizer():
     assert "--tokenizer" in refusal(prepare.get_tokenizer, "cl100k_base")
@@ -225,9 +223,7 @@ def test_full_disk(tmp_path):
 def test_interrupt(tmp_path):
     tokenizer("gpt2")
     good, out = write(tmp_path / "good.txt", PROSE * 3000), tmp_path / "out"   # seconds of work
-    process = subprocess.Popen([sys.executable, ROOT / "prepare.py", "text", "--tokenizer", "gpt2",
-                                "--input", good, "--out", out],
-                               stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = start("prepare.py", "text", "--tokenizer", "gpt2", "--input", good, "--out", out)
     while not list(out.glob(".tmp-*/*.bin")):
         assert process.poll() is None
         time.sleep(0.01)

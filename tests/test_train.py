@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from programs import ROOT
+from programs import ROOT, start
 from test_sample import cli, refused
 
 import prepare
@@ -32,11 +32,6 @@ def data(tmp_path_factory):
 
 def command(data, out, *flags):
     return ["train.py", "--data", data, *SIZE, "--out", out, *flags]
-
-
-def start(*args):
-    return subprocess.Popen([sys.executable, *map(str, args)], cwd=ROOT, stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
 
 
 def metrics(run):
