@@ -49,8 +49,7 @@ def stream_norm(model, batches):
     """
     |x_l| / sqrt(C), the root mean square of the stream before sublayer l and, as number 2L + 1, at the end.
     Mean and median over tokens, and the mean without each window's first token, which in trained models can
-    be an outlier that dominates the mean. NAG: exp(s). Source: NAG paper, figure 3 (specs: norm per
-    sublayer).
+    be an outlier that dominates the mean. NAG: exp(s). Source: NAG paper, figure 3.
     """
     rms = lambda model, stream: model.ends.as_tensor(stream).double().square().mean(-1).sqrt()     # (B, T)
     norms = [torch.stack([rms(model, before) for _, before, _ in model.walk(idx)]) for idx, _ in batches]
@@ -125,7 +124,7 @@ def rotation(model, batches):
     """
     Angle in degrees between the stream before and after a sublayer, mean over tokens: summed from the
     embedding up to sublayer l, and of each. A skipped token counts with 0. NAG without skipping:
-    atan|alpha m|. Source: NAG paper, figure 3 (specs: cumulative rotation).
+    atan|alpha m|. Source: NAG paper, figure 3.
     """
     def angle(x, y):   # acos would lose half the digits of a small angle
         x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
@@ -251,7 +250,7 @@ def angular_distance(model, batches):
 def permutation_score(model, batches):
     """
     |loss with blocks i and j swapped - loss| / loss, on the first batch. 0: their order does not matter.
-    Source: DepthBench (specs, section 5).
+    Source: github.com/keyu-wang-2002/DepthBench.
     """
     (idx, targets), L = batches[0], len(model.blocks)
     full, matrix = loss_at(model, boundaries(model, idx)[-1], targets), [[0.0] * L for _ in range(L)]
@@ -274,10 +273,10 @@ def logit_lens(model, batches):
     """
     rows, gaps = [], 0.0
     for idx, targets in batches:
-        logp = [model.head(model.ends.finish(stream)).double().log_softmax(-1).flatten(0, 1)
-                for stream in boundaries(model, idx)]
-        final, flat, row, gap = logp[-1], targets.flatten(), [], []
-        for p in logp:
+        lens = lambda stream: model.head(model.ends.finish(stream)).double().log_softmax(-1).flatten(0, 1)
+        streams = boundaries(model, idx)
+        final, flat, row, gap = lens(streams[-1]), targets.flatten(), [], []
+        for p in map(lens, streams):   # one at a time: with GPT-2's vocabulary each takes gigabytes
             confidence, guess = p.exp().max(-1)
             bins = (confidence * 15).long().clamp_max(14)
             gap.append(p.new_zeros(15).index_add_(0, bins, (guess == flat).to(p) - confidence) / len(p))
@@ -313,7 +312,8 @@ def excess_kurtosis(x):
 def effective_rank(model, batches):
     """
     Of all tokens' streams Z (tokens, C) before each block and at the end: exp of the entropy of the squared
-    singular values' shares, and stable rank |Z|_F^2 / |Z|_2^2. Source: specs, section 5 (token collapse).
+    singular values' shares, and stable rank |Z|_F^2 / |Z|_2^2. Source: DepthBench,
+    where a low one is called token collapse.
     """
     z = torch.cat([vectors(model, boundaries(model, idx)).flatten(1, 2) for idx, _ in batches], dim=1)
     ranks = [ranks_of(each) for each in z]
@@ -382,7 +382,7 @@ def heavy_tail(model, batches):
 
 def power_law(x):
     """Positive numbers (N,) -> alpha of their tail, its standard error, size of the tail."""
-    x, best = x.sort().values, (math.inf, None, None, 0)
+    x, best = x.sort().values.cpu(), (math.inf, None, None, 0)
     for i in range(max(1, len(x) - 9)):   # ten numbers at least
         tail = x[i:]
         n, alpha = len(tail), (1 + len(tail) / (tail / tail[0]).log().sum()).item()
@@ -437,7 +437,7 @@ def norm_growth(model, batches):
 
 def ranks(x):
     """Ranks of (N,) numbers, equal ones share their mean rank."""
-    x = torch.as_tensor(x, dtype=torch.float64)
+    x = torch.as_tensor(x, dtype=torch.float64, device="cpu")
     return ((x[:, None] > x).sum(1) + (x[:, None] >= x).sum(1) - 1).double() / 2
 
 
@@ -472,7 +472,7 @@ def prune_curve(model, batches, norms=None):
     training; every second window is for the scores. rank_correlation: Spearman's, of a score with the true
     loss after removing that block alone. stability: Spearman's, of the scores on one half of the windows with
     those on the other, of the methods that look at data (span: single blocks; attention, mlp and sublayer:
-    drop_curve's). Methods: sample.py --prune. Source: arXiv:2606.26538 and specs, 8.2, 8.3.
+    drop_curve's). Methods: sample.py --prune. Source: arXiv:2606.26538.
     """
     needs_blocks(model)
     halved, methods = halves(batches), [name for name in PRUNE_METHODS if name != "cfp" or norms is not None]
@@ -491,7 +491,7 @@ def drop_curve(model, batches):
     """
     Loss (nats per token) after removing the 0 .. L / 2 attention sublayers, MLPs or blocks of which the
     stream comes out most as it went in, by 1 - mean cos (`scores`), in one shot and without further training;
-    every second window is for the scores. Source: LLM-Drop, arXiv:2406.15786 (specs, 6.1).
+    every second window is for the scores. Source: LLM-Drop, arXiv:2406.15786.
     """
     needs_blocks(model)
     halved, curves, scores = halves(batches), {}, {}
@@ -507,7 +507,7 @@ def fan_in(model, batches, norms=None, history=()):
     Gradient norm of each block, summed over the training after its warm-up, / the sum of all blocks; beside
     it the least-squares fit a + b F(l) of the theory's count of gradient terms, F = L - l + 1, or under deep
     supervision F = (L - l + 1)(L - l + 2) / 2, with R^2 and rank correlation; and Spearman's correlation of
-    the sums at a share of the training with the final ones. Source: arXiv:2606.26538 (specs, 7).
+    the sums at a share of the training with the final ones. Source: arXiv:2606.26538.
     """
     if norms is None or not norms.any():
         raise ValueError("the checkpoint holds no gradient norms, which training collects after its warm-up")
@@ -533,11 +533,17 @@ def needs_gain(model):
         raise ValueError(f"--residual {model.config.residual} knows no gain before a sublayer runs")
 
 
+def needs_thresholds(model):
+    needs_gain(model)
+    if not model.can_skip:
+        raise ValueError("no threshold decides what skips with --mod router, --value_residual or --repeat")
+
+
 @torch.no_grad()
 def gain(model, batches):
     """
     Relative size of the write, alpha m, of all tokens, also those that skip: mean |alpha m|, mean alpha m,
-    and alpha. Source: NAG paper, figure 5 (specs: alpha and gain).
+    and alpha. Source: NAG paper, figure 5.
     """
     needs_gain(model)
     gains = [torch.stack([residual.gain(before).double().flatten() for (residual, _), (_, before, _)
@@ -552,8 +558,7 @@ def direction_similarity(model, batches):
     """
     Cosines (2L, 2L) between the preferred directions v_l = sum_t m_l(t) r_l(t) / sum_t m_l(t) of the
     sublayers, r the direction of the stream (C); `unweighted`, a control, has m = 1. And their means over all
-    pairs of attention (MLP) sublayers that are 0, 1, .. L - 1 blocks apart. Source: NAG paper, figure 6
-    (specs: preferred directions).
+    pairs of attention (MLP) sublayers that are 0, 1, .. L - 1 blocks apart. Source: NAG paper, figure 6.
     """
     needs_gain(model)
     weighted, plain = 0, 0
@@ -593,7 +598,7 @@ def norm_confidence(model, batches):
     Does the log-norm s of a token's last stream say how sure the model is of the next token? Mean loss (nats)
     in each tenth of the tokens by rising s, and of all; Pearson correlations of s with the loss, the entropy
     of the prediction and whether its likeliest token is right; AUROC of s and of minus the entropy for that.
-    Source: Zyphra's claim (specs: norm as confidence).
+    Source: zyphra.com/our-work/norm-agnostic-residual-network.
     """
     needs_gain(model)
     rows = []
@@ -627,7 +632,7 @@ def depth_attention(model, batches):
     each source: the embedding (number 0), and each depth block's sum, numbered from 1 (Full: each sublayer's
     output). Weights of a read sum to 1 (softmax). Further, per read: entropy of the mean weights / its
     maximum, weight on the newest source and on the embedding; per source: sum of the weights it gets. Source:
-    arXiv:2603.15031, figure 8 (specs: routing).
+    arXiv:2603.15031, figure 8.
     """
     if model.config.residual != "attnres":
         raise ValueError("only attnres reads earlier sublayers with weights of their own")
@@ -653,13 +658,15 @@ def gate(model, batches):
     """
     Review, convex, highway: share of the gate's values r, over tokens and channels, in 20 equal bins from 0
     to --gate_range, per sublayer (2L, 20); mean per sublayer, and per quarter of the depth. Source:
-    arXiv:2606.31859 (specs: what analyze should draw).
+    arXiv:2606.31859.
     """
     if not hasattr(model.ends, "gate"):
         raise ValueError(f"--residual {model.config.residual} has no gate; review, convex and highway have")
+    if model.config.mod == "router" or not all(model.present()):
+        raise ValueError("routed or removed sublayers have no gate that is open for every token")
     updates, top = [], model.config.gate_range
     hooks = [sublayer.register_forward_hook(lambda module, inputs, out: updates.append(out))
-             for _, sublayer in model.sublayers()]
+             for sublayer in {sublayer for _, sublayer in model.sublayers()}]   # a shared one once
     histogram, means = 0.0, 0.0
     for idx, _ in batches:
         updates.clear()
@@ -680,7 +687,7 @@ def stream_mixing(model, batches):
     Hyper-connections: means over tokens of what a sublayer reads of each of the n streams, pre (2L, n),
     writes to each, post (2L, n), and of the matrix by which it mixes them, res (2L, n, n); the product of all
     res, last sublayer first, its largest absolute row and column sums and spectral norm. Source:
-    arXiv:2512.24880 (specs: composite gain).
+    arXiv:2512.24880.
     """
     if model.config.residual != "hyper":
         raise ValueError("only hyper has streams to mix")
@@ -715,16 +722,20 @@ def run_with(model, batches, tau):
     return loss, ran
 
 
+def share_skipped(model, ran):
+    """Of all sublayer runs; ran (2L,). Sublayers that were removed don't count."""
+    return 1 - ran[torch.tensor(model.present())].mean().item()
+
+
 def skip_share(model, batches, tau=None):
     """
     Share of the tokens that skip sublayer l, and of all sublayer runs: at the thresholds that the model was
-    trained with, or by its router, or at tau (2L,) if it was trained dense. Source: NAG paper, appendix A
-    (specs: MoD map).
+    trained with, or by its router, or at tau (2L,) if it was trained dense. Source: NAG paper, appendix A.
     """
     if not skips_by_itself(model):
-        needs_gain(model)
+        needs_thresholds(model)
     _, ran = run_with(model, batches, tau)
-    return {"skipped": (1 - ran).tolist(), "mean": (1 - ran).mean().item(),
+    return {"skipped": (1 - ran).tolist(), "mean": share_skipped(model, ran),
             "tau": tau if tau is None else tau.tolist()}
 
 
@@ -736,18 +747,16 @@ def skip_curve(model, batches):
     Loss (nats per token) against the share of sublayer runs skipped and against the matmul FLOPs of one
     token's forward pass, as executed; tau (2L,) per point. Every second window sets the thresholds, the
     others are measured. One threshold for all sublayers, as in the paper: attentions that few tokens skip do
-    not run whole, as they do elsewhere. Source: NAG paper, section VI (specs: MoD map).
+    not run whole, as they do elsewhere. Source: NAG paper, section VI.
     """
-    needs_gain(model)
-    if model.config.mod == "router":
-        raise ValueError("a router has no threshold to move")
+    needs_thresholds(model)
     calibration, measured = halves(batches)
     points = {name: [] for name in ("loss", "realised", "flops", "wanted", "tau")}
     for rate in meter("skip_curve", RATES):
         tau, _ = calibrate(model, [x for x, _ in calibration], rate)
         loss, ran = run_with(model, measured, tau)
         flops = model.flops_per_token(share=ran.tolist())
-        values = loss, 1 - ran.mean().item(), flops, rate, tau.tolist()
+        values = loss, share_skipped(model, ran), flops, rate, tau.tolist()
         for name, value in zip(points, values):
             points[name].append(value)
     return points
@@ -756,17 +765,19 @@ def skip_curve(model, batches):
 @torch.no_grad()
 def depth_map(model, batches, tau=None, text=None, tokenizer="bytes"):
     """
-    Which sublayers (rows, 2L) each token of a text ran: 1, or 0 if it skipped. Thresholds as in skip_share.
-    text: its first block_size tokens; default: 96 tokens of the first window. Source: specs (MoD map).
+    Which sublayers (rows, 2L) each token of a text ran: 1, or 0 if it skipped or the sublayer was
+    removed. Thresholds as in skip_share.
+    text: its first block_size tokens; default: 96 tokens of the first window. Source: NAG paper, appendix A.
     """
     encoding, idx = get_tokenizer(tokenizer), batches[0][0][:1, :96]
     if text is not None:
         idx = idx.new_tensor([encoding.encode_ordinary(text)[:model.config.block_size]])
     if not skips_by_itself(model):
-        needs_gain(model)
+        needs_thresholds(model)
     kept = []
     model(idx, tau=tau, kept=kept)
-    ran = [[1] * idx.shape[1] if keep is None else keep[0].int().tolist() for keep in kept]
+    ran = [[int(there)] * idx.shape[1] if keep is None else keep[0].int().tolist()
+           for keep, there in zip(kept, model.present())]
     # where a character is several tokens, the last of them shows it
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = [decoder.decode(encoding.decode_single_token_bytes(t)) for t in idx[0].tolist()]

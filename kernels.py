@@ -765,20 +765,13 @@ class DepthReadTriton(torch.autograd.Function):
                 *(None if sink else place for sink, place in zip(ctx.sinks, places)))
 
 
-def check_sources(sources):
-    if not 1 <= len(sources) <= MOST_SOURCES:
-        raise ValueError(f"a read across depth takes 1 to {MOST_SOURCES} sources, not {len(sources)}; use "
-                         "fewer blocks, --attnres_block, or --kernels off")
-
-
 def depth_read(w, sources, ahead=None, gain=None, kernels="auto"):
     """
     w (C,), sources n x (..., C) -> their mean (..., C), weighted by the softmax of <w, v> / rms(v) over the
     sources v. ahead: a pair (o (..., C), lse (...,)) that depth_read_ahead has got from further sources. With
-    gain (C,), the RMSNorm of the mean. Raises ValueError for more sources than Triton kernels take.
+    gain (C,), the RMSNorm of the mean. In Triton up to MOST_SOURCES sources.
     """
-    if sources and on_triton(sources[0], kernels):
-        check_sources(sources)
+    if 1 <= len(sources) <= MOST_SOURCES and on_triton(sources[0], kernels):
         shape, sinks = sources[0].shape, sinks_of(sources)
         o, lse = (None, None) if ahead is None else (*flat_rows(ahead[0]), ahead[1].flatten().contiguous())
         rest = (w.contiguous(), gain if gain is None else gain.contiguous(), o, lse)
@@ -961,11 +954,10 @@ class DepthReadAheadTriton(torch.autograd.Function):
 def depth_read_ahead(w, sources, kernels="auto"):
     """
     S reads at once: w (S, C), sources n x (..., C) -> for each read a pair that depth_read takes as `ahead`:
-    the weighted mean (..., C), and the logarithm of the sum of the exponentials of the scores (...,). Raises
-    ValueError for more sources than Triton kernels take.
+    the weighted mean (..., C), and the logarithm of the sum of the exponentials of the scores (...,). In
+    Triton up to MOST_SOURCES sources.
     """
-    if on_triton(sources[0], kernels):
-        check_sources(sources)
+    if len(sources) <= MOST_SOURCES and on_triton(sources[0], kernels):
         shape, sinks = sources[0].shape, sinks_of(sources)
         lse, *o = DepthReadAheadTriton.apply(sinks, w.contiguous(), *flat_rows(*sources))
         return [(each.view(shape), part.view(shape[:-1])) for each, part in zip(o, lse.unbind(-1))]
@@ -1138,7 +1130,7 @@ class Example(NamedTuple):
     rows: tuple           # of width C that must move, forward and backward, per token; see the table above
 
 
-def examples(N, C, n=5, S=3, seed=0, rounds=False):
+def examples(N, C, n=5, S=3, seed=0, rounds=False, device="cpu"):
     """Every op for N tokens of width C, n sources, S queries. rounds: for a stream in half precision."""
     rng = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.randn(shape, generator=rng, dtype=torch.float64)
@@ -1148,6 +1140,7 @@ def examples(N, C, n=5, S=3, seed=0, rounds=False):
     keep = torch.rand(N, generator=rng) < 0.7
     slot = torch.where(keep, keep.cumsum(0) - 1, -1)
     index, kept = keep.nonzero().squeeze(1), int(keep.sum())
+    slot, index = slot.to(device), index.to(device)   # now, not while the op is timed
     sources, w, gain = [rand(N, C) for _ in range(n)], rand(S, C) / C ** 0.5, 1 + 0.1 * rand(C)
     a, s = rand(N, 1), rand(N, 1)
     share = kept / max(N, 1)
@@ -1327,7 +1320,7 @@ def time_ops(shapes, device="cuda"):
     copy = 2 * x.nbytes / bench(lambda: y.copy_(x)) / 1e6   # GB/s
     print(f"{torch.cuda.get_device_name()}: a copy runs at {copy:.0f} GB/s")
     for N, C, n, S in shapes:
-        for example in examples(N, C, n, S):
+        for example in examples(N, C, n, S, device=device):
             inputs = [v.to(device, torch.float32 if i in example.wide else torch.bfloat16).requires_grad_()
                       for i, v in enumerate(example.inputs)]
             row = dict(op=example.name, tokens=N, width=C)
@@ -1343,8 +1336,9 @@ def time_ops(shapes, device="cuda"):
                 except torch.OutOfMemoryError:
                     row[f"{way}_forward_ms"] = row[f"{way}_backward_ms"] = float("nan")
                 torch._dynamo.reset()
+            size = min(v.itemsize for v in inputs)
             for rows, part in zip(example.rows, ("forward", "backward")):
-                row[f"{part}_gb_s"] = rows * N * C * 2 / row[f"ours_{part}_ms"] / 1e6
+                row[f"{part}_gb_s"] = rows * N * C * size / row[f"ours_{part}_ms"] / 1e6
                 row[f"{part}_of_copy"] = row[f"{part}_gb_s"] / copy
                 times = "  ".join(f"{way} {row[f'{way}_{part}_ms']:7.3f}" for way in ways)
                 print(f"{example.name:38} {N:6} x {C:<5} {part:8} {times} ms  "
@@ -1361,6 +1355,9 @@ def main():
     parser.add_argument("--quick", action="store_true", help="time three shapes only")
     parser.add_argument("--out", help="JSON file for what was measured")
     args = parser.parse_args()
+    if args.out and (args.rows or not os.path.isdir(os.path.dirname(args.out) or ".")):
+        why = "--rows writes no file; leave one of them out" if args.rows else "make its folder first"
+        parser.error(f"--out {args.out}: {why}")
     if triton is None:
         raise SystemExit(f"kernels.py: {why_no_triton()}")
     if args.rows:

@@ -173,6 +173,12 @@ class GPTConfig:
              "both decide what is skipped; leave one of them out"),
             (["layer_drop", "residual"], self.layer_drop and not kind.single,
              "a token can't pass by a sublayer of that stream; use a residual such as pre or nag"),
+            (["mod_rate", "mod_floor", "mod_explore"],
+             not routed and self.mod_rate > (1 - self.mod_floor) * (1 - self.mod_explore),
+             "training runs more than that; lower --mod_rate, --mod_floor or --mod_explore"),
+            (["value_residual", "taper", "taper_on"],
+             self.value_residual and self.taper != "none" and self.taper_on != "mlp",
+             "blocks with fewer heads can't mix in the first one's values; use --taper_on mlp"),
             (["value_residual", "mod_rate", "layer_drop"],
              self.value_residual and (self.mod_rate or self.layer_drop),
              "a token that skips the first attention has no first values; leave --value_residual out"),
@@ -441,7 +447,7 @@ class Additive(Residual):
 
 class NAG(Residual):
     """
-    Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24; specs in the README).
+    Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24).
     The stream is a pair: a direction r (B, T, C), always of norm sqrt(C), and the log of the norm it stands
     for, s (B, T, 1). A write turns r by the angle atan(alpha m) towards the part of the update that is
     orthogonal to r; how far is known from r alone, *before* the sublayer runs. A token that would hardly turn
@@ -607,7 +613,7 @@ class AttnRes(Residual):
         if self.l == 1:
             return torch.ones_like(stream.sources[0][None, ..., 0])
         if c.attnres_weights == "static":
-            return stream.weights[0][self.l - 2, :n].softmax(0)[:, None, None]
+            return stream.weights[0][self.l - 2, list(stream.block)].softmax(0)[:, None, None]
         size = inverse_rms_reference if c.attnres_key_norm else lambda v: 1.0
         scores = torch.stack([(v @ stream.weights[self.l - 2]) * size(v) for v in stream.sources])
         return scores.sigmoid() if c.attnres_weights == "sigmoid" else scores.softmax(0)
@@ -656,19 +662,19 @@ class AttnRes(Residual):
 class DenseFormer(Residual):
     """
     PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so far, with
-    weights that are parameters (Pagliardini et al. 2024, arXiv:2402.02622). The stream: x, and a tuple of
-    those outputs.
+    weights that are parameters (Pagliardini et al. 2024, arXiv:2402.02622). The stream: x, and those outputs
+    by number, as a removed block has none.
     """
     single = one_tensor = one_graph = False
 
     def __init__(self, config, l):
         super().__init__()
-        self.config, self.norm, self.a = config, Norm(config), None
+        self.config, self.l, self.norm, self.a = config, l, Norm(config), None
         if l % 2 == 0:   # the end of block l / 2
             self.a = nn.Parameter(F.one_hot(torch.tensor(l // 2), l // 2 + 1).to(torch.get_default_dtype()))
 
     def start(self, x):
-        return x, (x,)
+        return x, {0: x}
 
     def read(self, stream, gain=None):
         return self.norm(stream[0])
@@ -676,8 +682,8 @@ class DenseFormer(Residual):
     def write(self, stream, update, gain=None):
         x, past = stream[0] + update, stream[1]
         if self.a is not None:
-            past = *past, x
-            x = sum(a * v for a, v in zip(self.a, past))
+            past = past | {self.l // 2: x}
+            x = sum(self.a[i] * v for i, v in past.items())
         return x, past
 
     def as_tensor(self, stream):
@@ -701,18 +707,19 @@ class Gated(Residual):
         C, n, (inputs, self.convex) = config.width, 2 * config.n_layer, GATES[preset]
         self.config, self.norm, self.full = config, Norm(config), config.gate_rank == "full"
         inputs = dict(auto=inputs, none="").get(config.gate_input, config.gate_input)
+        rank = str(config.gate_rank)
         bias, zeros = torch.full((C,), config.gate_bias), lambda *shape: nn.Parameter(torch.zeros(shape))
         self.register_parameter("b", nn.Parameter(bias) if inputs and l <= n else None)
         self.register_buffer("constant", None if inputs else bias, persistent=False)
         self.W, self.up = nn.ParameterDict(), None
         for name in inputs if l <= n else ():
-            if config.gate_rank.isdigit():   # W = up @ down; up starts at zero
+            if rank.isdigit():   # W = up @ down; up starts at zero
                 rng = torch.Generator().manual_seed(config.seed * 1000 + 2 * l + (name == "u"))
-                self.W[name] = nn.Parameter(torch.randn(int(config.gate_rank), C, generator=rng) * C ** -0.5)
+                self.W[name] = nn.Parameter(torch.randn(int(rank), C, generator=rng) * C ** -0.5)
             else:
                 self.W[name] = zeros(C, C) if self.full else zeros(C)
-        if config.gate_rank.isdigit() and self.W:
-            self.up = zeros(C, int(config.gate_rank))
+        if rank.isdigit() and self.W:
+            self.up = zeros(C, int(rank))
 
     def read(self, h, gain=None):
         return self.norm(h)
@@ -1004,6 +1011,8 @@ class Attention(nn.Module):
         """x (B, T, C) -> keys and values (B, S, nh, hs), with the cached ones, and where the T start."""
         w_kv = self.c_attn.weight[self.n_head * self.hs:] if w_kv is None else w_kv
         k, v = rotate_normed(self.heads(F.linear(x, w_kv)), rope[:, :self.n_head], 1)
+        if self.scale is not None:
+            k = k * self.heads(self.scale)[1]
         return (k, v, 0) if cache is None else self.append(k, v, cache)
 
     def append(self, k, v, cache):
@@ -1129,7 +1138,7 @@ def taper(config, hidden):
     if config.taper_match == "none":
         return widths(1.0)
     cost = lambda scale: sum(block_cost(config, *shape) for shape in widths(scale))
-    target, low, high = config.n_layer * block_cost(config, config.n_head, hidden), 0.0, 8.0
+    target, low, high = config.n_layer * block_cost(config, config.n_head, hidden), 0.0, 2 / min(profile)
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if cost(middle) < target else (low, middle)
@@ -1404,8 +1413,10 @@ class GPT(nn.Module):
     def init_weights(self):
         # Every matrix is drawn from its own generator, seeded by its name: two variants with the same seed
         # start from the same values wherever they share a parameter, however many parameters either has
-        # besides.
+        # besides. A block keeps its number where others before it are repeated.
+        order = self.config.order()
         for name, module in self.named_modules():
+            name = re.sub(r"(?<=^blocks\.)\d+", lambda place: str(order[int(place[0])]), name)
             rng = torch.Generator().manual_seed(self.config.seed + (zlib.crc32(name.encode()) << 20))
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 module.weight.normal_(std=INIT_STD, generator=rng)
@@ -1640,7 +1651,7 @@ class GPT(nn.Module):
                 total += residual.cost()[1] * (run if residual.knows_gain and not routed else at)
             # known: share of the tokens whose keys and values are projected; seen: share of its sequence that
             # a kept token looks at, all of it in layer_drop, which keeps or drops whole sequences
-            known = attn if routed or c.mod_kv == "kept" or dropping or not block.runs[0] else 1.0
+            known = attn if routed or c.mod_kv == "kept" or dropping else float(attn > 0)
             seen = 1.0 if dropping else known
             total += 4 * inner * W * (known + attn) + 4 * T * seen * inner * attn
             total += 2 * W * (fan_out + hidden) * mlp + (2 * W if routed else 0)
@@ -1693,7 +1704,8 @@ class LayerCache:
     def append_rows(self, k, v, rows):
         """k, v (N, nh, hs) of kept tokens -> keys, values (B, longest, nh, hs), the new places (N,)."""
         number = self.count[rows.sequence] + rows.slot
-        self.keys[rows.sequence, number], self.values[rows.sequence, number] = k, v
+        here = rows.sequence, number
+        self.keys[here], self.values[here] = k.to(self.keys.dtype), v.to(self.values.dtype)   # autocast
         self.count += rows.count
         longest = int(self.count.max())
         return self.keys[:, :longest], self.values[:, :longest], number
@@ -1702,7 +1714,7 @@ class LayerCache:
 def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """logits (B, V) -> one token id each (B, 1). top_k and top_p (the smallest set with that probability)
     combine."""
-    if temperature == 0:
+    if temperature < 1e-6:   # as good as 0, and logits over it might overflow
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None:
@@ -1711,6 +1723,6 @@ def pick(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     if top_p is not None:
         probs, order = logits.softmax(-1).sort(descending=True)
         # a token stays if the tokens likelier than it hold less than top_p: the first one always does
-        gone = (probs.cumsum(-1) - probs >= top_p).scatter(1, order, probs.cumsum(-1) - probs >= top_p)
-        logits = logits.masked_fill(gone, -math.inf)
+        gone = probs.cumsum(-1) - probs >= top_p
+        logits = logits.masked_fill(gone.scatter(1, order, gone), -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)

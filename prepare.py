@@ -161,14 +161,17 @@ def meter(label, total, first=0):
                   f"{max(total - done, 0) / rate:.0f} s left".ljust(79), end="\n\r"[tty], flush=True)
     return update
 
-def check_out(out, tokenizer, ours):
+def check_out(out, name, tokenizer, ours):
     """Refuse a folder where our shards would be mixed with others, or replace them."""
     foreign = [p.name for p in sorted(out.glob("*.bin")) if not re.fullmatch(ours, p.name)]
     if foreign:
         fail(f"{out} holds shards of another data set ({foreign[0]}); choose another folder with --out")
     if (out / "meta.json").exists():
-        if (old := load_meta(out)["tokenizer"]) != tokenizer:
-            fail(f"{out} already holds {old} tokens, not {tokenizer}; choose another folder with --out")
+        old = load_meta(out)
+        kind = old.get("name") if old.get("name") in ("stdlib", "shakespeare", "fineweb") else "text"
+        if (kind, old["tokenizer"]) != (name, tokenizer):
+            fail(f"{out} already holds {kind} as {old['tokenizer']} tokens, not {name} as {tokenizer}; "
+                 "choose another folder with --out")
 
 def write_shards(folder, split, arrays):
     """Write a stream of token arrays as shards of SHARD_TOKENS; return the number of tokens."""
@@ -308,10 +311,6 @@ def text(args):
     documents = hold_out_files(files) if len(files) >= 20 else hold_out_tails(files.values(), 0.05)
     write_text(args.out, args.out.name, get_tokenizer(args.tokenizer), documents, " ".join(args.input))
 
-def prepare_stdlib(out):
-    """What train.py calls on a fresh clone."""
-    main(["stdlib", "--out", str(out)])
-
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # argparse would print its usage as well; one sentence is enough
         fail(f"{message}; see python prepare.py --help")
@@ -338,7 +337,7 @@ def main(argv=None):
     else:
         get_tokenizer(args.tokenizer)  # a tokenizer that cannot be had stops us before any download
     try:
-        check_out(args.out, args.tokenizer, ours)
+        check_out(args.out, args.name, args.tokenizer, ours)
         args.run(args)
         meta = load_meta(args.out)
     except KeyboardInterrupt:

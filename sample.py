@@ -29,8 +29,8 @@ from train import Parser, load_run, pick_device, skip_threshold, val_windows
 # ----------------------------------------------------------------------------- pruning
 # Which blocks, or sublayers, to remove from a trained model, with no training after. A method is a function
 # of (model, batches of (idx, targets), gradient norms of the training (3L,)) -> a score per candidate; the
-# lowest go first. Sources and formulas: specs, 8.1 and 8.3. `reverse` is the confound that a score must beat,
-# `loss` the true effect of removing one, which no cheap score can know.
+# lowest go first. Sources: arXiv:2606.26538, 2402.02834, 2403.03853, 2403.17887, 2406.15786. `reverse` is the
+# confound that a score must beat, `loss` the true effect of removing one, which no cheap score can know.
 
 def each_gradient(model, batches):
     """[(parameter, gradient of the loss summed over the batches)] of each block."""
@@ -151,7 +151,7 @@ def early_exit(model, sure, used):
     """
     Stop after the block whose lens (final norm and head) gives a token a probability above `sure`; the blocks
     not run get the keys and values that the last stream has for them, and nothing else. A prompt runs in
-    full. Source: confidence exit, specs, 6.3.
+    full. Source: arXiv:2207.07061.
     """
     def forward(idx, cache):
         rope, (stream, _), T = model.rope(cache.length, idx.shape[1]), model.start(idx), idx.shape[1]
@@ -174,7 +174,7 @@ def lac(model, form, alpha, used):
     token if d_l >= alpha (max d_j - min d_j over j < l); the first one is. `exit`, as in the released code:
     all blocks run, the head reads the stream after the last active one. `skip`: an inactive block's update is
     dropped. Either way a block runs before its d_l is known: this shows what a model could skip, and saves no
-    time. Source: arXiv:2505.14467 (specs, 6.4).
+    time. Source: arXiv:2505.14467.
     """
     def forward(idx, cache):
         rope, (stream, _) = model.rope(cache.length, idx.shape[1]), model.start(idx)
@@ -197,7 +197,7 @@ def lac(model, form, alpha, used):
 def newton(model, idx, n, iterations):
     """
     The last n blocks evaluated at once on a guess of all their inputs, which a prefix sum of their updates
-    corrects, again and again: Identity Newton, exact after n iterations (arXiv:2605.17842; specs, 6.2). Here
+    corrects, again and again: Identity Newton, exact after n iterations (arXiv:2605.17842). Here
     the blocks run one after the other all the same: what it shows is the error. -> logits (B, T, V)
     """
     rope, (stream, _), split = model.rope(0, idx.shape[1]), model.start(idx), len(model.blocks) - n
@@ -290,6 +290,10 @@ def parse(argv):
     args = parser.parse(argv)
     if args.prompt is not None and args.prompt_file is not None:
         parser.error("--prompt and --prompt_file: give one of them")
+    if any("\ud800" <= letter <= "\udfff" for letter in args.prompt or ""):
+        parser.error("--prompt: is not UTF-8 text; convert it first")
+    if not 0 <= args.seed < 2 ** 63:
+        parser.error(f"--seed {args.seed}: must be from 0 to {2 ** 63 - 1}")
     if not 0 <= args.temperature < float("inf"):
         parser.error(f"--temperature {args.temperature}: must be 0 (greedy) or more")
     for name in ("max_new_tokens", "num_samples", "top_k"):
@@ -407,9 +411,11 @@ def main(argv=None):
             return
         used = [depth(each, model) for each in kept]
         told = f"{len(used)} tokens, {skipping:,.0f} tokens/s after the prompt"
-        if min(used) < 1:
-            told += (f"; mean depth {sum(used) / len(used) * len(kept[0]):.1f} of {len(kept[0])} sublayers, "
-                     f"{1 - sum(used) / len(used):.1%} skipped")
+        there = sum(model.present()) / len(kept[0])
+        if min(used) < there:
+            mean = sum(used) / len(used)
+            told += (f"; mean depth {mean * len(kept[0]):.1f} of {there * len(kept[0]):.0f} sublayers, "
+                     f"{1 - mean / there:.1%} skipped")
             if model.config.mod != "router":   # a routed model has no dense form
                 dense = rate(-1.0, silent, None)
                 told += f"; {dense:,.0f} tokens/s without skipping"

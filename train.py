@@ -76,7 +76,7 @@ class TrainConfig:
     log_interval: int = 20         # steps between status lines
     device: str = "auto"           # cpu, cuda, or auto
     compile: bool | None = None    # torch.compile each block; default: on CUDA only
-    checkpoint_blocks: bool = False  # save memory: backward runs each block again instead of keeping it
+    checkpoint_blocks: bool = False  # save memory: backward runs each block again (not counted as FLOPs)
     fsdp: bool = False             # split the weights over the processes; best with checkpoint_blocks
 
     def problems(self, world_size=1, gpt=GPTConfig()) -> list[str]:
@@ -111,8 +111,12 @@ class TrainConfig:
              "a process that skips a sublayer would have no gradient to exchange; leave --fsdp out"),
             ("--fsdp with --value_residual", self.fsdp and gpt.value_residual,
              "it can't see values that pass from block to block beside the stream; leave --fsdp out"),
-            ("--fsdp with --norm batch", self.fsdp and gpt.norm == "batch",
-             "each process would keep statistics of its own; leave --fsdp out"),
+            ("--norm batch with several processes or --fsdp",
+             (self.fsdp or world_size > 1) and gpt.norm == "batch",
+             "each process would keep statistics of its own; use one process"),
+            ("--equalize_grads with --share_every or --repeat",
+             self.equalize_grads and (gpt.share_every or gpt.repeat),
+             "blocks that share weights share gradients, too; leave --equalize_grads out"),
             ("--checkpoint_blocks with --norm batch", self.checkpoint_blocks and gpt.norm == "batch",
              "running a block twice counts its statistics twice; leave --checkpoint_blocks out"),
             ("--transfer with --optimizer sgd", gpt.transfer != "none" and self.optimizer == "sgd",
@@ -623,7 +627,7 @@ class GradNorms:
     """
     Gradient norms per sublayer and per block, from one pass over the gradients (which clipping takes anyway).
     `sums` (2, 2L + L) accumulates the norms, and their squares, of the 2L sublayers and then of the L blocks:
-    the statistic of CascadeFlow Pruning and of Gradient Fan-in Asymmetry (arXiv:2606.26538; specs, 7.1, 8.1).
+    the statistic of CascadeFlow Pruning and of Gradient Fan-in Asymmetry (arXiv:2606.26538).
     A residual's parameters count to its sublayer, those of a shared or repeated block to its first place.
     """
     def __init__(self, model, device):
@@ -801,7 +805,8 @@ def main(argv=None):
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
                or math.ceil(config.max_flops / tokens_per_step / dense_flops) or 420)
     done = lambda: spent / config.max_flops if config.max_flops else step / n_steps
-    if done() > 1 and not config.max_flops or config.max_flops and done() > 1 + 1 / n_steps:
+    # FLOPs end within a step, the last one
+    if done() > 1 + (config.max_flops and tokens_per_step * dense_flops / config.max_flops):
         raise SystemExit(f"--out {out}: is at step {step} already, beyond the end at {n_steps}; "
                          f"give a later one, such as --max_iters {2 * step}")
     device_name = torch.cuda.get_device_name() if "cuda" in device else "CPU"

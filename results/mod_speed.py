@@ -9,10 +9,11 @@ without skipping, in turn, and prints a table of predicted and measured savings.
 A trained model goes by one threshold, as it would in use: some sublayers run nearly always, others hardly
 ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
-says. Measured is the median over the repeats, each compared with its own run without skipping: a machine that
-is slow for a minute is so for both. The JSON also compares the fastest of all repeats.
+says. Measured is the time that all repeats together save, in turn with as many that skip nothing, and its
+standard error: on a machine that others use, too, 20 passes tell a saving to about 2 % of the time.
 """
 import json
+import math
 import re
 import statistics
 import sys
@@ -56,10 +57,9 @@ def decode(model, optimizer, idx, tau, kept, n=32):
     return time.perf_counter() - begin
 
 
-# name: (what, sequences, runs per repeat); 16 are train.py's default. Short ones run more often, for a
-# steadier median.
-PHASES = {"training step": (training_step, 16, 1), "prefill": (prefill, 16, 3), "decode 1": (decode, 1, 3),
-          "decode 16": (decode, 16, 2)}
+# name: (what, sequences, share of the repeats); 16 sequences are train.py's default
+PHASES = {"training step": (training_step, 16, 1 / 2), "prefill": (prefill, 16, 1),
+          "decode 1": (decode, 1, 1 / 2), "decode 16": (decode, 16, 1 / 8)}
 
 
 def untrained(shape, device, rng):
@@ -82,12 +82,19 @@ def trained(run, device, rng):
     return model, lambda n: x[torch.randperm(len(x), generator=rng)[:n]].to(device)
 
 
+def saving(some, all_):
+    """Seconds of repeats, paired -> share of the time saved, and its standard error (of a ratio of sums)."""
+    ratio, n = sum(some) / sum(all_), len(some)
+    rest = [a - ratio * b for a, b in zip(some, all_)]
+    return 1 - ratio, (sum(r * r for r in rest) / (n - 1) / n) ** 0.5 / statistics.mean(all_)
+
+
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
-    parser.add_argument("--repeats", type=int, default=6,
-                        help="of a training step; what is shorter runs more often")
+    parser.add_argument("--repeats", type=int, default=24,
+                        help="of prefill; half as many training steps; a third of all with random weights")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", help="JSON to write")
     args = parser.parse()
@@ -114,27 +121,29 @@ def main():
         text = draw(16)
         taus = {rate: calibrate(model.eval(), text.split(8), rate, least=LEAST_SKIPPED)[0]
                 for rate in RATES}
-        for phase, (run, batch, more) in PHASES.items():
+        for phase, (run, batch, part) in PHASES.items():
             idx, times, kept = text[:batch], {rate: [] for rate in (0, *RATES)}, {}
-            for _ in range(args.repeats * more):
+            n = max(2, math.ceil(args.repeats * part / (1 if name in args.runs else 3)))
+            for repeat in range(n + 1):
                 for rate, seconds in times.items():
                     kept[rate] = []
                     sync()
                     begin = time.perf_counter()
                     inner = run(model, optimizer, idx, taus.get(rate), kept[rate])   # decode times itself
                     sync()
-                    seconds.append(inner or time.perf_counter() - begin)
+                    if repeat:   # the first one warms up
+                        seconds.append(inner or time.perf_counter() - begin)
             cells = []
             for rate in RATES:
                 ran = torch.tensor(shares(kept[rate])).view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
-                ratio = statistics.median(some / all_ for some, all_ in zip(times[rate], times[0]))
+                measured, error = saving(times[rate], times[0])
                 cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
-                                  measured=1 - ratio, speedup=1 / ratio,
-                                  measured_fastest=1 - min(times[rate]) / min(times[0])))
+                                  measured=measured, standard_error=error, speedup=1 / (1 - measured)))
             table.setdefault(shape, {})[phase] = dict(
-                dense_seconds=statistics.median(times[0]), cells=cells)
-            told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ({c['speedup']:.2f}x)" for c in cells]
+                repeats=len(times[0]), dense_seconds=statistics.mean(times[0]), cells=cells)
+            told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "
+                    f"({c['speedup']:.2f}x)" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)
     on_gpu = args.device == "cuda"
     device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"

@@ -260,6 +260,21 @@ def test_what_a_model_cannot_have():
     assert analyze.skip_share(router, data)["skipped"] == pytest.approx(wanted, abs=1e-6)
     ran = analyze.depth_map(router, data)["ran"]
     assert ran == [[1] * 24 if keep is None else keep[0].int().tolist() for keep in kept]
+    for flags in (dict(value_residual=True), dict(repeat="1:2")):
+        for name in ("skip_share", "skip_curve", "depth_map"):
+            with pytest.raises(ValueError, match="no threshold"):
+                analyze.STATS[name].measure(tiny("nag", **flags), batches(2))
+
+
+def test_a_removed_sublayer_neither_runs_nor_skips():
+    model, data = varied(), batches(2)
+    tau, _ = calibrate(model, [x for x, _ in data], 0.3)
+    model.remove([2])
+    share, ran = analyze.skip_share(model, data, tau), analyze.depth_map(model, data, tau)["ran"]
+    there = [skipped for l, skipped in enumerate(share["skipped"], start=1) if l != 2]
+    assert share["mean"] == pytest.approx(sum(there) / len(there)) and sum(ran[1]) == 0 < sum(ran[0])
+    curve = analyze.skip_curve(model, data)
+    assert curve["realised"][0] == 0 and curve["realised"][-3] == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -399,6 +414,17 @@ def test_gate_statistics():
     constant = analyze.gate(random_model(residual="review", gate_input="none"), two_batches())
     assert constant["mean"] == pytest.approx([0.5] * 6) and constant["histogram"][0][10] == 1
     assert not model.blocks[0].attn._forward_hooks
+    shared = random_model(residual="review", share_every=1)
+    own = random_model(residual="review")
+    for mine, theirs in zip(own.blocks, shared.blocks):
+        mine.load_state_dict(theirs.state_dict())
+    for name in ("wte", "lm_head", "ends"):
+        getattr(own, name).load_state_dict(getattr(shared, name).state_dict())
+    assert analyze.gate(shared, two_batches())["mean"] == analyze.gate(own, two_batches())["mean"]
+    shared.remove([1])
+    with pytest.raises(ValueError, match="removed"):
+        analyze.gate(shared, two_batches())
+    assert not shared.blocks[0].attn._forward_hooks
 
 
 def test_stream_mixing_statistics():

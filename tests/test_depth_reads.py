@@ -35,14 +35,15 @@ def reference(model, idx, without=()):
     sums, counts = {0: model.wte(idx)}, []   # number of the depth block: sum of its updates so far
 
     def read(l, norm):
-        sources = [sums[number] for number in sorted(sums)]
+        numbers = sorted(sums)
         if c.attnres_window:
-            sources = sources[:1] + sources[1:][-c.attnres_window:]
+            numbers = numbers[:1] + numbers[1:][-c.attnres_window:]
+        sources = [sums[number] for number in numbers]
         counts.append(len(sources))
         if l == 1:
             return norm(sources[0])
         if c.attnres_weights == "static":
-            weights = ends.logits[l - 2, :len(sources)].softmax(0)[:, None, None, None]
+            weights = ends.logits[l - 2, numbers].softmax(0)[:, None, None, None]
         else:
             keys = [unit(v) * ends.key_gain[l - 2] for v in sources] if c.attnres_key_norm else sources
             scores = torch.stack([(k * ends.query[l - 2]).sum(-1, keepdim=True) for k in keys])
@@ -107,9 +108,10 @@ def test_a_wide_window_is_full(no_eps):  # noqa: F811
 @pytest.mark.parametrize("S", [1, 2, 4, 5])
 @pytest.mark.parametrize("without", [{1}, {4}, {5}, {8}, {1, 2, 3, 4}, {7, 8, 9, 10}, {12}, {*range(1, 13)}],
                          ids=str)
-def test_a_sublayer_left_out_is_a_source_less(S, without, no_eps):  # noqa: F811
+@pytest.mark.parametrize("weights", ["softmax", "static"])
+def test_a_sublayer_left_out_is_a_source_less(S, without, weights, no_eps):  # noqa: F811
     """Also where it opens or closes a depth block, or the whole depth block is gone."""
-    model = perturb(build("attnres", n_layer=L, attnres_block=S), 0.7)
+    model = perturb(build("attnres", n_layer=L, attnres_block=S, attnres_weights=weights), 0.7)
     with torch.no_grad():
         *_, (_, _, out) = model.walk(ids(), without)
         same(out, reference(model, ids(), without)[0], 1e-10)

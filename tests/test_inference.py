@@ -53,6 +53,14 @@ def test_early_exit():
     assert counts == sorted(counts) and counts[0] < counts[3] < counts[-1]
 
 
+def test_keys_after_an_exit_are_those_of_a_full_pass():
+    model, x = model_of("ngpt"), model_of("ngpt").wte(ids(1, 12)).detach()
+    attn, rope = model.blocks[1].attn, model.rope(0, 12)
+    assert attn.scale is not None
+    for ours, right in zip(attn.keys_values(x, rope), attn.qkv(x, rope)[1:]):
+        same(ours, right, 1e-12)
+
+
 def test_lac():
     model, idx = model_of(), ids(1, 12)
     with torch.no_grad():

@@ -12,6 +12,7 @@ import torch
 import kernels
 import model as model_file
 from model import GPT, GPTConfig
+from test_residuals import build, ids, perturb
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -246,13 +247,20 @@ def test_reads_of_a_source_share_one_buffer_for_its_gradient():
 
 
 @needs_triton
-def test_too_many_sources_and_no_gpu(monkeypatch):
-    v, w = torch.zeros(2, 8, device=DEVICE), torch.zeros(8, device=DEVICE)
-    assert torch.equal(kernels.depth_read(w, [v] * 200, kernels="on"), v)
-    for run in (lambda: kernels.depth_read(w, [v] * 201, kernels="on"),
-                lambda: kernels.depth_read_ahead(w[None], [v] * 201, "on")):
-        with pytest.raises(ValueError, match="1 to 200 sources, not 201"):
-            run()
+@pytest.mark.parametrize("size", [1, 2])
+def test_more_sources_than_a_kernel_takes_go_by_the_definition(size, monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_SOURCES", 3)
+    flags, found = dict(residual="attnres", n_layer=3, n_embd=16, n_head=2, attnres_block=size), []
+    for choice in ("on", "off"):
+        model = perturb(build(**flags, kernels=choice).float().to(DEVICE))
+        loss = model(ids().to(DEVICE), ids(seed=1).to(DEVICE))[1]
+        found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for ours, reference in zip(*found):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
+
+
+@needs_triton
+def test_no_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     problem, = GPTConfig(kernels="on").problems()

@@ -88,7 +88,7 @@ def test_stdlib(tmp_path, capsys):
     done = run("stdlib", "--out", a)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.strip().endswith(f"python train.py --data {a}")
-    prepare.prepare_stdlib(b)
+    prepare.main(["stdlib", "--out", str(b)])
     assert contents(a) == contents(b)
     assert sorted(contents(a)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
     train, val, meta = tokens(a, "train"), tokens(a, "val"), prepare.load_meta(a)
@@ -203,6 +203,7 @@ def test_other_tokenizer_and_other_data_are_kept(tmp_path):
     before = contents(out)
     refused(run("text", "--input", good, "--tokenizer", "gpt2", "--out", out), "--out", "bytes")
     refused(run("fineweb", "--out", out), "--out", "train_000000.bin")
+    refused(run("stdlib", "--out", out), "--out", "already holds text")
     assert contents(out) == before
     theirs = write(tmp_path / "web" / "fineweb_train_000001.bin", shard([1, 2])).parent
     refused(run("text", "--input", good, "--tokenizer", "gpt2", "--out", theirs), "--out")

@@ -461,7 +461,8 @@ def test_each_problem_by_itself(name):
                                  dict(x0=True, residual="siamese"), dict(attnres_window=2, attnres_block=2),
                                  dict(norm="layer", residual="nag"), dict(layer_drop=0.1, residual="hyper"),
                                  dict(norm="dyt", residual="ngpt"),
-                                 dict(value_residual=True, layer_drop=0.2)], ids=str)
+                                 dict(value_residual=True, layer_drop=0.2),
+                                 dict(value_residual=True, taper="linear", taper_on="both")], ids=str)
 def test_more_bad_configs(bad):
     with pytest.raises(ValueError) as e:
         GPT(GPTConfig(**{**TINY, **bad}))

@@ -79,6 +79,7 @@ def test_thresholds_of_a_pruned_model_are_its_own(run):
     for flags in ([], ["--prune", "loss:1"]):
         assert "mean depth" in cli("sample.py", run, "--skip", 0.4, "--max_new_tokens", 30, *flags).stderr
         tables.append(json.loads((run / "skip.json").read_text()))
+    assert "skipped" not in cli("sample.py", run, "--prune", "loss:1", "--max_new_tokens", 5).stderr
     assert len(tables[1]) == len(tables[0]) + 1 and tables[0].items() <= tables[1].items()
 
 
@@ -114,7 +115,7 @@ def test_filters():
     assert draw(top_k=1) == {0} and draw(top_k=3) == {0, 1, 2} and draw(top_k=99) == {0, 1, 2, 3}
     assert draw(top_p=0.4) == {0} and draw(top_p=0.6) == {0, 1}
     assert draw(top_p=0.9) == {0, 1, 2} and draw(top_p=1.0) == {0, 1, 2, 3}
-    assert draw(temperature=0) == {0} and draw(top_k=3, top_p=0.6) == {0, 1}
+    assert draw(temperature=0) == {0} == draw(temperature=1e-40) and draw(top_k=3, top_p=0.6) == {0, 1}
     share = (pick(logits, generator=torch.Generator().manual_seed(1), top_k=2) == 0).float().mean()
     assert abs(share - 0.5 / 0.8) < 0.03
 
@@ -167,7 +168,8 @@ def test_pipe_closed_early(run):
     (["--top_p", "1.5"], "--top_p"), (["--max_new_tokens", "0"], "--max_new_tokens"),
     (["--prompt", "a", "--prompt_file", "b"], "--prompt_file"),
     (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--mod_on", "m"], "--skip"),
-    (["--mod_scope", "kind"], "--skip"), (["--temprature", "1"], "--temperature")])
+    (["--mod_scope", "kind"], "--skip"), (["--seed", "-1"], "--seed"), (["--prompt", "\udcff"], "UTF-8"),
+    (["--temprature", "1"], "--temperature")])
 def test_bad_flags(run, flags, words):
     assert words in refused("sample.py", run, *flags)
 

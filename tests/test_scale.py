@@ -287,6 +287,7 @@ def test_a_signal_to_processes_saves_the_step(data, tmp_path):   # noqa: F811
     ("--fsdp --layer_drop 0.1", "--fsdp"), ("--fsdp --residual nag --mod_rate 0.2", "--fsdp"),
     ("--fsdp --value_residual", "--fsdp"), ("--fsdp --norm batch", "--fsdp"),
     ("--checkpoint_blocks --norm batch", "--checkpoint_blocks"),
+    ("--equalize_grads --repeat 2:2", "--equalize_grads"), ("--equalize_grads --share_every 2", "gradients"),
     ("--transfer completep --residual nag", "--residual pre"),
     ("--transfer completep --base_depth 0", "--base_depth"),
     ("--transfer depth-mup --optimizer sgd", "adamw"), ("--transfer completep --repeat 2:2", "--transfer"),

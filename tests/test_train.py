@@ -190,6 +190,11 @@ def test_lengths_of_runs(data, tmp_path):
             steps = -(-1e8 // (3 * model.flops_per_token() * 128))
         assert metrics(tmp_path / str(i))[-1]["step"] == steps
     assert "--max_tokens" in refused(*command(data, tmp_path / "x", "--max_tokens", 10, "--max_iters", 5))
+    # FLOPs end within the last step; then there is nothing to resume, and nothing wrong
+    step = 3 * model.flops_per_token() * 128
+    cli(*command(data, tmp_path / "part", "--max_flops", 1.2 * step))
+    again = cli("train.py", "--out", tmp_path / "part", "--resume")
+    assert metrics(tmp_path / "part")[-1]["step"] == 2 and again.returncode == 0
     assert "--max_flops 0" in refused(*command(data, tmp_path / "x", "--max_flops", 0))
 
 

@@ -121,6 +121,17 @@ def test_denseformer():
         right = gained_norm(x, model.ends.norm.gain) @ model.lm_head.weight.T
     same(logits(model), right)
     assert (right - logits(pre)).abs().max() > 1e-3
+    # without the MLP of block 2, which would end it, the weights of its output have nothing to weigh
+    model.remove([4])
+    with torch.no_grad():
+        x = model.wte(ids())
+        past = {0: x}
+        for i, block in enumerate(model.blocks):
+            x = x + block.attn(gained_norm(x, block.attn_residual.norm.gain), rope)
+            if i != 1:
+                past[i + 1] = x + block.mlp(gained_norm(x, block.mlp_residual.norm.gain))
+                x = sum(block.mlp_residual.a[number] * v for number, v in past.items())
+        same(logits(model), gained_norm(x, model.ends.norm.gain) @ model.lm_head.weight.T)
 
 
 # ----------------------------------------------------------------------------- gates

@@ -164,6 +164,9 @@ def test_repetition_is_the_unrolled_model():
         for name in ("wte", "lm_head", "ends"):
             getattr(unrolled, name).load_state_dict(getattr(repeated, name).state_dict())
     same(logits(repeated), logits(unrolled), 1e-14)
+    # the same values to start from as without the repetition, behind it, too
+    again, plain = build(**SIZE, repeat="2-3:2"), build(**SIZE)
+    assert torch.equal(again.blocks[7].mlp.c_fc.weight, plain.blocks[5].mlp.c_fc.weight)
     for model in (repeated, unrolled):
         model(ids(), ids(seed=1))[1].backward()
     both = unrolled.blocks[1].mlp.c_fc.weight.grad + unrolled.blocks[3].mlp.c_fc.weight.grad
