@@ -1076,14 +1076,15 @@ def part_normed_backward(d_rows_ptr, g_ptr, rows_ptr, index_ptr, gain_ptr, dx_pt
 
 
 @op("(Tensor x, Tensor index, Tensor gain) -> (Tensor, Tensor)",
-    lambda x, index, gain: tuple(like(x, len(index), x.shape[1], dtype=x.dtype) for _ in range(2)))
+    # not len(index), for which torch.compile would fix the number of rows
+    lambda x, index, gain: tuple(like(x, index.shape[0], x.shape[1], dtype=x.dtype) for _ in range(2)))
 def part_normed_op(rows, out, x, index, gain):
     N, C = rows.shape
     launch(part_normed_forward, programs_for(N), C, x, index, gain, rows, out, N, C, EPS=EPS)
 
 
 @op("(Tensor d_rest, Tensor d_rows, Tensor g, Tensor rows, Tensor index, Tensor gain) -> (Tensor, Tensor)",
-    lambda d_rest, d_rows, *_: (d_rest.clone(), like(d_rows, programs_for(len(d_rows)), d_rows.shape[1])))
+    lambda d_rest, d_rows, *_: (d_rest.clone(), like(d_rows, programs_for(d_rows.shape[0]), d_rows.shape[1])))
 def part_normed_back(dx, d_gain, d_rest, d_rows, g, rows, index, gain):
     N, C = rows.shape
     launch(part_normed_backward, len(d_gain), C, d_rows, g, rows, index, gain, dx, d_gain, N, C, EPS=EPS)

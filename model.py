@@ -1458,7 +1458,9 @@ class GPT(nn.Module):
 
     def compile_blocks(self, **options):
         """torch.compile in place. The blocks share one graph, so that the time it takes doesn't grow with
-        depth; where the stream grows with depth, only the sublayers can share one."""
+        depth; where the stream grows with depth, only the sublayers can share one. Tapered blocks can't."""
+        config, widths = torch._dynamo.config, len(set(block_shapes(self.config)))
+        config.recompile_limit = max(config.recompile_limit, 4 * widths)   # training, evaluation, rows or none
         for block in self.blocks:
             for module in [block] if self.ends.one_graph else [block.attn, block.mlp]:
                 module.compile(**options)
@@ -1559,7 +1561,9 @@ class GPT(nn.Module):
             return logits, None
         loss = F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten())
         if exits is not None:
-            losses = [F.cross_entropy(widen(self.head(x)).flatten(0, 1), targets.flatten()) for x in exits]
+            # backward runs each head again: the logits of all at once could fill a GPU
+            each = lambda x: F.cross_entropy(widen(self.head(x)).flatten(0, 1), targets.flatten())
+            losses = [checkpoint(each, x, use_reentrant=False, preserve_rng_state=False) for x in exits]
             loss = (loss + sum(losses)) / (1 + len(losses))
         return logits, loss + ROUTER_LOSS * auxiliary if self.training else loss
 
@@ -1670,8 +1674,11 @@ class KVCache:
     """
     def __init__(self, model, batch_size):
         weight, c, size = model.lm_head.weight, model.config, (batch_size, model.config.block_size)
+        device = weight.device.type   # under autocast attention wants them in half precision
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         # where sequences store different numbers of tokens, the rest is masked, but has to be finite
-        make = weight.new_zeros if c.mod_kv == "kept" or c.mod == "router" else weight.new_empty
+        fill = weight.new_zeros if c.mod_kv == "kept" or c.mod == "router" else weight.new_empty
+        make = partial(fill, dtype=dtype)
         self.layers = []
         for block in model.blocks:
             shape, count = (*size, block.attn.n_head, block.attn.hs), weight.new_zeros(batch_size).long()

@@ -191,7 +191,7 @@ def resolve(argv):
         if not given.get("out"):
             parser.error("--resume: name the run folder with --out")
         source = Path(given["out"]) / "config.json"
-    sized = given.keys() & {"n_layer", "n_head", "n_embd", "block_size", "batch_size"}
+    sized = given.keys() & {"n_layer", "n_head", "n_embd", "block_size"}
     defaults = CUDA_DEFAULTS if pick_device(given) == "cuda" and not sized else {}
     values = load_config(source) if source else defaults
     stored = values if given.get("resume") else {}
@@ -713,7 +713,6 @@ def main(argv=None):
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
     else:
         keep_freed_memory()
     asking = None
@@ -923,7 +922,10 @@ def main(argv=None):
         for micro in range(config.grad_accum):
             x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, micro * world_size + rank, parts)
             check_tokens(x, y)
-            x, y, kept, last = x.to(device), y.to(device), [], micro == config.grad_accum - 1
+            if "cuda" in device:   # so that copying doesn't wait for the GPU
+                x, y = x.pin_memory(), y.pin_memory()
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            kept, last = [], micro == config.grad_accum - 1
             if target and model.tau is not None:
                 if model.tau.max() < 0:   # the ramp begins, in all processes from the same thresholds
                     tokens = x.clone()

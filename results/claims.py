@@ -131,7 +131,15 @@ if {"attnres", "hyper-lite"} <= compared.keys():
     for label in ("attnres", "attnres-block3"):
         report[f"{label} minus hyper-lite"] = summary(*(list(compared[name]["bits_per_byte"].values())
                                                         for name in (label, "hyper-lite")))
-(OUT / "claims.json").write_text(json.dumps(report, indent=1) + "\n")
+path = OUT / "claims.json"
+if path.exists():   # labels and rates that were not run this time stay as they are
+    old = json.loads(path.read_text())
+    for label in table.keys() & old["runs"].keys():
+        sweep = old["runs"][label]["sweep"] | table[label]["sweep"]
+        table[label]["sweep"] = {lr: sweep[lr] for lr in sorted(sweep, key=float)}
+    table = old["runs"] | table
+    report = old | report | dict(runs=table)
+path.write_text(json.dumps(report, indent=1) + "\n")
 
 print("| | " + " | ".join(f"`{label}`" for label in table) + " |\n|" + " --- |" * (len(table) + 1))
 for name, (meaning, _) in {"bits_per_byte": ("bits per byte", None), **MEASURES}.items():

@@ -9,11 +9,12 @@ without skipping, in turn, and prints a table of predicted and measured savings.
 A trained model goes by one threshold, as it would in use: some sublayers run nearly always, others hardly
 ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
-says. Measured is the time that all repeats together save, in turn with as many that skip nothing, and its
-standard error: on a machine that others use, too, 20 passes tell a saving to about 2 % of the time.
+says. Measured is the time that all repeats together save, in turn with as many that skip nothing, in several
+processes, since memory lies differently in each; with the standard error over these.
 """
 import json
 import math
+import multiprocessing
 import re
 import statistics
 import sys
@@ -28,6 +29,12 @@ from train import (LEAST_SKIPPED, Parser, TrainConfig, calibrate, keep_freed_mem
                    make_optimizers, shares, val_windows, write_file)
 
 RATES = (0.125, 0.25, 0.375, 0.5)
+
+
+def seconds_now(idx):
+    if idx.is_cuda:
+        torch.cuda.synchronize()   # a GPU may still be busy with what came before
+    return time.perf_counter()
 
 
 def training_step(model, optimizer, idx, tau, kept):
@@ -51,10 +58,10 @@ def decode(model, optimizer, idx, tau, kept, n=32):
     model.eval()
     cache = KVCache(model, len(idx))
     model(idx[:, :-n], cache=cache, tau=tau)
-    begin = time.perf_counter()
+    begin = seconds_now(idx)
     for t in range(idx.shape[1] - n, idx.shape[1]):
         model(idx[:, t:t + 1], cache=cache, tau=tau, kept=kept)
-    return time.perf_counter() - begin
+    return seconds_now(idx) - begin
 
 
 # name: (what, sequences, share of the repeats); 16 sequences are train.py's default
@@ -62,7 +69,7 @@ PHASES = {"training step": (training_step, 16, 1 / 2), "prefill": (prefill, 16, 
           "decode 1": (decode, 1, 1 / 2), "decode 16": (decode, 16, 1 / 8)}
 
 
-def untrained(shape, device, rng):
+def untrained(shape, device):
     """-> a model, and a function of a number n: idx (n, T)"""
     if not re.fullmatch("[1-9][0-9]*x[1-9][0-9]*x[1-9][0-9]*", shape) or int(shape.split("x")[1]) % 64:
         raise SystemExit(f"--shapes {shape}: say blocks x width x context, such as 12x256x256, the width a "
@@ -70,83 +77,98 @@ def untrained(shape, device, rng):
     n_layer, n_embd, T = map(int, shape.split("x"))
     model = GPT(GPTConfig(residual="nag", n_layer=n_layer, n_head=n_embd // 64, n_embd=n_embd, block_size=T,
                           mod_scope="layer")).to(device)
+    rng = torch.Generator().manual_seed(0)
     return model, lambda n: torch.randint(320, (n, T), generator=rng).to(device)
 
 
-def trained(run, device, rng):
+def trained(run, device):
     """The same of a run; idx is validation text."""
     model, config = load_run(run, device)
     if not model.can_skip:
         raise SystemExit(f"{run}: its tokens can't skip sublayers; train one with --residual nag")
     x, _ = val_windows(config["data"], model.config.block_size, 64)
+    rng = torch.Generator().manual_seed(0)
     return model, lambda n: x[torch.randperm(len(x), generator=rng)[:n]].to(device)
 
 
+def timed(load, name, device, taus, repeats):
+    """In a process of its own -> per phase: {rate: seconds of each repeat}, {rate: shares that ran}"""
+    keep_freed_memory()
+    model, draw = load(name, device)
+    # weights stay put
+    optimizer = make_optimizers(model, TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0))["optimizer"]
+    # as train.py and sample.py have it
+    autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    text, found = draw(16), {}
+    for phase, (run, batch, _) in PHASES.items():
+        idx, times, kept = text[:batch], {rate: [] for rate in (0, *RATES)}, {}
+        for repeat in range(repeats[phase] + 1):
+            for rate, seconds in times.items():
+                kept[rate], begin = [], seconds_now(idx)
+                with autocast:
+                    inner = run(model, optimizer, idx, taus.get(rate), kept[rate])   # decode times itself
+                if repeat:   # the first one warms up
+                    seconds.append(inner or seconds_now(idx) - begin)
+        found[phase] = times, {rate: shares(kept[rate]) for rate in RATES}
+    return found
+
+
 def saving(some, all_):
-    """Seconds of repeats, paired -> share of the time saved, and its standard error (of a ratio of sums)."""
-    ratio, n = sum(some) / sum(all_), len(some)
-    rest = [a - ratio * b for a, b in zip(some, all_)]
-    return 1 - ratio, (sum(r * r for r in rest) / (n - 1) / n) ** 0.5 / statistics.mean(all_)
+    """Seconds of the processes' repeats -> share of the time saved, and its standard error."""
+    each = [1 - sum(a) / sum(b) for a, b in zip(some, all_)]
+    return 1 - sum(map(sum, some)) / sum(map(sum, all_)), statistics.stdev(each) / len(each) ** 0.5
 
 
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
-    parser.add_argument("--repeats", type=int, default=24,
+    parser.add_argument("--repeats", type=int, default=16,
                         help="of prefill; half as many training steps; a third of all with random weights")
+    parser.add_argument("--processes", type=int, default=4, help="that share the repeats")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", help="JSON to write")
     args = parser.parse()
     if not args.runs + args.shapes:
         parser.error("say --runs, --shapes or both")
-    if args.repeats < 1:
-        parser.error(f"--repeats {args.repeats}: must be 1 or more")
+    for name, least in ("repeats", 1), ("processes", 2):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: must be {least} or more")
     if args.out:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    keep_freed_memory()
-    sync = torch.cuda.synchronize if args.device == "cuda" else lambda: None
-    seed = lambda: torch.Generator().manual_seed(0)
-    models = {name: (trained if name in args.runs else untrained)(name, args.device, seed())
-              for name in args.runs + args.shapes}   # all of them first: an error comes at once
+    loads = {name: trained if name in args.runs else untrained for name in args.runs + args.shapes}
+    models = {name: load(name, args.device) for name, load in loads.items()}   # first: an error comes at once
+    start = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1).apply
     table = {}
     heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
     print(f"| blocks x width x context | what | {heads} |")
     for name, (model, draw) in models.items():
         c = model.config
         shape = f"{c.n_layer}x{c.n_embd}x{c.block_size}" + (" trained" if name in args.runs else "")
-        # weights stay put
-        settings = TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0)
-        optimizer = make_optimizers(model, settings)["optimizer"]
         text = draw(16)
-        taus = {rate: calibrate(model.eval(), text.split(8), rate, least=LEAST_SKIPPED)[0]
+        taus = {rate: calibrate(model.eval(), text.split(8), rate, least=LEAST_SKIPPED)[0].tolist()
                 for rate in RATES}
-        for phase, (run, batch, part) in PHASES.items():
-            idx, times, kept = text[:batch], {rate: [] for rate in (0, *RATES)}, {}
-            n = max(2, math.ceil(args.repeats * part / (1 if name in args.runs else 3)))
-            for repeat in range(n + 1):
-                for rate, seconds in times.items():
-                    kept[rate] = []
-                    sync()
-                    begin = time.perf_counter()
-                    inner = run(model, optimizer, idx, taus.get(rate), kept[rate])   # decode times itself
-                    sync()
-                    if repeat:   # the first one warms up
-                        seconds.append(inner or time.perf_counter() - begin)
+        repeats = {phase: math.ceil(args.repeats * part / (1 if name in args.runs else 3) / args.processes)
+                   for phase, (_, _, part) in PHASES.items()}
+        found = [start(timed, (loads[name], name, args.device, taus, repeats)) for _ in range(args.processes)]
+        for phase, n in repeats.items():
+            seconds = {rate: [one[phase][0][rate] for one in found] for rate in (0, *RATES)}
+            kept = found[-1][phase][1]
             cells = []
             for rate in RATES:
-                ran = torch.tensor(shares(kept[rate])).view(-1, 2 * c.n_layer).mean(0).tolist()
+                ran = torch.tensor(kept[rate]).view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
-                measured, error = saving(times[rate], times[0])
+                measured, error = saving(seconds[rate], seconds[0])
                 cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
                                   measured=measured, standard_error=error, speedup=1 / (1 - measured)))
             table.setdefault(shape, {})[phase] = dict(
-                repeats=len(times[0]), dense_seconds=statistics.mean(times[0]), cells=cells)
+                repeats=n * args.processes, dense_seconds=statistics.mean(sum(seconds[0], [])), cells=cells)
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "
                     f"({c['speedup']:.2f}x)" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)
     on_gpu = args.device == "cuda"
-    device = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    device = (f"{torch.cuda.get_device_name()}, bf16" if on_gpu else
+              f"CPU, fp32, {torch.get_num_threads()} threads")
     report = dict(command="python " + " ".join(sys.argv), device=device, torch=torch.__version__, table=table)
     if args.out:
         write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))

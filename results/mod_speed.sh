@@ -14,4 +14,4 @@ for shape in $SHAPES; do
        "--residual nag --alpha_warmup 0.3 --lr $LR --seed 1 --max_iters $STEPS --eval_interval $STEPS"
 done | run_all
 py results/mod_speed.py --runs $(printf "$RUNS/mod_speed/%s-seed1 " $SHAPES) --shapes $(printf "%sx$T " $SHAPES) \
-  --repeats 40 --device $DEVICE --out $OUT/mod_speed.json
+  --repeats 32 --device $DEVICE --out $OUT/mod_speed.json

@@ -46,7 +46,7 @@ axes.set(xscale="log", xlabel=f"blocks (width {config['n_embd']}, {n_tokens:,} t
          ylabel="validation bits per byte")
 axes.set_xticks(DEPTHS, DEPTHS)
 axes.minorticks_off()
-axes.set_title("Gates against depth, each at its best learning rate", loc="left", fontweight="bold",
+axes.set_title("Gates against depth, each at the better of two learning rates", loc="left", fontweight="bold",
                fontsize=10)
 axes.spines[["top", "right"]].set_visible(False)
 axes.grid(alpha=0.25)

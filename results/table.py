@@ -86,7 +86,8 @@ def skipping_in_training(load):
     if {"router-0.25", "nag-0.25"} <= table.keys():
         router, nag = table["router-0.25"], table["nag-0.25"]
         lines += [f"router on `pre`, 25 %, minus dense `pre`: {gap(router)}",
-                  f"`nag` minus that: {paired(nag['bits_per_byte'], router['bits_per_byte'])}"]
+                  f"`nag` minus that: {paired(nag['bits_per_byte'], router['bits_per_byte'])}, with "
+                  f"{nag['flops'] / router['flops'] - 1:.0%} more FLOPs (each has those of its dense run)"]
     return lines
 
 
@@ -202,14 +203,15 @@ CLAIMS = {
           "direction; losses were not to be had",
           nag_and_depth, "depth",
           "**reproduced**: PreNorm gets worse with depth, NAG does not, in runs twice as long, too "
-          "([tables.md](tables.md)). Beyond 12 blocks NAG needs a warm-up of its step sizes, which train.py has "
-          "as its default: without it, it ties with PreNorm at 96",
+          "([tables.md](tables.md)). Beyond 12 blocks NAG owes that to a warm-up of its step sizes, "
+          "train.py's "
+          "default: without it, in those longer runs, the gap does not grow, and at 96 it is gone",
           "depth", "depth"),
     "b": ("PreNorm's stream grows and NAG's does not; NAG's contributions are even",
           "PreNorm's norm grows up to 120 times as much",
           norms, "claims",
-          "**partly**: the direction, not the factor. PreNorm's growth is nearly all in its first block, "
-          "which finds a tiny embedding, and NAG's stream grows, too, slowly",
+          "**partly**: the direction, not the factor. Half of PreNorm's factor is that of its first block, "
+          "which finds a tiny embedding; after it `pre` doubles, and NAG's stream grows by a third",
           "claims", "claims"),
     "c": ("A dense-trained NAG can skip at inference",
           "a knob for accuracy against compute; its curve was not to be had",
@@ -220,7 +222,8 @@ CLAIMS = {
     "d": ("Skipping in pretraining costs nothing at equal FLOPs",
           "20 to 25 % matches full depth",
           skipping_in_training, "mod",
-          "**reproduced**, and too easily: runs this short live on tokens, so that every rate wins, 50 % most. "
+          "**reproduced**, and too easily: runs this short live on tokens, so that every rate wins, 50 % "
+          "most. "
           "The router gains more over dense `pre` than NAG's rule over dense `nag`, but stays behind",
           "mod", "mod"),
     "e": ("NAG has less of an attention sink, of outliers, and of loss from rounding",
@@ -238,21 +241,24 @@ CLAIMS = {
     "g": ("A convex gate fails beyond about 20 blocks, an additive one trains at every depth",
           "convex stalls near 6.0 nats, about what token frequencies give",
           convex, "stability",
-          "**partly**: a convex gate that starts at one half fails, here from 8 blocks on; with the bias −3 "
-          "of 2015 it trains at every depth, better than the additive one at these two rates; with more of them, "
-          "at 6 blocks (residuals.json), they are level",
+          "**partly**: at these two rates a convex gate that starts at one half fails from 8 blocks on (at "
+          "6 a "
+          "higher one saves it, deeper that is untried); with the bias −3 of 2015 it trains at every depth, "
+          "better than the additive one; with more rates, at 6 blocks (residuals.json), they are level",
           "stability", "stability"),
     "h": ("Review has no advantage at small scale",
           "nats, standard minus Review: −0.009 at 60M, −0.003 at 150M, +0.016 at 1B",
           review, "residuals",
-          "**partly**, at 6 blocks of width 64: `review` beats `pre` clearly, but a Highway gate, which does not "
+          "**partly**, at 6 blocks of width 64: `review` beats `pre` clearly, but a Highway gate, which "
+          "does not "
           "see the update, wins more: what is Review's own is no advantage",
           "residuals pre review half highway highway-mlp5 pre-mlp6", ""),
     "i": ("CascadeFormer: equal loss, lower latency",
           "comparable perplexity, latency −8.6 %, throughput +9.4 %",
           cascade, "widths widths_speed",
-          "**reproduced**: times at width 256, loss at width 64; that the loss is even lower is due to the "
-          "tokens which its FLOPs buy, on which runs this short live",
+          "**reproduced**: times at width 256, loss at width 64; that the loss is even lower is probably "
+          "due to "
+          "the tokens which its FLOPs buy, on which runs this short live",
           "widths", ""),
     "j": ("CFP finds blocks to remove better than heuristics do",
           "better perplexity and rank stability; its tables were not to be had",
@@ -265,15 +271,17 @@ CLAIMS = {
           "line without an R²; interventions as figures that were not to be had",
           fan_in, "gfa prune",
           "**partly**, at 12 blocks of width 64: no line, most gradient goes to the first block; equal "
-          "gradients do not revive late blocks, as claimed, but nor does repetition, be one place removed "
-          "or all",
+          "gradients raise what late blocks are worth, but to a twentieth of the whole only; repetition does "
+          "not, be one place removed or all",
           "gfa", ""),
     "l": ("PreNorm dilution: bounded growth at the start, then late blocks contribute ever less",
           "Xiong et al.: mean square from 1 + L/2 to 1 + 3L/2",
           dilution, "claims",
-          "**partly**: late blocks of `pre` contribute less than those of `nag`, `attnres` and `peri`, but "
-          "`lns`, made against dilution, less still. At the start `pre` is below the bounds, since GPT-2's "
-          "init scales updates down; `lns`, without that, is within",
+          "**partly**: late blocks of `pre` contribute less than those of `nag`, `attnres` and `peri`, "
+          "though "
+          "not ever less: about as much from block 6 to 11; `lns`, made against dilution, less still. At the "
+          "start `pre` is below the bounds, since GPT-2's init scales updates down; `lns`, without that, is "
+          "at the lower one",
           "claims", "claims"),
 }
 
@@ -292,7 +300,8 @@ Written by `python results/table.py` from the JSON files of this folder; don't e
 [tables.md](tables.md). ± is the standard deviation of three seeds; of a difference (it has a sign) the
 standard error, paired by seed. Each method is at the best learning rate of a sweep, unless the script says
 otherwise; `SWEEP=1` before a command sweeps anew, without it the rates are those of the last sweep. In
-claims.json `peri` is best at the last rate of its sweep and could do better. Sources: NAG arXiv:2606.16112 (a
+claims.json `peri` is best at the last rate of its sweep and could do better; claims and residuals train
+NAG's gates with `--gate_lr 3e-3`, three times the default and not swept. Sources: NAG arXiv:2606.16112 (a
 to e), Attention Residuals 2603.15031 (f, l), Review 2606.31859 (g, h), CascadeFormer 2606.26538 (i to k),
 Xiong et al. 2002.04745 (l).
 

@@ -46,7 +46,7 @@ def program(*words, cwd=ROOT, env=None, timeout=None):
 
 
 def start(*words):
-    """-> a running process, for signals. A shell has those in its background ignore SIGINT, as make test does."""
+    """-> a running process, for signals. In the background, as make test is, a shell has SIGINT ignored."""
     return subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE,
                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))

@@ -93,6 +93,21 @@ def test_a_run_folder_that_cannot_be_written_is_sampled(run, monkeypatch, capsys
     assert "skip.json: can't be written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [dict(residual="pre", mod="router", mod_rate=0.25), dict(residual="pre"),
+                                   dict(residual="nag", mod_kv="kept"), dict(residual="nag")], ids=str)
+def test_caches_under_autocast(flags):
+    model, idx = tiny(**flags).float(), torch.arange(20).view(2, 10)
+    tau = 0.2 if flags["residual"] == "nag" else None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        cache = KVCache(model, 2)
+        assert cache.layers[0].keys.dtype == torch.bfloat16
+        pieces = [model(piece, cache=cache, tau=tau)[0] for piece in (idx[:, :7], idx[:, 7:8], idx[:, 8:])]
+        assert all(torch.isfinite(piece).all() for piece in pieces)
+    if tau is None and "mod" not in flags:
+        with torch.no_grad():
+            torch.testing.assert_close(torch.cat(pieces, 1).float(), model(idx)[0], rtol=0.1, atol=0.05)
+
+
 def test_too_many_tokens_are_refused():
     with pytest.raises(ValueError, match="block_size 24"):
         tiny("pre")(torch.zeros(1, 25, dtype=torch.long))

@@ -198,6 +198,14 @@ def test_lengths_of_runs(data, tmp_path):
     assert "--max_flops 0" in refused(*command(data, tmp_path / "x", "--max_flops", 0))
 
 
+def test_defaults_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(train, "pick_device", lambda values: "cuda")
+    size = lambda *flags: [getattr(part, name) for part, name in zip(
+        train.resolve(flags)[:2] * 2, ("n_embd", "batch_size", "block_size", "grad_accum"))]
+    assert size() == [768, 512, 1024, 8] and size("--batch_size", "64") == [768, 64, 1024, 8]
+    assert size("--n_layer", "6") == [128, 16, 128, 1]   # another model: the small defaults
+
+
 def test_schedule():
     for schedule in ("cosine", "wsd"):
         config = train.TrainConfig(schedule=schedule, warmup=0.1, min_lr=0.1, decay=0.2)

@@ -114,6 +114,17 @@ def test_what_can_not_match_is_refused(flags):
     assert len(problems) == 1 and "--taper " in problems[0] and "--taper_match none" in problems[0]
 
 
+def test_as_many_compiled_graphs_as_widths():
+    """More than torch.compile makes of one function if nobody asks."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build(n_layer=10, n_embd=64, block_size=16, taper="linear")
+    assert len(set(M.block_shapes(model.config))) == 10
+    model.compile_blocks(fullgraph=True, backend="eager")
+    model(ids(), ids())[1].backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 10
+
+
 # ----------------------------------------------------------------------------- shared and repeated blocks
 
 def test_sharing():
