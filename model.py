@@ -609,7 +609,7 @@ class AttnRes(Residual):
 
     def weigh(self, stream):
         """-> the weights of the sources (n, B, T), for figures and for the variants of the ablation table"""
-        n, c = len(stream.sources), self.config
+        c = self.config
         if self.l == 1:
             return torch.ones_like(stream.sources[0][None, ..., 0])
         if c.attnres_weights == "static":

@@ -139,7 +139,10 @@ def main():
     loads = {name: trained if name in args.runs else untrained for name in args.runs + args.shapes}
     models = {name: load(name, args.device) for name, load in loads.items()}   # first: an error comes at once
     start = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1).apply
-    table = {}
+    on_gpu, table = args.device == "cuda", {}
+    device = (f"{torch.cuda.get_device_name()}, bf16" if on_gpu else
+              f"CPU, fp32, {torch.get_num_threads()} threads")
+    report = dict(command="python " + " ".join(sys.argv), device=device, torch=torch.__version__, table=table)
     heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
     print(f"| blocks x width x context | what | {heads} |")
     for name, (model, draw) in models.items():
@@ -166,12 +169,8 @@ def main():
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "
                     f"({c['speedup']:.2f}x)" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)
-    on_gpu = args.device == "cuda"
-    device = (f"{torch.cuda.get_device_name()}, bf16" if on_gpu else
-              f"CPU, fp32, {torch.get_num_threads()} threads")
-    report = dict(command="python " + " ".join(sys.argv), device=device, torch=torch.__version__, table=table)
-    if args.out:
-        write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
+        if args.out:   # after each shape, as it takes minutes
+            write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Figure of the runs that stability.sh has made: final loss against depth, and the data's unigram entropy."""
 import json
 import os
-import statistics
 import sys
 from pathlib import Path
 

@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 SHORT = {"kernels.py": "--rows",
          "train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
          "sample.py": "--max_new_tokens 20", "analyze.py": "--windows 2",
-         "mod_speed.py": "--shapes 2x64x64 --repeats 1"}
+         "mod_speed.py": "--shapes 2x64x64 --repeats 1 --processes 2"}
 NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
 # make: see below; results: an hour; pytest: these tests
 ELSEWHERE = ("make", "bash results/", "python -m pytest")
