@@ -262,20 +262,19 @@ def test_more_sources_than_a_kernel_takes_go_by_the_definition(size, monkeypatch
 @needs_triton
 def test_compiled_blocks_take_any_number_of_rows():
     """layer_drop keeps other numbers of rows in every step, which must not mean other graphs."""
-    model = build(n_layer=4, layer_drop=0.4, kernels="on").float().to(DEVICE).train()
+    model = build(n_layer=2, layer_drop=0.4, kernels="on").float().to(DEVICE).train()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model.compile_blocks(backend="eager")
     graphs, counts = [], set()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        for seed in range(12):
-            kept = []
-            rng = torch.Generator(DEVICE).manual_seed(seed)
-            model(ids(12).to(DEVICE), ids(12).to(DEVICE), generator=rng, kept=kept)[1].backward()
+        for seed in range(6):
+            kept, idx = [], ids(6, 2).to(DEVICE)
+            model(idx, idx, generator=torch.Generator(DEVICE).manual_seed(seed), kept=kept)[1].backward()
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
             counts |= {keep.sum().item() for keep in kept}
     torch._dynamo.reset()
-    assert len(counts) > 5 and graphs[3:] == graphs[3:4] * 9, graphs
+    assert len(counts) > 3 and graphs[3:] == graphs[3:4] * 3, graphs   # sizes 0 and 1 are special
 
 
 @needs_triton
