@@ -312,8 +312,8 @@ def excess_kurtosis(x):
 def effective_rank(model, batches):
     """
     Of all tokens' streams Z (tokens, C) before each block and at the end: exp of the entropy of the squared
-    singular values' shares, and stable rank |Z|_F^2 / |Z|_2^2. Source: DepthBench,
-    where a low one is called token collapse.
+    singular values' shares, and stable rank |Z|_F^2 / |Z|_2^2. Source: DepthBench, where
+    a low one is called token collapse.
     """
     z = torch.cat([vectors(model, boundaries(model, idx)).flatten(1, 2) for idx, _ in batches], dim=1)
     ranks = [ranks_of(each) for each in z]
@@ -465,12 +465,12 @@ def removal_curve(model, halved, method, most, norms=None, scores=None):
     Loss on the second half without the 0 .. most that a method scores lowest on the first, in one shot. Of
     `random`, the mean of five orders: a single one may be lucky.
     """
-    drawn = (torch.rand(len(model.blocks), generator=torch.Generator().manual_seed(i)) for i in range(5))
-    total = [0.0] * (most + 1)
-    for order in drawn if method == "random" else [scores]:
-        gone = [to_remove(method, k, model, halved[0], norms, order) for k in range(most + 1)]
-        total = [loss + loss_without(model, halved[1], sublayers) for loss, sublayers in zip(total, gone)]
-    return [loss / (5 if method == "random" else 1) for loss in total]
+    each = [scores]
+    if method == "random":
+        each = [torch.rand(len(model.blocks), generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    curves = [[loss_without(model, halved[1], to_remove(method, k, model, halved[0], norms, one))
+               for k in range(most + 1)] for one in each]
+    return [sum(losses) / len(losses) for losses in zip(*curves)]
 
 
 def prune_curve(model, batches, norms=None):

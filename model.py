@@ -1460,7 +1460,8 @@ class GPT(nn.Module):
         """torch.compile in place. The blocks share one graph, so that the time it takes doesn't grow with
         depth; where the stream grows with depth, only the sublayers can share one. Tapered blocks can't."""
         config, widths = torch._dynamo.config, len(set(block_shapes(self.config)))
-        config.recompile_limit = max(config.recompile_limit, 4 * widths)   # training, evaluation, rows or none
+        # training and evaluation, with rows and without
+        config.recompile_limit = max(config.recompile_limit, 4 * widths)
         for block in self.blocks:
             for module in [block] if self.ends.one_graph else [block.attn, block.mlp]:
                 module.compile(**options)

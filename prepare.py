@@ -54,6 +54,8 @@ def read_shard(path):
              "delete that file and run prepare.py again")
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(count,))  # (count,)
 
+NAMED = "stdlib", "shakespeare", "fineweb"  # the rest is a user's own text
+
 def load_meta(data_dir):
     """What meta.json says about a folder of shards: name, tokenizer, vocab_size, train_tokens, val_tokens."""
     path = Path(data_dir) / "meta.json"
@@ -64,7 +66,7 @@ def load_meta(data_dir):
                  "run prepare.py again")
         if shards:  # from modded-nanogpt or llm.c, which know GPT-2's tokens only
             return {"name": path.parent.name, "tokenizer": "gpt2", "vocab_size": 50257}
-        known = path.parent.name in ("stdlib", "shakespeare", "fineweb")
+        known = path.parent.name in NAMED
         command = path.parent.name if known else "text --input FILE_OR_FOLDER"
         fail(f"no data in --data {data_dir}; type: python prepare.py {command} --out {data_dir}")
     try:
@@ -168,7 +170,7 @@ def check_out(out, name, tokenizer, ours):
         fail(f"{out} holds shards of another data set ({foreign[0]}); choose another folder with --out")
     if (out / "meta.json").exists():
         old = load_meta(out)
-        kind = old.get("name") if old.get("name") in ("stdlib", "shakespeare", "fineweb") else "text"
+        kind = old.get("name") if old.get("name") in NAMED else "text"
         if (kind, old["tokenizer"]) != (name, tokenizer):
             fail(f"{out} already holds {kind} as {old['tokenizer']} tokens, not {name} as {tokenizer}; "
                  "choose another folder with --out")

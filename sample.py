@@ -197,8 +197,8 @@ def lac(model, form, alpha, used):
 def newton(model, idx, n, iterations):
     """
     The last n blocks evaluated at once on a guess of all their inputs, which a prefix sum of their updates
-    corrects, again and again: Identity Newton, exact after n iterations (arXiv:2605.17842). Here
-    the blocks run one after the other all the same: what it shows is the error. -> logits (B, T, V)
+    corrects, again and again: Identity Newton, exact after n iterations (arXiv:2605.17842). Here the
+    blocks run one after the other all the same: what it shows is the error. -> logits (B, T, V)
     """
     rope, (stream, _), split = model.rope(0, idx.shape[1]), model.start(idx), len(model.blocks) - n
     for block in model.blocks[:split]:

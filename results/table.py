@@ -204,8 +204,7 @@ CLAIMS = {
           nag_and_depth, "depth",
           "**reproduced**: PreNorm gets worse with depth, NAG does not, in runs twice as long, too "
           "([tables.md](tables.md)). Beyond 12 blocks NAG owes that to a warm-up of its step sizes, "
-          "train.py's "
-          "default: without it, in those longer runs, the gap does not grow, and at 96 it is gone",
+          "train.py's default: without it, in those longer runs, the gap does not grow, and at 96 it is gone",
           "depth", "depth"),
     "b": ("PreNorm's stream grows and NAG's does not; NAG's contributions are even",
           "PreNorm's norm grows up to 120 times as much",
@@ -223,8 +222,7 @@ CLAIMS = {
           "20 to 25 % matches full depth",
           skipping_in_training, "mod",
           "**reproduced**, and too easily: runs this short live on tokens, so that every rate wins, 50 % "
-          "most. "
-          "The router gains more over dense `pre` than NAG's rule over dense `nag`, but stays behind",
+          "most. The router gains more over dense `pre` than NAG's rule over dense `nag`, but stays behind",
           "mod", "mod"),
     "e": ("NAG has less of an attention sink, of outliers, and of loss from rounding",
           "direction",
@@ -241,24 +239,22 @@ CLAIMS = {
     "g": ("A convex gate fails beyond about 20 blocks, an additive one trains at every depth",
           "convex stalls near 6.0 nats, about what token frequencies give",
           convex, "stability",
-          "**partly**: at these two rates a convex gate that starts at one half fails from 8 blocks on (at "
-          "6 a "
-          "higher one saves it, deeper that is untried); with the bias −3 of 2015 it trains at every depth, "
-          "better than the additive one; with more rates, at 6 blocks (residuals.json), they are level",
+          "**partly**: at these two rates a convex gate that starts at one half fails from 8 blocks on (at 6 "
+          "a higher one saves it, deeper that is untried); with the bias −3 of 2015 it trains at every "
+          "depth, better than the additive one; with more rates, at 6 blocks (residuals.json), they are "
+          "level",
           "stability", "stability"),
     "h": ("Review has no advantage at small scale",
           "nats, standard minus Review: −0.009 at 60M, −0.003 at 150M, +0.016 at 1B",
           review, "residuals",
-          "**partly**, at 6 blocks of width 64: `review` beats `pre` clearly, but a Highway gate, which "
-          "does not "
-          "see the update, wins more: what is Review's own is no advantage",
+          "**partly**, at 6 blocks of width 64: `review` beats `pre` clearly, but a Highway gate, which does "
+          "not see the update, wins more: what is Review's own is no advantage",
           "residuals pre review half highway highway-mlp5 pre-mlp6", ""),
     "i": ("CascadeFormer: equal loss, lower latency",
           "comparable perplexity, latency −8.6 %, throughput +9.4 %",
           cascade, "widths widths_speed",
-          "**reproduced**: times at width 256, loss at width 64; that the loss is even lower is probably "
-          "due to "
-          "the tokens which its FLOPs buy, on which runs this short live",
+          "**reproduced**: times at width 256, loss at width 64; that the loss is even lower is probably due "
+          "to the tokens which its FLOPs buy, on which runs this short live",
           "widths", ""),
     "j": ("CFP finds blocks to remove better than heuristics do",
           "better perplexity and rank stability; its tables were not to be had",
@@ -279,10 +275,9 @@ CLAIMS = {
           "Xiong et al.: mean square from 1 + L/2 to 1 + 3L/2",
           dilution, "claims",
           "**partly**: late blocks of `pre` contribute less than those of `nag`, `attnres` and `peri`, "
-          "though "
-          "not ever less: about as much from block 6 to 11; `lns`, made against dilution, less still. At the "
-          "start `pre` is below the bounds, since GPT-2's init scales updates down; `lns`, without that, is "
-          "at the lower one",
+          "though not ever less: about as much from block 6 to 11; `lns`, made against dilution, less still. "
+          "At the start `pre` is below the bounds, since GPT-2's init scales updates down; `lns`, without "
+          "that, is at the lower one",
           "claims", "claims"),
 }
 
