@@ -1,5 +1,5 @@
 # make         a virtual environment, data, a small trained model, a sample of it and figures (5 minutes on a CPU)
-# make test    the tests (8 to 9 minutes on two cores); make test-slow runs the long ones too
+# make test    the tests (6 minutes on two cores); make test-slow runs the long ones too
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -36,6 +36,6 @@ test-slow: .venv/installed
 
 # Only what `make` has made.
 clean:
-	rm -rf figures runs/pre runs/nag data/stdlib
+	rm -rf runs/pre runs/nag data/stdlib figures/depth.json figures/*.png
 
 .PHONY: all test test-slow clean

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 from model import GPT
 from prepare import get_tokenizer
-from sample import (BLOCK_SCORES, PRUNE_METHODS, loss_without, prune, prune_score, span_distance,
+from sample import (BLOCK_SCORES, PRUNE_METHODS, candidates, loss_without, over_writes, prune, prune_score,
                     to_remove)
 from train import (Parser, calibrate, load_run, pick_device, read_metrics, shares, skip_threshold,
                    val_windows, write_file)
@@ -58,28 +58,20 @@ def stream_norm(model, batches):
             "mean_without_first_token": norms[:, :, 1:].mean((1, 2)).tolist()}
 
 
-def over_writes(model, batches, measure):
-    """Mean over tokens of measure(stream before, stream after), per sublayer."""
-    rows = []
-    for idx, _ in batches:
-        writes = [(model.ends.as_tensor(before).double(), model.ends.as_tensor(after).double())
-                  for l, before, after in model.walk(idx) if l <= 2 * len(model.blocks)]
-        rows.append(torch.stack([measure(before, after).mean() for before, after in writes]))
-    return {"mean": torch.stack(rows).mean(0).tolist()}
+def relative(before, after):
+    return (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-30)
 
 
-@torch.no_grad()
 def relative_update(model, batches):
     """Mean over tokens of |x_after - x_before| / |x_before|. Source: Csordas et al. 2025,
     arXiv:2505.13898."""
-    return over_writes(model, batches, lambda x, y: (y - x).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30))
+    return {"mean": over_writes(model, batches, relative).tolist()}
 
 
-@torch.no_grad()
 def cosine(model, batches):
     """Mean over tokens of cos(x_before, x_after). NAG: 1 / sqrt(1 + gain^2), eq. 15. Source:
     arXiv:2505.13898."""
-    return over_writes(model, batches, lambda x, y: F.cosine_similarity(x, y, dim=-1))
+    return {"mean": over_writes(model, batches, partial(F.cosine_similarity, dim=-1)).tolist()}
 
 
 def gradient_norm(model, batches):
@@ -110,16 +102,17 @@ def removal(model, batches):
 
 
 def meter(name, items):
-    """The items, with a report of the time to go after each. A short wait needs none."""
-    begin = time.perf_counter()
+    """The items, with a report of the time to go every five seconds. A short wait needs none."""
+    begin = told = time.perf_counter()
     for i, item in enumerate(items, start=1):
         yield item
-        left = (time.perf_counter() - begin) / i * (len(items) - i)
-        if left > 5:
+        now = time.perf_counter()
+        left = (now - begin) / i * (len(items) - i)
+        if left > 5 and now - told > 5:
             print(f"  {name}: {i} of {len(items)}, {left:.0f} s to go", file=sys.stderr)
+            told = now
 
 
-@torch.no_grad()
 def rotation(model, batches):
     """
     Angle in degrees between the stream before and after a sublayer, mean over tokens: summed from the
@@ -130,8 +123,8 @@ def rotation(model, batches):
         x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
         return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1)).rad2deg()
 
-    each = over_writes(model, batches, angle)["mean"]
-    return {"cumulative": torch.tensor(each, dtype=torch.float64).cumsum(0).tolist(), "mean": each}
+    each = over_writes(model, batches, angle)
+    return {"cumulative": each.cumsum(0).tolist(), "mean": each.tolist()}
 
 
 # -- blocks
@@ -175,17 +168,13 @@ def loss_at(model, stream, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
 
 
-@torch.no_grad()
 def contribution(model, batches):
     """
     Size of an update relative to the stream that it is added to, mean over tokens: of a block, |a + m| / |h|,
     of its attention, |a| / |h|, and of its MLP, |m| / |h + a|. Source: arXiv:2505.13898.
     """
-    each, rows = relative_update(model, batches)["mean"], []
-    for idx, _ in batches:
-        z = vectors(model, boundaries(model, idx))
-        rows.append(((z[1:] - z[:-1]).norm(dim=-1) / z[:-1].norm(dim=-1).clamp_min(1e-30)).mean((1, 2)))
-    return {"block": torch.stack(rows).mean(0).tolist(), "attention": each[::2], "mlp": each[1::2]}
+    each, blocks = (over_writes(model, batches, relative, span).tolist() for span in (1, 2))
+    return {"block": blocks, "attention": each[::2], "mlp": each[1::2]}
 
 
 @torch.no_grad()
@@ -217,8 +206,8 @@ def block_removal(model, batches):
     one: at all of them. Source: arXiv:2505.13898.
     """
     full, L = loss_without(model, batches), len(model.blocks)
-    worth = [loss_without(model, batches, {2 * i + 1, 2 * i + 2}) - full
-             for i in meter("block_removal", range(L))]
+    worth = [loss_without(model, batches, block) - full
+             for block in meter("block_removal", candidates("loss", model))]
     positive, order = [max(0.0, w) for w in worth], model.config.order()
     places = [[l for i, used in enumerate(order) if used == block for l in (2 * i + 1, 2 * i + 2)]
               for block in sorted({*order})]
@@ -235,12 +224,13 @@ def angular_distance(model, batches):
     span, the first block of the one that turns the last token least, and by how much. Source:
     arXiv:2403.17887.
     """
-    total, L = 0.0, len(model.blocks)
+    total, last = 0.0, 0.0   # (L + 1, L + 1)
     for idx, _ in batches:
         z = F.normalize(vectors(model, boundaries(model, idx)).flatten(1, 2), dim=-1)  # (L + 1, tokens, C)
-        cosine = torch.einsum("int,jnt->ijn", z, z).clamp(-1, 1)
-        total = total + (cosine.arccos() / math.pi).mean(-1) / len(batches)
-    spans = [span_distance(model, batches, k) for k in range(1, L)]
+        angle = torch.einsum("int,jnt->ijn", z, z).clamp(-1, 1).arccos() / math.pi
+        total = total + angle.mean(-1) / len(batches)
+        last = last + angle.unflatten(-1, idx.shape)[..., -1].mean(-1) / len(batches)
+    spans = [last.diagonal(k) for k in range(1, len(model.blocks))]
     return {"matrix": total.fill_diagonal_(0.0).tolist(),
             "best_first": [d.argmin().item() + 1 for d in spans],
             "best_distance": [d.min().item() for d in spans]}
@@ -254,12 +244,11 @@ def permutation_score(model, batches):
     """
     (idx, targets), L = batches[0], len(model.blocks)
     full, matrix = loss_at(model, boundaries(model, idx)[-1], targets), [[0.0] * L for _ in range(L)]
-    for i in meter("permutation_score", range(L)):
-        for j in range(i):
-            order = list(range(L))
-            order[i], order[j] = j, i
-            loss = loss_at(model, boundaries(model, idx, order=order)[-1], targets)
-            matrix[i][j] = matrix[j][i] = abs(loss - full) / full
+    for i, j in meter("permutation_score", [(i, j) for i in range(L) for j in range(i)]):
+        order = list(range(L))
+        order[i], order[j] = j, i
+        loss = loss_at(model, boundaries(model, idx, order=order)[-1], targets)
+        matrix[i][j] = matrix[j][i] = abs(loss - full) / full
     return {"matrix": matrix}
 
 
@@ -332,12 +321,10 @@ def jacobian(model, batches):
     |J v - v| / |v| of each block's map of the stream, v random, by central differences with steps of |x| /
     100, on the first window: 0 is the identity. Source: arXiv:2605.17842 (closeness to identity).
     """
-    if not model.ends.one_tensor:
-        raise ValueError("needs a stream that is one tensor")
+    if not model.ends.one_tensor or model.config.value_residual or model.config.x0:
+        raise ValueError("needs blocks that are maps of a stream of one tensor alone")
     idx, rows = batches[0][0][:1], []
     streams, rope, skips = boundaries(model, idx), model.rope(0, idx.shape[1]), model.skips(1, idx.shape[1])
-    if model.config.value_residual or model.config.x0:
-        raise ValueError("a block with a value residual or x0 is no map of its stream alone")
     for block, x, pair in zip(model.blocks, streams, skips):
         v = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
         step = 1e-2 * x.norm() / v.norm()
@@ -425,9 +412,8 @@ def norm_growth(model, batches):
     """
     fresh = GPT(model.config).to(batches[0][0].device).eval()
     z = vectors(fresh, boundaries(fresh, batches[0][0])).square().mean((1, 2, 3))
-    sizes = over_writes(model, batches, lambda x, y: (y - x).norm(dim=-1))["mean"]
-    share = torch.tensor(sizes, dtype=torch.float64) / max(sum(sizes), 1e-30)
-    blocks = range(len(z))
+    sizes, blocks = over_writes(model, batches, lambda x, y: (y - x).norm(dim=-1)), range(len(z))
+    share = sizes / sizes.sum().clamp_min(1e-30)
     return {"initial": (z / z[0]).tolist(), "lower": [1 + l / 2 for l in blocks],
             "upper": [1 + 3 * l / 2 for l in blocks], "share": share.tolist(),
             "effective_sublayers": (-share.xlogy(share).sum()).exp().item()}
@@ -485,14 +471,14 @@ def prune_curve(model, batches, norms=None):
     halved, methods = halves(batches), [name for name in PRUNE_METHODS if name != "cfp" or norms is not None]
     scores, again = ({name: prune_score(name, model, half, norms) for name in methods} for half in halved)
     blocks = [name for name in methods if name in BLOCK_SCORES]
-    most = min(8, len(model.blocks) - 1)
+    most = min(8, sum(any(block.runs) for block in model.blocks) - 1)
     return {"loss": {name: removal_curve(model, halved, name, most, norms, scores[name])
-                     for name in meter("prune_curve", [*blocks, "span"])},
+                     for name in meter("prune_curve", blocks)},
             "rank_correlation": {name: spearman(scores[name], again["loss"]) for name in blocks
-                                 if name != "random"},
+                                 if name not in ("random", "span")},
             "stability": {name: spearman(scores[name], again[name]) for name in methods
                           if name not in ("cfp", "magnitude", "reverse", "random")},
-            "scores": {name: scores[name].tolist() for name in blocks}, "blocks": len(model.blocks)}
+            "scores": {name: scores[name].tolist() for name in blocks}}
 
 
 def drop_curve(model, batches):
@@ -517,8 +503,9 @@ def fan_in(model, batches, norms=None, history=()):
     supervision F = (L - l + 1)(L - l + 2) / 2, with R^2 and rank correlation; and Spearman's correlation of
     the sums at a share of the training with the final ones. Source: arXiv:2606.26538.
     """
-    if norms is None or not norms.any():
-        raise ValueError("the checkpoint holds no gradient norms, which training collects after its warm-up")
+    if norms is None:
+        raise ValueError("holds no gradient norms, which training collects after its warm-up, of blocks with "
+                         "weights of their own")
     pull, L = norms[2 * len(norms) // 3:], len(model.blocks)
     pull, left = pull / pull.sum(), torch.arange(L, 0, -1, dtype=torch.float64)
     count = left * (left + 1) / 2 if model.config.deep_supervision else left
@@ -536,15 +523,15 @@ def fan_in(model, batches, norms=None, history=()):
 
 # -- NAG's gates
 
-def needs_gain(model):
-    if not model.ends.knows_gain:
-        raise ValueError(f"--residual {model.config.residual} knows no gain before a sublayer runs")
+def needs_nag(model):
+    if model.config.residual != "nag":
+        raise ValueError("only nag has these gains, directions and norms")
 
 
 def needs_thresholds(model):
-    needs_gain(model)
     if not model.can_skip:
-        raise ValueError("no threshold decides what skips with --mod router, --value_residual or --repeat")
+        raise ValueError("needs a residual that knows a gain before a sublayer runs, such as nag, without "
+                         "--mod router, --value_residual and --repeat")
 
 
 @torch.no_grad()
@@ -553,7 +540,7 @@ def gain(model, batches):
     Relative size of the write, alpha m, of all tokens, also those that skip: mean |alpha m|, mean alpha m,
     and alpha. Source: NAG paper, figure 5.
     """
-    needs_gain(model)
+    needs_nag(model)
     gains = [torch.stack([residual.gain(before).double().flatten() for (residual, _), (_, before, _)
                           in zip(model.sublayers(), model.walk(idx))]) for idx, _ in batches]
     gains = torch.cat(gains, dim=1)   # (2L, all tokens)
@@ -568,7 +555,7 @@ def direction_similarity(model, batches):
     sublayers, r the direction of the stream (C); `unweighted`, a control, has m = 1. And their means over all
     pairs of attention (MLP) sublayers that are 0, 1, .. L - 1 blocks apart. Source: NAG paper, figure 6.
     """
-    needs_gain(model)
+    needs_nag(model)
     weighted, plain = 0, 0
     for idx, _ in batches:
         parts = [(residual.modulator(before[0]).double(), before[0].double())
@@ -608,7 +595,7 @@ def norm_confidence(model, batches):
     of the prediction and whether its likeliest token is right; AUROC of s and of minus the entropy for that.
     Source: zyphra.com/our-work/norm-agnostic-residual-network.
     """
-    needs_gain(model)
+    needs_nag(model)
     rows = []
     for idx, targets in batches:
         *_, (_, (_, s), logits) = model.walk(idx)
@@ -627,12 +614,6 @@ def norm_confidence(model, batches):
 
 # -- reading across depth, gates, parallel streams
 
-def each_read(model, idx):
-    """(l, residual, stream before the read) of all 2L sublayers and of the head, number 2L + 1."""
-    for residual, (l, before, _) in zip(model.residuals(), model.walk(idx)):
-        yield l, residual, before
-
-
 @torch.no_grad()
 def depth_attention(model, batches):
     """
@@ -646,7 +627,7 @@ def depth_attention(model, batches):
         raise ValueError("only attnres reads earlier sublayers with weights of their own")
     total = {}
     for idx, _ in batches:
-        for l, residual, stream in each_read(model, idx):
+        for residual, (l, stream, _) in zip(model.residuals(), model.walk(idx)):
             if l > 1:   # the first read has one source
                 weights = residual.weigh(stream).double().mean(dim=(1, 2)) / len(batches)
                 row = total.setdefault(l, {})
@@ -672,19 +653,14 @@ def gate(model, batches):
         raise ValueError(f"--residual {model.config.residual} has no gate; review, convex and highway have")
     if model.config.mod == "router" or not all(model.present()):
         raise ValueError("routed or removed sublayers have no gate that is open for every token")
-    updates, top = [], model.config.gate_range
-    hooks = [sublayer.register_forward_hook(lambda module, inputs, out: updates.append(out))
-             for sublayer in {sublayer for _, sublayer in model.sublayers()}]   # a shared one once
-    histogram, means = 0.0, 0.0
+    histogram, means, top = 0.0, 0.0, model.config.gate_range
     for idx, _ in batches:
-        updates.clear()
-        befores = [before for _, before, _ in model.walk(idx)]
-        gates = [r.gate(h, u).double() for (r, _), h, u in zip(model.sublayers(), befores, updates)]
+        rope, first = model.rope(0, idx.shape[1]), [] if model.config.value_residual else None
+        gates = [r.gate(h, sublayer(r.read(h), rope, first=first)).double()
+                 for (r, sublayer), (_, h, _) in zip(model.sublayers(), model.walk(idx))]
         counts = torch.stack([torch.histc(g, 20, 0, top) / g.numel() for g in gates])
         histogram = histogram + counts / len(batches)
         means = means + torch.stack([g.mean() for g in gates]) / len(batches)
-    for hook in hooks:
-        hook.remove()
     return {"mean": means.tolist(), "histogram": histogram.tolist(), "range": top,
             "quarters": [part.mean().item() for part in means.tensor_split(4)]}
 
@@ -701,12 +677,12 @@ def stream_mixing(model, batches):
         raise ValueError("only hyper has streams to mix")
     means = [0.0, 0.0, 0.0]
     for idx, _ in batches:
-        gains = [residual.gain(before) for _, residual, before in list(each_read(model, idx))[:-1]]
+        gains = [r.gain(before) for (r, _), (_, before, _) in zip(model.sublayers(), model.walk(idx))]
         for i, parts in enumerate(zip(*gains)):
             mean = torch.stack([part.double().mean(dim=(0, 1)) for part in parts])
             means[i] = means[i] + mean / len(batches)
     pre, post, res = means
-    product = torch.linalg.multi_dot(list(res.flip(0))) if len(res) > 1 else res[0]
+    product = torch.linalg.multi_dot(list(res.flip(0)))
     return {"pre": pre.tolist(), "post": post.tolist(), "res": res.tolist(), "product": product.tolist(),
             "largest_row_sum": product.abs().sum(1).max().item(),
             "largest_column_sum": product.abs().sum(0).max().item(),
@@ -759,15 +735,13 @@ def skip_curve(model, batches):
     """
     needs_thresholds(model)
     calibration, measured = halves(batches)
-    points = {name: [] for name in ("loss", "realised", "flops", "wanted", "tau")}
+    points = []
     for rate in meter("skip_curve", RATES):
         tau, _ = calibrate(model, [x for x, _ in calibration], rate)
         loss, ran = run_with(model, measured, tau)
-        flops = model.flops_per_token(share=ran.tolist())
-        values = loss, share_skipped(model, ran), flops, rate, tau.tolist()
-        for name, value in zip(points, values):
-            points[name].append(value)
-    return points
+        points.append(dict(loss=loss, realised=share_skipped(model, ran),
+                           flops=model.flops_per_token(share=ran.tolist()), wanted=rate, tau=tau.tolist()))
+    return {name: [point[name] for point in points] for name in points[0]}
 
 
 @torch.no_grad()
@@ -777,19 +751,26 @@ def depth_map(model, batches, tau=None, text=None, tokenizer="bytes"):
     removed. Thresholds as in skip_share.
     text: its first block_size tokens; default: 96 tokens of the first window. Source: NAG paper, appendix A.
     """
-    encoding, idx = get_tokenizer(tokenizer), batches[0][0][:1, :96]
-    if text is not None:
-        idx = idx.new_tensor([encoding.encode_ordinary(text)[:model.config.block_size]])
     if not skips_by_itself(model):
         needs_thresholds(model)
-    kept = []
+    encoding, idx, kept = get_tokenizer(tokenizer), batches[0][0][:1, :96], []
+    if text is not None:
+        idx = idx.new_tensor([encoding.encode_ordinary(text)[:model.config.block_size]])
     model(idx, tau=tau, kept=kept)
     ran = [[int(there)] * idx.shape[1] if keep is None else keep[0].int().tolist()
            for keep, there in zip(kept, model.present())]
     # where a character is several tokens, the last of them shows it
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = [decoder.decode(encoding.decode_single_token_bytes(t)) for t in idx[0].tolist()]
-    return {"ran": ran, "text": encoding.decode(idx[0].tolist()), "tokens": tokens}
+    skipped = 1 - sum(map(sum, ran)) / (sum(model.present()) * len(tokens))
+    return {"ran": ran, "skipped": skipped, "text": encoding.decode(idx[0].tolist()), "tokens": tokens}
+
+
+def loss_curve(model, batches, history=()):
+    """What train.py has logged: nats per token, of training averaged since the last point, of validation."""
+    of = lambda name, key: [row[name] for row in history if key in row]
+    return {"tokens": of("tokens", "loss"), "loss": of("loss", "loss"),
+            "val_tokens": of("tokens", "val_loss"), "val_loss": of("val_loss", "val_loss")}
 
 
 # ----------------------------------------------------------------------------- figures
@@ -914,7 +895,7 @@ class Panel(NamedTuple):
     title: str
     matrix: list
     xlabel: str
-    ylabel: str = "sublayer l"
+    ylabel: str = ""       # default: the statistic's
     first: tuple = (1, 1)
     label: str = ""
     step: float = 1.0      # of the x axis
@@ -934,7 +915,7 @@ def draw_panels(figure, stat, results, panels, columns=4, **options):
         edges = (x - panel.step / 2, x + (m - 0.5) * panel.step,
                  y - panel.rows / 2, y + (n - 0.5) * panel.rows)
         image = axes.imshow(matrix.numpy(), origin="lower", aspect="auto", extent=edges, **options)
-        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
+        axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel or stat.ylabel)
         axes.set_title(f"{label}{panel.title and ', '}{panel.title}", fontsize=9)
         for axis in (axes.xaxis, axes.yaxis):
             axis.get_major_locator().set_params(integer=axis is axes.yaxis or panel.step == 1)
@@ -943,21 +924,17 @@ def draw_panels(figure, stat, results, panels, columns=4, **options):
         axes.set_axis_off()
 
 
-def direction_panels(result):
-    return [Panel("", result["matrix"], "sublayer", "sublayer", label="cosine")]
-
-
 def depth_attention_panels(result):
     """Sublayers that attend, with the head as the last of them, and MLPs read apart."""
     parts = [("attention and head", 1), ("MLP", 0)]
     return [Panel(who, [row for row, l in zip(result["matrix"], result["reads"]) if l % 2 == odd],
-                  "source (0: embedding)", "reading sublayer", (2 + odd, 0), "mean weight", rows=2.0)
+                  "source (0: embedding)", first=(2 + odd, 0), label="mean weight", rows=2.0)
             for who, odd in parts]
 
 
-def block_panels(result, xlabel, ylabel, label):
+def matrix_panels(result, xlabel, label):
     names = [("", "matrix")] + ([("later tokens", "future")] if "future" in result else [])
-    return [Panel(title, result[key], xlabel, ylabel, label=label) for title, key in names]
+    return [Panel(title, result[key], xlabel, label=label) for title, key in names]
 
 
 def gate_panels(result):
@@ -986,8 +963,7 @@ def draw_map(figure, stat, results):
                     extent=(-0.5, T - 0.5, 0.5, n + 0.5))
         axes.set_ylabel(stat.ylabel)
         axes.yaxis.get_major_locator().set_params(integer=True)
-        skipped = 1 - sum(map(sum, result["ran"])) / (n * T)
-        axes.set_title(f"{label}: {skipped:.0%} skipped", fontsize=9, loc="left")
+        axes.set_title(f"{label}: {result['skipped']:.0%} skipped", fontsize=9, loc="left")
         labels = [t.translate({10: "\\n", 13: "\\r", 9: "\\t"}) for t in result["tokens"]]
         # a dollar sign is text, not the start of a formula
         axes.set_xticks(range(T), labels, fontsize=6, family="monospace", parse_math=False,
@@ -995,15 +971,11 @@ def draw_map(figure, stat, results):
         axes.tick_params(axis="x", length=0, pad=3)
 
 
-def draw_loss(figure, stat, runs):
-    """{label: run folder}: what train.py has logged."""
+def draw_loss(figure, stat, results):
     axes = line_axes(figure, stat, "training tokens")
-    for color, label, run in present(runs):
-        lines = read_metrics(run)
-        train, val = [x for x in lines if "loss" in x], [x for x in lines if "val_loss" in x]
-        axes.plot([x["tokens"] for x in train], [x["loss"] for x in train], color=color, lw=0.8)
-        axes.plot([x["tokens"] for x in val], [x["val_loss"] for x in val], "o-", color=color, ms=4,
-                  lw=1.4, label=label)
+    for color, label, result in present(results):
+        axes.plot(result["tokens"], result["loss"], color=color, lw=0.8)
+        axes.plot(result["val_tokens"], result["val_loss"], "o-", color=color, ms=4, lw=1.4, label=label)
     axes.legend(frameon=False, fontsize=9)
 
 
@@ -1051,19 +1023,18 @@ STATS = {
         causal_score, "Who depends on whom", "block left out",
         "A row: how much the updates of later blocks change when a block is left out. Dark: they do without "
         "it. Later tokens: it is left out in the first half of the text, and they are in the second.",
-        draw=partial(draw_panels, panels=partial(block_panels, xlabel="later block", ylabel="block left out",
-                                                 label="relative change"),
-                     columns=2, vmin=0, vmax=1, cmap="viridis")),
+        draw=partial(draw_panels, columns=2, vmin=0, vmax=1, cmap="viridis",
+                     panels=partial(matrix_panels, xlabel="later block", label="relative change"))),
     "angular_distance": Stat(
-        angular_distance, "Angle between depths", "block",
+        angular_distance, "Angle between depths", "before block",
         "Dark: the stream points the same way before both blocks. A dark square: what is between may go.",
-        draw=partial(draw_panels, panels=partial(block_panels, xlabel="before block", ylabel="before block",
-                                                 label="angle / pi"), vmin=0, cmap="viridis")),
+        draw=partial(draw_panels, panels=partial(matrix_panels, xlabel="before block", label="angle / pi"),
+                     vmin=0, cmap="viridis")),
     "permutation_score": Stat(
         permutation_score, "Swapped blocks", "block",
         "Relative increase of the loss when two blocks change places. Dark: their order hardly matters.",
-        draw=partial(draw_panels, panels=partial(block_panels, xlabel="block", ylabel="block",
-                                                 label="|change| / loss"), vmin=0, cmap="viridis")),
+        draw=partial(draw_panels, panels=partial(matrix_panels, xlabel="block", label="|change| / loss"),
+                     vmin=0, cmap="viridis")),
     "logit_lens": Stat(
         logit_lens, "Logit lens", "nats per token",
         "The head applied to the stream after each block: loss, and distance from the final prediction.",
@@ -1126,7 +1097,8 @@ STATS = {
     "direction_similarity": Stat(
         direction_similarity, "Preferred directions", "sublayer",
         "Cosine of the stream directions at which two sublayers write most. 1: they serve the same tokens.",
-        draw=partial(draw_panels, panels=direction_panels, vmin=-1, vmax=1, cmap="RdBu_r")),
+        draw=partial(draw_panels, panels=partial(matrix_panels, xlabel="sublayer", label="cosine"),
+                     vmin=-1, vmax=1, cmap="RdBu_r")),
     "depth_attention": Stat(
         depth_attention, "Attention over depth", "reading sublayer",
         "A row: what a sublayer reads, from the embedding (0) to the newest source. One colour: PreNorm's "
@@ -1162,11 +1134,11 @@ STATS = {
         depth_map, "Depth per token", "sublayer l",
         "Dark: the token ran the sublayer; light: it skipped it. Odd rows are attention, even rows MLP.",
         draw=draw_map, settings=("tau", "text", "tokenizer")),
+    "loss_curve": Stat(
+        loss_curve, "Loss curves", "loss (nats/token)",
+        "Thin lines: training loss, averaged since the last point. Dots: loss on the fixed validation "
+        "windows. Compare runs on the same data only.", draw=draw_loss, settings=("history",)),
 }
-LOSS_CURVE = Stat(
-    None, "Loss curves", "loss (nats/token)",
-    "Thin lines: training loss, averaged since the last point. Dots: loss on the fixed validation windows. "
-    "Compare runs on the same data only.", draw=draw_loss)
 
 
 # ----------------------------------------------------------------------------- main
@@ -1178,7 +1150,7 @@ def parse(argv):
     parser.add_argument("--out", default="figures", help="folder of the results (default figures)")
     parser.add_argument("--windows", type=int, default=16, help="validation windows (default 16)")
     parser.add_argument("--batch_size", type=int, default=8, help="windows per forward pass (default 8)")
-    names = ", ".join((*STATS, "loss_curve"))
+    names = ", ".join(STATS)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=f"some of: {names}")
     parser.add_argument("--skip", type=float, default=0.25, metavar="RATE", help="share of the sublayer runs "
                         "that a dense-trained model skips in skip_share and depth_map (default 0.25)")
@@ -1189,7 +1161,7 @@ def parse(argv):
     parser.add_argument("--best", action="store_true", help="the best checkpoints instead of the last ones")
     args = parser.parse(argv)
     for name in args.only:
-        if name not in STATS and name != "loss_curve":
+        if name not in STATS:
             parser.error(f"--only {name}: no such statistic; choose from {names}")
     for name in ("windows", "batch_size"):
         if getattr(args, name) < 1:
@@ -1199,12 +1171,7 @@ def parse(argv):
     if args.text is not None and args.text_file is not None:
         parser.error("--text and --text_file: give one of them")
     if args.text_file is not None:
-        try:
-            args.text = Path(args.text_file).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            parser.error(f"--text_file {args.text_file}: is not UTF-8 text; convert it first")
-        except OSError as error:
-            parser.error(f"--text_file {args.text_file}: {error.strerror}; check the path")
+        args.text = parser.read("--text_file", args.text_file)
     if args.text == "":
         parser.error(f"--text{'_file ' + args.text_file if args.text_file else ''}: is empty; give some text")
     if Path(args.out).exists() and not Path(args.out).is_dir():
@@ -1233,27 +1200,25 @@ def main(argv=None):
               for label, run in runs.items()}
     if len({config["data"] for _, config in loaded.values()}) > 1:
         print("analyze.py: these runs have different --data, their losses can't be compared", file=sys.stderr)
-    wanted = args.only or [*STATS, "loss_curve"]
+    wanted = args.only or [*STATS]
     results, lacking = {}, {}   # lacking: {(label, reason): names}
     for label, (model, config) in loaded.items():
         windows = val_windows(config["data"], config["block_size"], args.windows)
         x, y = (t.to(model.turn.device) for t in windows)
         # batches of one size, so that their means can be averaged
-        size = math.gcd(args.windows, args.batch_size)
+        size = max(n for n in range(1, min(args.batch_size, args.windows) + 1) if args.windows % n == 0)
         batches = list(zip(x.split(size), y.split(size)))
         shown = ("residual", "n_layer", "n_head", "n_embd", "data", "mod", "mod_rate")
         results[label] = {"config": {key: config[key] for key in shown if key in config}}
-        ckpt = torch.load(Path(runs[label]) / which, map_location="cpu", weights_only=True)
-        norms = ckpt["grad_norms"][0] if "grad_norms" in ckpt and not args.prune else None
-        settings = dict(tau=None, text=args.text, tokenizer=config["tokenizer"], norms=norms,
+        settings = dict(tau=None, text=args.text, tokenizer=config["tokenizer"], norms=model.grad_norms,
                         history=read_metrics(runs[label]))
         if args.prune:
-            results[label]["removed"] = sorted(prune(model, runs[label], config, args.prune, which))
-        if any("tau" in STATS[name].settings for name in wanted if name in STATS) and model.can_skip:
+            results[label]["removed"] = sorted(prune(model, runs[label], config, args.prune))
+        if any("tau" in STATS[name].settings for name in wanted) and model.can_skip:
             if not skips_by_itself(model):
                 settings["tau"] = skip_threshold(runs[label], model, config, args.skip, which)
         measured = {}   # two statistics may be two views of one measurement
-        for name in (name for name in wanted if name in STATS):
+        for name in wanted:
             measure, given = STATS[name].measure, {key: settings[key] for key in STATS[name].settings}
             try:
                 if measure not in measured:
@@ -1268,28 +1233,24 @@ def main(argv=None):
             print(f"analyze.py: {label}: left out of {', '.join(names)}: {reason}", file=sys.stderr)
     report = dict(windows=args.windows, skip=args.skip, runs=results)
     write_file(out / "depth.json", lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
-    drawn = [name for name in wanted if name == "loss_curve" or any(name in run for run in results.values())]
+    drawn = [name for name in wanted if any(name in run for run in results.values())]
     for name in drawn:
-        found = runs if name == "loss_curve" else {label: run.get(name) for label, run in results.items()}
-        save_figure(out / f"{name}.png", STATS.get(name, LOSS_CURVE), found)
+        found = {label: run.get(name) for label, run in results.items()}
+        save_figure(out / f"{name}.png", STATS[name], found)
+    pages = {}   # name: (title, figures)
     if not args.only:   # a page per run, and one that compares them
         for label, run in results.items():
-            pages = []
-            for name in [name for name in drawn if not name.startswith("report-")]:
-                one = {label: runs[label] if name == "loss_curve" else run.get(name)}
-                if one[label]:
-                    pages.append(io.BytesIO())
-                    draw_figure(pages[-1], STATS.get(name, LOSS_CURVE), one)
-                    pages[-1].seek(0)
-            name = f"report-{label.replace('/', '-')}"
+            images = {name: io.BytesIO() for name in drawn if name in run}
+            for name, image in images.items():
+                draw_figure(image, STATS[name], {label: run[name]})
+                image.seek(0)
             title = ", ".join(f"{key} {value}" for key, value in run["config"].items())
-            save_page(out / f"{name}.png", f"{label}: {title}", pages)
-            drawn.append(name)
+            pages[f"report-{label.replace('/', '-')}"] = f"{label}: {title}", [*images.values()]
         if len(runs) > 1:
-            names = [name for name in drawn if not name.startswith("report-")]
-            save_page(out / "comparison.png", " / ".join(runs), [out / f"{name}.png" for name in names])
-            drawn.append("comparison")
-    print(f"{out}: depth.json" + "".join(f", {name}.png" for name in drawn))
+            pages["comparison"] = " / ".join(runs), [out / f"{name}.png" for name in drawn]
+    for name, (title, images) in pages.items():
+        save_page(out / f"{name}.png", title, images)
+    print(f"{out}: depth.json" + "".join(f", {name}.png" for name in (*drawn, *pages)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import re
 import zlib
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Callable, Literal, NamedTuple, get_args
+from typing import Callable, Literal, NamedTuple, get_args, get_origin
 
 import torch
 import torch.nn as nn
@@ -37,6 +37,13 @@ from kernels import (EPS, FLOOR, depth_read, depth_read_ahead, depth_source, gat
 # ----------------------------------------------------------------------------- config
 
 NORM_KINDS = "rms", "layer", "crms", "single", "seednorm", "dyt", "bhyt", "none", "batch"
+
+
+def unknown_choices(config):
+    """A sentence per field of a config whose value is none of those that its Literal names."""
+    choices = {f.name: get_args(f.type) for f in dataclasses.fields(config) if get_origin(f.type) is Literal}
+    return [f"--{name} {getattr(config, name)}: unknown; choose from {', '.join(names)}"
+            for name, names in choices.items() if getattr(config, name) not in names]
 
 
 @dataclass
@@ -123,13 +130,9 @@ class GPTConfig:
 
     def problems(self) -> list[str]:
         """Every reason why this config can't be built, one sentence each, naming the flags and a remedy."""
-        bad = []
-        for field in dataclasses.fields(self):
-            value, choices = getattr(self, field.name), get_args(field.type)
-            if choices and value not in choices:
-                bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(choices)}")
-            elif isinstance(value, float) and not math.isfinite(value):
-                bad.append(f"--{field.name} {value}: must be a finite number")
+        bad = unknown_choices(self)
+        bad += [f"--{name} {value}: must be a finite number" for name, value in vars(self).items()
+                if isinstance(value, float) and not math.isfinite(value)]
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "nag_directions"):
             if getattr(self, name) < 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be 1 or more")
@@ -188,7 +191,6 @@ class GPTConfig:
              "would push the stream off its sphere; leave --x0 and --mod router out"),
             (["norm", "residual"], self.norm != "rms" and self.residual in ("nag", "ngpt", "rezero"),
              "that residual has no norm to replace; leave --norm out"),
-            (["norm", "n_embd"], self.width < 1, "CRMSNorm leaves one entry out; use a larger --n_embd"),
             (["gate_range"], not self.gate_range > 0, "must be above 0, such as 1 or 2"),
             (["gate_rank"], not re.fullmatch("full|diag|[1-9][0-9]*", str(self.gate_rank)),
              "unknown; use full, diag, or a number such as 8"),
@@ -313,7 +315,8 @@ class Residual(nn.Module):
     vectors = ()        # parameters that are no matrices, though they have two dimensions: no weight decay
     single = True       # a token can skip a sublayer: its stream is tensors that then stay what they were
     one_tensor = True   # ... namely one tensor (B, T, C)
-    knows_gain = False  # ... and gain says beforehand how much a write will change
+    knows_gain = False  # ... and gain (B, T, 1) says beforehand how much a write will change
+    looks_ahead = False   # ... and Ahead knows how to ask for those of several sublayers at once
     one_graph = True    # all blocks can share one compiled graph
 
     def start(self, x):
@@ -321,6 +324,9 @@ class Residual(nn.Module):
 
     def gain(self, stream):
         return None
+
+    def score(self, gain):
+        return gain.abs().squeeze(-1)
 
     def read_rows(self, stream, rows):
         """-> what the sublayer reads for the kept tokens (N, C), and what write_rows wants to know"""
@@ -455,7 +461,7 @@ class NAG(Residual):
     """
     gates = ("alpha", "beta", "w", "b", "p", "g")
     one_tensor = False
-    knows_gain = True
+    knows_gain = looks_ahead = True
 
     def __init__(self, config, l):
         super().__init__()
@@ -569,13 +575,13 @@ class AttnRes(Residual):
     single = one_tensor = False
     one_graph = False   # the number of sources grows with depth
     vectors = "query", "key_gain", "logits"
-    AHEAD = 8           # Full: reads that share one pass over the sources before them
 
     def __init__(self, config, l):
         super().__init__()
         self.config, self.l, self.norm = config, l, Norm(config)
         n = 2 * config.n_layer
         self.size = -(-n // config.attnres_blocks) if config.attnres_blocks else config.attnres_block
+        self.shared = self.size if self.size > 1 else 8   # reads that share one pass over the sources before
         self.softmax = config.attnres_weights == "softmax" and config.attnres_key_norm
         if l == n + 1 and config.attnres_weights == "static":
             self.logits = nn.Parameter(torch.zeros(n, n + 1))           # (read, source)
@@ -588,7 +594,7 @@ class AttnRes(Residual):
         if self.config.attnres_weights == "static":
             return Depth((x,), (0,), (self.logits,))
         weights = self.query if self.key_gain is None else self.query * self.key_gain
-        return self.read_ahead(Depth((x,), (0,), weights.unbind()), 0, weights)
+        return self.read_ahead(Depth((x,), (0,), weights.unbind()), 0)
 
     def read(self, stream, gain=None):
         with full_precision(stream.sources[0]):
@@ -630,14 +636,13 @@ class AttnRes(Residual):
         if window and len(sources) > window + 1:
             sources, block = (sources[0], *sources[-window:]), (0, *block[-window:])
         stream = stream._replace(sources=sources, block=block)
-        shared = self.size if self.size > 1 else self.AHEAD
-        return self.read_ahead(stream, self.l) if self.l % shared == 0 else stream
+        return self.read_ahead(stream, self.l) if self.l % self.shared == 0 else stream
 
-    def read_ahead(self, stream, l, weights=None):
+    def read_ahead(self, stream, l):
         """What is there after sublayer l, read with the queries of the reads that follow, all at once."""
         if not self.softmax or self.config.attnres_window:
             return stream
-        first, last = max(2, l + 1), l + (self.size if self.size > 1 else self.AHEAD)
+        first, last = max(2, l + 1), l + self.shared
         queries = stream.weights[first - 2:last - 1]
         if not queries:
             return stream
@@ -653,9 +658,8 @@ class AttnRes(Residual):
         n, C = 2 * self.config.n_layer, self.config.width
         if self.l <= n or not self.softmax or self.config.attnres_window:
             return super().cost()
-        shared = self.size if self.size > 1 else self.AHEAD
-        pairs = sum((l // self.size + 1) * len(range(max(2, l + 1), min(l + shared, n + 1) + 1))
-                    for l in range(0, n + 1, shared))
+        pairs = sum((l // self.size + 1) * len(range(max(2, l + 1), min(l + self.shared, n + 1) + 1))
+                    for l in range(0, n + 1, self.shared))
         return super().cost()[0], 4 * C * pairs
 
 
@@ -705,9 +709,8 @@ class Gated(Residual):
     def __init__(self, preset, config, l):
         super().__init__()
         C, n, (inputs, self.convex) = config.width, 2 * config.n_layer, GATES[preset]
-        self.config, self.norm, self.full = config, Norm(config), config.gate_rank == "full"
+        self.config, self.norm, rank = config, Norm(config), str(config.gate_rank)
         inputs = dict(auto=inputs, none="").get(config.gate_input, config.gate_input)
-        rank = str(config.gate_rank)
         bias, zeros = torch.full((C,), config.gate_bias), lambda *shape: nn.Parameter(torch.zeros(shape))
         self.register_parameter("b", nn.Parameter(bias) if inputs and l <= n else None)
         self.register_buffer("constant", None if inputs else bias, persistent=False)
@@ -717,7 +720,7 @@ class Gated(Residual):
                 rng = torch.Generator().manual_seed(config.seed * 1000 + 2 * l + (name == "u"))
                 self.W[name] = nn.Parameter(torch.randn(int(rank), C, generator=rng) * C ** -0.5)
             else:
-                self.W[name] = zeros(C, C) if self.full else zeros(C)
+                self.W[name] = zeros(C, C) if rank == "full" else zeros(C)
         if rank.isdigit() and self.W:
             self.up = zeros(C, int(rank))
 
@@ -787,10 +790,12 @@ class Hyper(Residual):
             moving = F.linear(seen, widen(self.dynamic))
             moving = torch.tanh(moving) if self.kind == "hc" else moving
             scale = torch.cat([s.expand(size) for s, size in zip(self.scale, self.scaled)])
-            pre, res, post = (self.static + scale * moving).split(self.sizes, dim=-1)
+            parts = (self.static + scale * moving).split(self.sizes, dim=-1)
             if self.kind == "hc":
+                pre, res, post = parts
                 return pre.squeeze(-1), post.squeeze(-1), res.transpose(-1, -2)
-            pre, post, res = pre.sigmoid(), 2 * res.sigmoid(), post
+            pre, post, res = parts
+            pre, post = pre.sigmoid(), 2 * post.sigmoid()
             if self.kind == "lite":
                 res = res.softmax(-1) @ widen(self.permutations)
             res = res.unflatten(-1, (self.n, self.n))
@@ -968,36 +973,38 @@ class Attention(nn.Module):
         tokens, everything (B, T, C), or to each other. first: a list with the first block's values, which
         that block puts there (ResFormer, arXiv:2410.17897).
         """
-        if rows is None:
-            q, k, v = self.qkv(x, rope)                                              # (B, T, nh, hs) each
-            if first and self.mix is not None:
-                v = self.mix[0] * first[0] + self.mix[1] * v
-            elif first is not None and not first:
-                first.append(v)
-            keys, values, start = (k, v, 0) if cache is None else self.append(k, v, cache)
-            T, S = q.shape[1], keys.shape[1]
-            # one token sees all of the cache, a prompt what is behind it: only a later chunk needs a mask
-            mask = causal_mask(torch.arange(start, S, device=x.device), S) if 1 < T < S else None
-            return self.c_proj(attend(q, keys, values, mask, is_causal=mask is None and T > 1).flatten(-2))
+        if rows is not None:
+            return self.c_proj(self.of_kept(x, rope, cache, rows, everything).flatten(-2))
+        q, k, v = self.qkv(x, rope)                                                  # (B, T, nh, hs) each
+        if first and self.mix is not None:
+            v = self.mix[0] * first[0] + self.mix[1] * v
+        elif first is not None and not first:
+            first.append(v)
+        keys, values, start = (k, v, 0) if cache is None else self.append(k, v, cache)
+        T, S = q.shape[1], keys.shape[1]
+        # one token sees all of the cache, a prompt what is behind it: only a later chunk needs a mask
+        mask = causal_mask(torch.arange(start, S, device=x.device), S) if 1 < T < S else None
+        return self.c_proj(attend(q, keys, values, mask, is_causal=mask is None and T > 1).flatten(-2))
+
+    def of_kept(self, x, rope, cache, rows, everything):
+        """x (N, C), kept tokens -> what each of their heads sees (N, nh, hs)"""
         turn = rope[:, :1][rows.place]                                               # (N, 1, hs)
-        if everything is not None:
+        if everything is None:
+            q, k, v = self.qkv(x, turn)
+            if cache is None:   # kept tokens keep their order, padding comes last: nothing is left to mask
+                return rows.unpad(attend(rows.pad(q), rows.pad(k), rows.pad(v), is_causal=True))
+            keys, values, position = cache.append_rows(k, v, rows)
+        else:
             w_q, w_kv = self.c_attn.weight.split((self.n_head * self.hs, 2 * self.n_head * self.hs))
             q, = rotate_normed(self.heads(F.linear(x, w_q)), turn, 1)                # (N, nh, hs)
             keys, values, start = self.keys_values(everything, rope, cache, w_kv)
             if everything.shape[1] == 1:   # one token each: they see all of the cache
-                return self.c_proj(rows.unpad(attend(rows.pad(q), keys, values)).flatten(-2))
+                return rows.unpad(attend(rows.pad(q), keys, values))
             position = rows.place + start
             if x.device.type == "cpu" and not torch.compiler.is_compiling():
-                y = attend_one_by_one(q, keys, values, position, rows.count.tolist())
-                return self.c_proj(y.flatten(-2))
-        else:
-            q, k, v = self.qkv(x, turn)
-            if cache is None:   # kept tokens keep their order, padding comes last: nothing is left to mask
-                y = attend(rows.pad(q), rows.pad(k), rows.pad(v), is_causal=True)
-                return self.c_proj(rows.unpad(y).flatten(-2))
-            keys, values, position = cache.append_rows(k, v, rows)
-        y = attend(rows.pad(q), keys, values, causal_mask(rows.pad(position), keys.shape[1]))
-        return self.c_proj(rows.unpad(y).flatten(-2))
+                return attend_one_by_one(q, keys, values, position, rows.count.tolist())
+        mask = causal_mask(rows.pad(position), keys.shape[1])
+        return rows.unpad(attend(rows.pad(q), keys, values, mask))
 
     def qkv(self, x, turn):
         """x (..., C) -> q, k, v (..., nh, hs), q and k normalised and rotated."""
@@ -1239,25 +1246,19 @@ class Skip(NamedTuple):
     ahead: Callable | None = None       # decides in place of all that, see Ahead
 
     def decide(self, residual, stream):
-        """-> the residual's gain, the tokens that run (B, T), or None: all of them; how many these are"""
+        """-> the residual's gain, the tokens that run (B, T), how many these are"""
         if self.ahead is not None:
             return self.ahead(stream)
-        gain = residual.gain(stream)
-        keep = self.choose(residual, gain)
-        return gain, keep, None if keep is None else int(keep.sum())
-
-    def choose(self, residual, gain):
-        """-> (B, T) bool, or None: every token, because the residual has no gain."""
-        if self.keep is not None or not residual.knows_gain:
-            return self.keep
-        score = residual.score(gain.detach())   # a hard decision; gates learn from the tokens that do run
-        keep = score > self.tau
-        if self.force is not None:
-            keep = keep | self.force
-        if self.floor:
-            at_least = math.ceil(self.floor * score.numel())
-            keep = keep | (score >= score.flatten().topk(at_least).values[-1])
-        return keep
+        gain, keep = residual.gain(stream), self.keep
+        if keep is None:
+            score = residual.score(gain.detach())   # a hard decision; gates learn from the tokens that do run
+            keep = score > self.tau
+            if self.force is not None:
+                keep = keep | self.force
+            if self.floor:
+                at_least = math.ceil(self.floor * score.numel())
+                keep = keep | (score >= score.flatten().topk(at_least).values[-1])
+        return gain, keep, int(keep.sum())
 
 
 class Ahead:
@@ -1485,28 +1486,28 @@ class GPT(nn.Module):
         """A pair of Skips per block. tau: one threshold or 2L; default: those of the model's training."""
         c, n, device = self.config, 2 * len(self.blocks), self.turn.device
         draw = lambda *shape: torch.rand(n, *shape, generator=generator, device=device)
-        tau, pairs = self.tau if tau is None else tau, [None] * n
-        if tau is not None:
+        tau, each = self.tau if tau is None else tau, [None] * n
+        if tau is not None and self.ends.knows_gain:
             tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n)
-            if not self.training and (tau < 0).all():   # nothing would skip: the dense pass, to the bit
-                return list(zip(pairs[::2], pairs[1::2]))
-            if c.value_residual and self.ends.knows_gain:
+            if not self.training and (tau < 0).all():
+                pass   # nothing would skip: the dense pass, to the bit
+            elif c.value_residual:
                 raise ValueError("value residual: a token that skips the first attention has no first values")
-            if cache is not None and T == 1 and not self.training and self.ends.knows_gain:
+            elif cache is not None and T == 1 and not self.training and self.ends.looks_ahead:
                 cache.ahead = cache.ahead or Ahead([residual for residual, _ in self.sublayers()])
-                pairs = [Skip(kv=c.mod_kv, ahead=partial(cache.ahead.decide, l, tau[l:])) for l in range(n)]
-                return list(zip(pairs[::2], pairs[1::2]))
-            tau, learning = tau.unbind(), self.training and c.mod_rate > 0
-            force = draw(B, T) < c.mod_explore if learning else [None] * n
-            floor = c.mod_floor if learning else 0.0
-            pairs = [Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv) for l in range(n)]
+                each = [Skip(kv=c.mod_kv, ahead=partial(cache.ahead.decide, l, tau[l:])) for l in range(n)]
+            else:
+                tau, learning = tau.unbind(), self.training and c.mod_rate > 0
+                force = draw(B, T) < c.mod_explore if learning else [None] * n
+                floor = c.mod_floor if learning else 0.0
+                each = [Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv) for l in range(n)]
         elif self.training and c.layer_drop:
             drop = torch.full((n,), c.layer_drop, device=device)
             if c.layer_drop_rule == "linear":
                 drop = drop * torch.arange(1, n + 1, device=device) / n
             keep = (draw(B) >= drop[:, None])[..., None].expand(n, B, T)
-            pairs = [Skip(keep=keep[l], scale=1 / (1 - drop[l])) for l in range(n)]
-        return list(zip(pairs[::2], pairs[1::2]))
+            each = [Skip(keep=keep[l], scale=1 / (1 - drop[l])) for l in range(n)]
+        return list(zip(each[::2], each[1::2]))
 
     def hidden(self, idx, cache=None, tau=None, generator=None, kept=None, exits=None):
         """idx (B, T) -> what the head reads (B, T, C), the routers' auxiliary loss. exits: a list that gets
@@ -1633,18 +1634,19 @@ class GPT(nn.Module):
         residuals = {*self.residuals()}   # those of a repeated block once
         return blocks + changes + tables + routers + extra + sum(residual.cost()[0] for residual in residuals)
 
-    def flops_per_token(self, T=None, share=None, exits=1):
+    def flops_per_token(self, T=None, share=None):
         """
         Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
         though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
-        exits: number of streams that the head reads (deep supervision). Not counted is what attention adds
-        where sequences that keep different numbers of tokens share a call: on a GPU, and with mod_kv kept.
+        Not counted is what attention adds where sequences that keep different numbers of tokens share a call:
+        on a GPU, and with mod_kv kept.
         """
         c, shapes = self.config, block_shapes(self.config)
         T, W, rank = c.block_size if T is None else T, c.width, c.share_rank
         there = self.present()
         ran = [run * of for run, of in zip(there, [1.0] * len(there) if share is None else share)]
+        exits = len(self.blocks) if self.training and c.deep_supervision else 1   # what the head reads
         total = exits * 2 * c.vocab_size * W + self.ends.cost()[1]
         dropping = self.training and c.layer_drop > 0
         for block, i, attn, mlp in zip(self.blocks, c.order(), ran[::2], ran[1::2]):
@@ -1678,8 +1680,8 @@ class KVCache:
         device = weight.device.type   # under autocast attention wants them in half precision
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         # where sequences store different numbers of tokens, the rest is masked, but has to be finite
-        fill = weight.new_zeros if c.mod_kv == "kept" or c.mod == "router" else weight.new_empty
-        make = partial(fill, dtype=dtype)
+        uneven = c.mod_kv == "kept" or c.mod == "router" or c.layer_drop
+        make = partial(weight.new_zeros if uneven else weight.new_empty, dtype=dtype)
         self.layers = []
         for block in model.blocks:
             shape, count = (*size, block.attn.n_head, block.attn.hs), weight.new_zeros(batch_size).long()

@@ -201,8 +201,6 @@ def write_meta(out, **meta):
 
 def write_text(out, name, enc, documents, source):
     """Tokenize (train documents, val documents) into out, which stays as it was until all is written."""
-    if enc.n_vocab > 65536:
-        fail(f"{enc.name} has {enc.n_vocab} tokens, over the 65536 of uint16; use --tokenizer bytes or gpt2")
     out.mkdir(parents=True, exist_ok=True)
     counts = {}
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as tmp:  # it goes away whatever happens
@@ -311,7 +309,7 @@ def text(args):
         fail(f"--input {' '.join(args.input)} holds no text; name files that are not empty")
     # Few files are few topics: then the tail of each is a fairer sample than one whole file.
     documents = hold_out_files(files) if len(files) >= 20 else hold_out_tails(files.values(), 0.05)
-    write_text(args.out, args.out.name, get_tokenizer(args.tokenizer), documents, " ".join(args.input))
+    write_text(args.out, "text", get_tokenizer(args.tokenizer), documents, " ".join(args.input))
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # argparse would print its usage as well; one sentence is enough

@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+from functools import partial
 from typing import get_args
 
 import torch
@@ -44,15 +45,20 @@ def each_gradient(model, batches):
 
 
 @torch.no_grad()
-def stays(model, batches, step):
-    """Mean over tokens of 1 - cos(stream before, stream after), per sublayer or, with step 2, per block."""
+def over_writes(model, batches, measure, span=1):
+    """Mean over tokens of measure(stream before, stream after), per sublayer or, with span 2, per block."""
     total = 0.0
     for idx, _ in batches:
-        walk = [model.ends.as_tensor(before).double() for _, before, _ in model.walk(idx)]
-        walk = walk[::step]
-        cos = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in zip(walk, walk[1:])]
-        total = total + 1 - torch.stack(cos)
+        writes = [(model.ends.as_tensor(before).double(), model.ends.as_tensor(after).double())
+                  for l, before, after in model.walk(idx) if l <= 2 * len(model.blocks)]
+        total = total + torch.stack([measure(before, after).mean() for (before, _), (_, after)
+                                     in zip(writes[::span], writes[span - 1::span])])
     return total / len(batches)
+
+
+def stays(model, batches, span):
+    """Mean over tokens of 1 - cos(stream before, stream after), per sublayer or, with span 2, per block."""
+    return 1 - over_writes(model, batches, partial(F.cosine_similarity, dim=-1), span)
 
 
 @torch.no_grad()
@@ -77,8 +83,14 @@ def loss_without(model, batches, removed=()):
     return total
 
 
+def cfp(model, norms):
+    """What training has summed up, per block; / sqrt of its size, without which large ones always win."""
+    size = torch.tensor([sum(p.numel() for p in block.parameters()) for block in model.blocks]).double()
+    return norms[2 * len(norms) // 3:].cpu() / (size / size.mean()).sqrt()
+
+
 BLOCK_SCORES = {
-    "cfp": lambda model, batches, norms: norms[2 * len(norms) // 3:],     # CascadeFlow Pruning: needs no data
+    "cfp": lambda model, batches, norms: cfp(model, norms),               # CascadeFlow Pruning: needs no data
     "magnitude": lambda model, batches, norms: torch.stack([
         sum(p.detach().double().abs().sum().cpu() for p in block.parameters()) for block in model.blocks]),
     "taylor": lambda model, batches, norms: torch.stack([
@@ -86,42 +98,49 @@ BLOCK_SCORES = {
         for block in each_gradient(model, batches)]),
     "influence": lambda model, batches, norms: stays(model, batches, 2),  # ShortGPT's, LLM-Drop's of blocks
     "loss": lambda model, batches, norms: torch.tensor([
-        loss_without(model, batches, {2 * i + 1, 2 * i + 2}) for i in range(len(model.blocks))]),
+        loss_without(model, batches, block) for block in candidates("loss", model)]),
     "reverse": lambda model, batches, norms: -torch.arange(len(model.blocks)).double(),
     "random": lambda model, batches, norms: torch.rand(
         len(model.blocks), generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+    "span": lambda model, batches, norms: span_distance(model, batches, 1),   # of a block; it has no order
 }
 SUBLAYERS = {"attention": (0, 2), "mlp": (1, 2), "sublayer": (0, 1)}   # LLM-Drop: the first, every how many
-PRUNE_METHODS = [*BLOCK_SCORES, "span", *SUBLAYERS]
+PRUNE_METHODS = [*BLOCK_SCORES, *SUBLAYERS]
+
+
+def candidates(method, model):
+    """What a method chooses from: blocks or single sublayers, as sets of sublayers, numbered from 1."""
+    if method in SUBLAYERS:
+        first, every = SUBLAYERS[method]
+        return [{l + 1} for l in range(first, 2 * len(model.blocks), every)]
+    return [{2 * i + 1, 2 * i + 2} for i in range(len(model.blocks))]
 
 
 def prune_score(method, model, batches, norms=None):
-    """A score per block, attention, MLP or sublayer. `span` has no order: here, that of single blocks."""
+    """A score per candidate."""
     if method in SUBLAYERS:
         first, every = SUBLAYERS[method]
         return stays(model, batches, 1)[first::every]
-    return (span_distance(model, batches, 1) if method == "span"
-            else BLOCK_SCORES[method](model, batches, norms))
+    return BLOCK_SCORES[method](model, batches, norms)
 
 
 def to_remove(method, k, model, batches, norms, scores=None):
     """
-    The sublayers, numbered from 1, that a method removes: k blocks, or k attentions, MLPs or sublayers.
-    scores: the method's, if they are known already.
+    The sublayers, numbered from 1, that a method removes: those k of its candidates that are there still and
+    have the lowest scores; `span`: k blocks in a row. scores: the method's, if they are known already.
     """
+    each, there = candidates(method, model), model.present()
     if method == "span":
         first = span_distance(model, batches, k).argmin().item()
         chosen = range(first, first + k)
     else:
         scores = prune_score(method, model, batches, norms) if scores is None else scores
-        chosen = scores.argsort(stable=True)[:k].tolist()
-    if method in SUBLAYERS:
-        first, every = SUBLAYERS[method]
-        return {first + every * i + 1 for i in chosen}
-    return {l for i in chosen for l in (2 * i + 1, 2 * i + 2)}
+        order = scores.argsort(stable=True).tolist()
+        chosen = [i for i in order if any(there[l - 1] for l in each[i])][:k]
+    return set().union(*(each[i] for i in chosen))
 
 
-def prune(model, run, config, wanted, which="ckpt.pt"):
+def prune(model, run, config, wanted):
     """Remove what `METHOD:K` says. SystemExit if it can't be done. -> the removed sublayers"""
     method, _, k = wanted.partition(":")
     most = len(model.blocks) * (2 if method == "sublayer" else 1)
@@ -131,14 +150,13 @@ def prune(model, run, config, wanted, which="ckpt.pt"):
     if model.config.mod == "router" or model.config.repeat:
         raise SystemExit(f"--prune {wanted}: {run} has routed or repeated blocks, which don't stand alone; "
                          f"use another run")
-    norms = torch.load(f"{run}/{which}", map_location="cpu", weights_only=True).get("grad_norms")
-    if method == "cfp" and (norms is None or not norms.any()):
-        raise SystemExit(f"--prune {wanted}: {run}/{which} holds no gradient norms, which training collects "
-                         f"after its warm-up; train on, or use another method")
+    if method == "cfp" and model.grad_norms is None:
+        raise SystemExit(f"--prune {wanted}: {run} holds no gradient norms of blocks with weights of their "
+                         f"own, which training collects after its warm-up; train on, or use another method")
     if not int(k):
         return set()
     x, y = (t.to(model.turn.device).split(8) for t in val_windows(config["data"], config["block_size"], 32))
-    gone = to_remove(method, int(k), model, list(zip(x, y)), None if norms is None else norms[0])
+    gone = to_remove(method, int(k), model, list(zip(x, y)), model.grad_norms)
     model.remove(gone)
     return gone
 
@@ -157,7 +175,7 @@ def early_exit(model, sure, used):
         rope, (stream, _), T = model.rope(cache.length, idx.shape[1]), model.start(idx), idx.shape[1]
         for i, (block, layer) in enumerate(zip(model.blocks, cache.layers)):
             stream, _ = block(stream, rope, layer)
-            logits = model.head(model.ends.finish(stream))[:, -1]
+            logits = model.head(model.ends.finish(stream)[:, -1])
             if T == 1 and i + 1 < len(model.blocks) and logits.softmax(-1).max(-1).values.min() > sure:
                 for later, layer in zip(model.blocks[i + 1:], cache.layers[i + 1:]):
                     later.attn.keys_values(later.attn_residual.read(stream), rope, layer)
@@ -182,15 +200,18 @@ def lac(model, form, alpha, used):
         last, growth, count = stream, [], 0.0
         for block, layer in zip(model.blocks, cache.layers):
             after, _ = block(stream, rope, layer)
-            growth.append(norm(after) - norm(stream))
-            past = torch.stack(growth[:-1]) if growth[:-1] else torch.zeros_like(growth[0])[None]
-            active = growth[-1] >= alpha * (past.amax(0) - past.amin(0)) if growth[:-1] else past[0] == 0
-            last = torch.where(active[..., None], after, last if form == "exit" else stream)
+            now = norm(after) - norm(stream)                                           # (B, T)
+            active = torch.ones_like(now, dtype=torch.bool)   # the first block
+            if growth:
+                past = torch.stack(growth)
+                active = now >= alpha * (past.amax(0) - past.amin(0))
+            growth.append(now)
+            last = torch.where(active[..., None], after, last)
             stream = after if form == "exit" else last
             count += active[:, -1].float().mean().item()
         used.append(count)
         cache.length += idx.shape[1]
-        return model.head(model.ends.finish(last))[:, -1]
+        return model.head(model.ends.finish(last)[:, -1])
     return forward
 
 
@@ -237,12 +258,12 @@ def other_way(model, args, used):
     if c.mod == "router" or c.value_residual or c.x0 or model.tau is not None:
         raise SystemExit(f"{ways[0]}: needs blocks that are maps of the stream alone; use a run without "
                          f"routers, --mod_rate, --value_residual and --x0")
-    grows = ("pre", "lns", "layerscale", "skipinit", "rezero", "peri", "reordered", "review", "highway")
+    bounded = "post", "mixln", "deepnorm", "keel", "convex", "ngpt"
     if args.exit is not None:
         if not model.ends.one_graph:
             raise SystemExit(f"{ways[0]}: --residual {c.residual} reads across depth; use a run such as nag")
         return early_exit(model, args.exit, used)
-    if c.residual not in grows:
+    if not model.ends.one_tensor or c.residual in bounded:
         raise SystemExit(f"{ways[0]}: needs a stream to which blocks add, and whose norm can grow; use a run "
                          f"such as --residual pre")
     if args.lac:
@@ -312,13 +333,7 @@ def parse(argv):
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; use --device cpu")
     if args.prompt_file is not None:
-        try:
-            with open(args.prompt_file, encoding="utf-8") as f:
-                args.prompt = f.read()
-        except UnicodeDecodeError:
-            parser.error(f"--prompt_file {args.prompt_file}: is not UTF-8 text; convert it first")
-        except OSError as error:
-            parser.error(f"--prompt_file {args.prompt_file}: {error.strerror}; check the path")
+        args.prompt = parser.read("--prompt_file", args.prompt_file)
     return args
 
 
@@ -342,7 +357,7 @@ def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=
                 break
             text = decoder.decode(encoding.decode_single_token_bytes(token))
             shown = time.perf_counter()
-            show(text, depth(kept[-1], model) if args.depth else 1.0)
+            show(text, depth(kept[-1], model) / len(kept[-1]) if args.depth else 1.0)
             begin += time.perf_counter() - shown
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", 1.0)
@@ -350,9 +365,9 @@ def sample(model, encoding, prompt, args, generator, tau=None, show=print, kept=
 
 
 def depth(kept, model):
-    """The share of the 2L sublayers that the last token of a pass ran; kept: 2L of (1, T) or None."""
-    ran = [1 if keep is None else keep[0, -1].item() for keep in kept]
-    return sum(run * there for run, there in zip(ran, model.present())) / len(kept)
+    """How many of the 2L sublayers the last token of a pass ran; kept: 2L of (1, T) or None."""
+    ran = [True if keep is None else keep[0, -1].item() for keep in kept]
+    return sum(run and there for run, there in zip(ran, model.present()))
 
 
 def silent(text, depth):
@@ -372,8 +387,8 @@ def coloured(text, depth):
 
 def main(argv=None):
     args = parse(argv)
-    device = pick_device(vars(args))
-    model, config = load_run(args.run, device, "best.pt" if args.best else "ckpt.pt")
+    device, which = pick_device(vars(args)), "best.pt" if args.best else "ckpt.pt"
+    model, config = load_run(args.run, device, which)
     encoding = prepare.get_tokenizer(config["tokenizer"])
     prompt = encoding.encode_ordinary(args.prompt or "") or [encoding.eot_token]
     if len(prompt) > config["block_size"]:
@@ -383,15 +398,15 @@ def main(argv=None):
         if getattr(args, name) is not None:
             setattr(model.config, name, getattr(args, name))
     if args.prune is not None:
-        gone = prune(model, args.run, config, args.prune, "best.pt" if args.best else "ckpt.pt")
+        gone = prune(model, args.run, config, args.prune)
         print(f"sample.py: removed sublayers: {', '.join(map(str, sorted(gone))) or 'none'}", file=sys.stderr)
     tau = None if args.skip is None else -1.0
     if args.skip:
-        tau = skip_threshold(args.run, model, config, args.skip, "best.pt" if args.best else "ckpt.pt")
+        tau = skip_threshold(args.run, model, config, args.skip, which)
     show = coloured if args.depth and sys.stdout.isatty() else plain
     bf16 = device == "cuda" and torch.cuda.get_device_capability()[0] >= 8
     with torch.autocast("cuda", torch.bfloat16) if bf16 else contextlib.nullcontext():
-        def rate(tau, show, kept, forward=None):   # tokens per second over all samples
+        def rate(tau, show, kept=None, forward=None):   # tokens per second over all samples
             generator, total, seconds = torch.Generator(device).manual_seed(args.seed), 0, 0.0
             for _ in range(args.num_samples):
                 if show is not silent:
@@ -400,26 +415,18 @@ def main(argv=None):
                 total, seconds = total + count, seconds + took
             return total / max(seconds, 1e-9)
 
-        kept, blocks = [], []
+        kept, blocks = [], []   # of each pass: what ran; with another way through the depth, how many blocks
         forward = other_way(model, args, blocks)
-        skipping, dense = rate(tau, show, kept, forward), None
+        told = f"{rate(tau, show, kept, forward):,.0f} tokens/s after the prompt"
+        used, most, unit = [depth(each, model) for each in kept], sum(model.present()), "sublayers"
         if forward:
-            dense = rate(tau, silent, [])
-            print(f"{len(blocks)} tokens, {skipping:,.0f} tokens/s after the prompt; mean depth "
-                  f"{sum(blocks) / len(blocks):.1f} of {len(model.blocks)} blocks; {dense:,.0f} tokens/s at "
-                  f"full depth", file=sys.stderr)
-            return
-        used = [depth(each, model) for each in kept]
-        told = f"{len(used)} tokens, {skipping:,.0f} tokens/s after the prompt"
-        there = sum(model.present()) / len(kept[0])
-        if min(used) < there:
+            used, most, unit = blocks, len(model.blocks), "blocks"
+        if forward or min(used) < most:
             mean = sum(used) / len(used)
-            told += (f"; mean depth {mean * len(kept[0]):.1f} of {there * len(kept[0]):.0f} sublayers, "
-                     f"{1 - mean / there:.1%} skipped")
+            told += f"; mean depth {mean:.1f} of {most} {unit}, {1 - mean / most:.1%} skipped"
             if model.config.mod != "router":   # a routed model has no dense form
-                dense = rate(-1.0, silent, None)
-                told += f"; {dense:,.0f} tokens/s without skipping"
-    print(told, file=sys.stderr)
+                told += f"; {rate(-1.0, silent):,.0f} tokens/s at full depth"
+    print(f"{len(used)} tokens, {told}", file=sys.stderr)
 
 
 if __name__ == "__main__":

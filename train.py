@@ -40,7 +40,7 @@ from torch.utils._pytree import tree_map
 
 import prepare
 from kernels import on_triton
-from model import GPT, GPTConfig, Norm
+from model import GPT, GPTConfig, unknown_choices
 
 ENDS = ("max_iters", "max_tokens", "max_flops")   # a run ends by one of these
 
@@ -74,14 +74,14 @@ class TrainConfig:
     eval_interval: int = 100       # steps between checkpoint and evaluation
     eval_windows: int = 128        # fixed validation windows of block_size tokens
     log_interval: int = 20         # steps between status lines
-    device: str = "auto"           # cpu, cuda, or auto
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     compile: bool | None = None    # torch.compile each block; default: on CUDA only
     checkpoint_blocks: bool = False  # save memory: backward runs each block again (not counted as FLOPs)
     fsdp: bool = False             # split the weights over the processes; best with checkpoint_blocks
 
     def problems(self, world_size=1, gpt=GPTConfig()) -> list[str]:
         """Every reason why this config can't be run, one sentence each, naming the flags and a remedy."""
-        bad = []
+        bad = unknown_choices(self)
         for name in ("batch_size", "grad_accum", "eval_interval", "eval_windows", "log_interval"):
             if getattr(self, name) < 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be 1 or more")
@@ -102,8 +102,9 @@ class TrainConfig:
         parts = max(1, self.grad_accum) * world_size
         if self.batch_size % parts:
             bad.append(f"--batch_size {self.batch_size}: not a multiple of grad_accum x processes = {parts}")
-        if self.resume and self.overwrite:
-            bad.append("--resume and --overwrite: contradict each other; give one of them")
+        for name in ("overwrite", "config"):   # a config beside the run's own would change what it is
+            if self.resume and getattr(self, name):
+                bad.append(f"--resume and --{name}: contradict each other; give one of them")
         rules = [   # (flags, whether they are wrong together, why and what to do)
             ("--fsdp with --share_every or --repeat", self.fsdp and (gpt.share_every or gpt.repeat),
              "it splits block by block, so each needs weights of its own; leave --fsdp out"),
@@ -162,6 +163,15 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{flag}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
         return known
 
+    def read(self, flag, path):
+        """The UTF-8 text of the file that a flag names."""
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            self.error(f"{flag} {path}: is not UTF-8 text; convert it first")
+        except OSError as error:
+            self.error(f"{flag} {path}: {error.strerror}; check the path")
+
 
 def add_flags(parser, *configs):
     """One --flag per dataclass field. The field's comment is its help; fields not given stay absent from the
@@ -210,8 +220,6 @@ def resolve(argv):
     if stored and train.batch_size != stored.get("batch_size", train.batch_size):
         bad.append(f"--batch_size {train.batch_size}: the run to resume has {stored['batch_size']}, by which "
                    f"its tokens are counted; leave it at that, or start a new run")
-    if train.device not in ("auto", "cpu", "cuda"):
-        bad.append(f"--device {train.device}: unknown; choose from auto, cpu, cuda")
     if train.device == "cuda" and not torch.cuda.is_available():
         bad.append("--device cuda: torch sees no CUDA device; use --device cpu")
     if bad:
@@ -339,7 +347,7 @@ def groups(config):
 
 
 @torch.no_grad()
-def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
+def calibrate(model, batches, rate, least=0.0):
     """
     Thresholds (2L,) with which the model skips the share `rate` of its sublayer runs on the batches, a list
     of idx (B, T), and the share that it really skips. They are quantiles of the dense model's scores; since
@@ -378,11 +386,11 @@ def calibrate(model, batches, rate, tolerance=0.0025, least=0.0):
         _, realised = forward(tau)
         if abs(realised - rate) <= abs(best[1] - rate):
             best = tau, realised
-        if abs(realised - rate) <= tolerance:
+        if abs(realised - rate) <= 0.0025:
             break
         low, high = ((low + high) / 2, high) if realised < rate else (low, (low + high) / 2)
     model.train(training)
-    return best if best[1] > rate - 0.01 or not whole.any() else calibrate(model, batches, rate, tolerance)
+    return best if best[1] > rate - 0.01 or not whole.any() else calibrate(model, batches, rate)
 
 
 def attentions(model):
@@ -449,7 +457,7 @@ def load_checkpoint(path, config):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = ckpt["model_config"]
     except FileNotFoundError:
-        raise SystemExit(f"{path}: no checkpoint there; train without --resume first")
+        raise SystemExit(f"{path}: no checkpoint there; train that run first, without --resume")
     except Exception as error:   # torch.load raises half a dozen kinds, none of which a user can act on
         raise SystemExit(f"{path}: no readable checkpoint ({type(error).__name__}); restore it or train anew")
     # settings that did not exist yet when it was written have their default
@@ -481,6 +489,9 @@ def load_run(run, device="cpu", which="ckpt.pt"):
     ckpt = load_checkpoint(Path(run) / which, config)
     model = GPT(config)
     model.load_state_dict(ckpt["model"])
+    norms = ckpt.get("grad_norms")   # see GradNorms; of shared weights only the first block has them
+    usable = norms is not None and norms.any() and not config.share_every
+    model.grad_norms = norms[0] if usable else None   # (3L,)
     return model.to(device).eval(), values
 
 
@@ -490,8 +501,8 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
     They are kept in RUN/skip.json, for this checkpoint and way of skipping. SystemExit if the model can't.
     """
     if not model.can_skip:
-        raise SystemExit(f"{run}: --skip needs a residual that knows its gain beforehand, no router and no "
-                         f"value residual; use a run of --residual nag")
+        raise SystemExit(f"{run}: --skip needs a run of a residual that knows its gain beforehand, such as "
+                         f"nag, without --mod router, --value_residual and --repeat")
     path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
     there = "".join("01"[run] for run in model.present())
     key = (f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv} {LEAST_SKIPPED} "
@@ -522,23 +533,24 @@ def make_optimizers(model, config):
     the blocks' matrices (torch.optim.Muon; updates as large as AdamW's, arXiv:2502.16982, so that one --lr
     fits both). -> dict, by the optimizers' names in the checkpoint.
     """
-    gates = {getattr(residual, name) for residual in model.residuals() for name in residual.gates
-             if hasattr(residual, name)}
-    vectors = {getattr(residual, name, None) for residual in model.residuals() for name in residual.vectors}
-    vectors.add(model.x0)
-    others = [p for p in model.parameters() if p not in gates]
-    gates = [p for p in model.parameters() if p in gates]   # in a fixed order, which a set has not
-    norms = [norm for norm in model.modules() if isinstance(norm, Norm)]
-    by_paper = {getattr(norm, name, None) for norm in norms for name in norm.decayed}
-    decayed = {p: None for p in others if p.dim() >= 2 and p not in vectors or p in by_paper}   # in order
+    named = lambda which: {getattr(module, name, None) for module in model.modules()
+                           for name in getattr(module, which, ())}
+    gates, vectors, by_paper = named("gates"), named("vectors") | {model.x0}, named("decayed")
     inner, (eps_scale, lr_scale) = {*model.blocks.parameters()}, model.config.depth_scales
-    # a router's one row is no matrix
-    matrices = [p for p in decayed if p in inner and p.dim() == 2 and min(p.shape) > 1
-                and config.optimizer == "muon"]
-    taken = {*matrices}
-    groups = [dict(params=[p for p in decayed if p not in taken], weight_decay=config.weight_decay),
-              dict(params=[p for p in others if p not in decayed]),
-              dict(params=gates, lr=config.gate_lr, betas=(0.8, 0.95))]
+
+    def kind(p):
+        if p in gates:
+            return "gate"
+        if p not in by_paper and (p.dim() < 2 or p in vectors):
+            return "vector"
+        # a router's one row is no matrix
+        muon = config.optimizer == "muon" and p in inner and p.dim() == 2 and min(p.shape) > 1
+        return "muon" if muon else "matrix"
+
+    of = {name: [p for p in model.parameters() if kind(p) == name]
+          for name in ("matrix", "vector", "gate", "muon")}
+    groups = [dict(params=of["matrix"], weight_decay=config.weight_decay), dict(params=of["vector"]),
+              dict(params=of["gate"], lr=config.gate_lr, betas=(0.8, 0.95))]
     if model.config.transfer != "none":
         deep = dict(lr=config.lr * lr_scale, eps=1e-8 * eps_scale)
         groups = [dict(group, **more, params=[p for p in group["params"] if (p in inner) == bool(more)])
@@ -548,8 +560,8 @@ def make_optimizers(model, config):
         return dict(optimizer=torch.optim.SGD(groups, config.lr, momentum=config.beta1))
     found = dict(optimizer=torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2),
                                              weight_decay=0.0, fused=True))
-    if matrices:
-        found["muon"] = torch.optim.Muon([dict(params=matrices, peak=config.lr * lr_scale)], config.lr,
+    if of["muon"]:
+        found["muon"] = torch.optim.Muon([dict(params=of["muon"], peak=config.lr * lr_scale)], config.lr,
                                          config.weight_decay, adjust_lr_fn="match_rms_adamw")
     return found
 
@@ -685,7 +697,7 @@ def keep_freed_memory():
     Tell glibc to keep what a step frees for the next step. Giving it back to the kernel and touching every
     page anew costs a few percent of a step on a CPU. Other C libraries lack the call and go on as they are.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = os.name == "posix" and getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
         for option, n_bytes in ((-1, 2 ** 31 - 1), (-3, 2 ** 25)):   # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             mallopt(option, n_bytes)
@@ -787,7 +799,7 @@ def main(argv=None):
         step, best_val, since, spent = ckpt["step"], ckpt["best_val"], ckpt["since"], ckpt["flops"]
         pull.sums.copy_(ckpt["grad_norms"])
     since = since.to(device)
-    if config.compile if config.compile is not None else "cuda" in device:
+    if config.compile or config.compile is None and "cuda" in device:
         model.compile_blocks()
     skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
     # skipping may leave a process without any token for a sublayer
@@ -797,9 +809,8 @@ def main(argv=None):
 
     # length of the run
     parts = config.grad_accum * world_size   # of a batch
-    exits = len(model.blocks) if gpt.deep_supervision else 1
     # a training step: per token
-    tokens_per_step, dense_flops = config.batch_size * T, 3 * model.flops_per_token(exits=exits)
+    tokens_per_step, dense_flops = config.batch_size * T, 3 * model.flops_per_token()
     # with max_flops a guess: skipping makes steps cheaper
     n_steps = (config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
                or math.ceil(config.max_flops / tokens_per_step / dense_flops) or 420)
@@ -841,8 +852,7 @@ def main(argv=None):
         metrics = open(out / "metrics.jsonl", "a", buffering=1)
 
     def save():
-        states = dict(model=model) | optimizers
-        states = {name: states[name].state_dict() for name in states}
+        states = {name: part.state_dict() for name, part in (dict(model=model) | optimizers).items()}
         if split:
             states = whole(states, rank)
         if rank == 0:
@@ -891,7 +901,8 @@ def main(argv=None):
             at_once = config.batch_size // parts   # as many windows as training has in memory
             val_loss, bpb, skipped = evaluate(model, *val, token_bytes, at_once, autocast, rank, world_size)
             health = {}
-            if model.ends.knows_gain and not split:   # it walks the blocks by hand, past FSDP's gathering
+            # it walks the blocks by hand, past routers and FSDP's gathering
+            if model.ends.knows_gain and gpt.mod != "router" and not split:
                 health = gate_health(model, val[0][:4].to(device))
             model.train()
             say(f"step {step:5d} | validation loss {val_loss:.4f} | {bpb:.4f} bits per byte"
@@ -964,7 +975,7 @@ def main(argv=None):
         if target and model.tau is not None:
             steer(model, ran.tolist(), target, looked)
         step, timed = step + 1, timed + 1
-        spent += 3 * tokens_per_step * model.flops_per_token(share=ran.tolist(), exits=exits)
+        spent += 3 * tokens_per_step * model.flops_per_token(share=ran.tolist())
         since += torch.cat((torch.stack((loss, torch.ones_like(loss))), ran.to(device)))
 
         # status line
@@ -979,7 +990,7 @@ def main(argv=None):
                 mod_rate=target, skip_rate=skip_rate, **(dict(ran=ran) if skipping else {}))
             mfu = f" | {tok_s * spent / tokens / peak / world_size:.1%} MFU" if peak else ""
             skipped = f" | {skip_rate:.1%} skipped" if skipping else ""
-            eta = step * (1 - done()) / done() * tokens_per_step / tok_s
+            eta = max(0.0, step * (1 - done()) / done()) * tokens_per_step / tok_s
             say(f"step {step:5d} | loss {mean:.4f} | lr {lr:.2e} | gradient {norm.item():.2f}{skipped} | "
                 f"{tok_s:,.0f} tokens/s{mfu} | {minutes(eta)} to go", flush=True)
             timed, clock = 0, time.perf_counter()
@@ -999,6 +1010,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         code = main() or 0
+    except KeyboardInterrupt:   # before the loop, which handles it: there is nothing to save
+        sys.exit(130)
     except RuntimeError as error:
         # gloo says a plain RuntimeError, nccl a DistBackendError; anything else is a bug to be seen whole
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 # where common.sh has its runs and results at this SCALE
 RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "results"))
-runs, table = json.loads((RUNS / "gfa/figures/depth.json").read_text())["runs"], {}
+runs, path = json.loads((RUNS / "gfa/figures/depth.json").read_text())["runs"], OUT / "gfa.json"
+table = json.loads(path.read_text()) if path.exists() else {}   # rows not run this time stay as they are
 spread = lambda values: f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
 half = lambda worth: [sum(max(0.0, w) for w in part) for part in (worth, worth[len(worth) // 2:])]
 print("| run | loss | R² of the line | first / last gradient | late half worth, nats | share "
@@ -25,4 +26,4 @@ for label in sys.argv[1:]:
                late_share_all_uses=[late / total for total, late in whole])
     table[label] = row
     print(f"| `{label}` | " + " | ".join(spread(values) if values else "" for values in row.values()) + " |")
-(OUT / "gfa.json").write_text(json.dumps(table, indent=1) + "\n")
+path.write_text(json.dumps(table, indent=1) + "\n")

@@ -2,6 +2,7 @@
 # Gradient fan-in asymmetry and its interventions: 12 blocks of width 64, 300 steps of 1,024 tokens, three
 # seeds. About 25 minutes on two cores.
 #     bash results/gfa.sh                        prints the table, writes results/gfa.json
+#     bash results/gfa.sh repeat-early           some of its rows
 set -euo pipefail
 SIZE="--n_layer 12 --n_embd 64 --block_size 64" STEPS=300
 LR=1.5e-3   # one rate, since the models differ in little else
@@ -17,9 +18,10 @@ variants() {
   echo "unrolled --lr $LR --n_layer 20"
   echo "deep-supervision --lr $LR --deep_supervision"
 }
-LABELS=$(variants | cut -d" " -f1)
+LABELS=$(echo ${*:-$(variants | cut -d" " -f1)})
 for seed in 1 2 3; do
   variants | while read -r label flags; do
+    [[ " $LABELS " = *" $label "* ]] || continue
     echo "$RUNS/gfa/$label-seed$seed $SIZE --max_iters $STEPS --eval_interval $((STEPS / 3))" \
          "--seed $seed $flags"
   done

@@ -1,6 +1,6 @@
 """
 Does a skipped sublayer run save the time that its FLOPs say? Times NAG with Mixture-of-Depths against itself
-without skipping, in turn, and prints a table of predicted and measured savings.
+without skipping, and prints a table of predicted and measured savings.
 
     python results/mod_speed.py --runs runs/nag                    # a trained model
     python results/mod_speed.py --shapes 12x256x256 24x384x256     # blocks x width x context, random weights
@@ -9,8 +9,10 @@ without skipping, in turn, and prints a table of predicted and measured savings.
 A trained model goes by one threshold, as it would in use: some sublayers run nearly always, others hardly
 ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
-says. Measured is the time that all repeats together save, in turn with as many that skip nothing, in several
-processes, since memory lies differently in each; with the standard error over these.
+says. Measured is the time that all repeats together save, against as many that skip nothing. Each rate has a
+process of its own, as in use: buffers of other sizes, freed before, would slow a step down. One process
+follows the other, several times over, since the machine's speed drifts and memory lies differently in each;
+with the standard error over these.
 """
 import json
 import math
@@ -29,6 +31,7 @@ from train import (LEAST_SKIPPED, Parser, TrainConfig, calibrate, keep_freed_mem
                    make_optimizers, shares, val_windows, write_file)
 
 RATES = (0.125, 0.25, 0.375, 0.5)
+WARM_UP = 5   # repeats that are not timed: memory grows as long as new sizes turn up
 
 
 def seconds_now(idx):
@@ -64,9 +67,9 @@ def decode(model, optimizer, idx, tau, kept, n=32):
     return seconds_now(idx) - begin
 
 
-# name: (what, sequences, share of the repeats); 16 sequences are train.py's default
-PHASES = {"training step": (training_step, 16, 1 / 2), "prefill": (prefill, 16, 1),
-          "decode 1": (decode, 1, 1 / 2), "decode 16": (decode, 16, 1 / 8)}
+# name: (what, sequences, share of the repeats)
+PHASES = {"training step": (training_step, 8, 1), "prefill": (prefill, 16, 1),
+          "decode 1": (decode, 1, 1 / 2), "decode 16": (decode, 16, 1 / 4)}
 
 
 def untrained(shape, device):
@@ -91,8 +94,8 @@ def trained(run, device):
     return model, lambda n: x[torch.randperm(len(x), generator=rng)[:n]].to(device)
 
 
-def timed(load, name, device, taus, repeats):
-    """In a process of its own -> per phase: {rate: seconds of each repeat}, {rate: shares that ran}"""
+def timed(load, name, device, tau, repeats):
+    """In a process of its own -> per phase: (seconds, shares of the tokens that ran) of each repeat"""
     keep_freed_memory()
     model, draw = load(name, device)
     # weights stay put
@@ -101,15 +104,13 @@ def timed(load, name, device, taus, repeats):
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     text, found = draw(16), {}
     for phase, (run, batch, _) in PHASES.items():
-        idx, times, kept = text[:batch], {rate: [] for rate in (0, *RATES)}, {}
-        for repeat in range(repeats[phase] + 1):
-            for rate, seconds in times.items():
-                kept[rate], begin = [], seconds_now(idx)
-                with autocast:
-                    inner = run(model, optimizer, idx, taus.get(rate), kept[rate])   # decode times itself
-                if repeat:   # the first one warms up
-                    seconds.append(inner or seconds_now(idx) - begin)
-        found[phase] = times, {rate: shares(kept[rate]) for rate in RATES}
+        idx, found[phase] = text[:batch], []
+        for _ in range(WARM_UP + repeats[phase]):
+            kept, begin = [], seconds_now(idx)
+            with autocast:
+                inner = run(model, optimizer, idx, tau, kept)   # decode times itself
+            found[phase].append((inner or seconds_now(idx) - begin, shares(kept)))
+        del found[phase][:WARM_UP]
     return found
 
 
@@ -123,9 +124,9 @@ def main():
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
-    parser.add_argument("--repeats", type=int, default=16,
-                        help="of prefill; half as many training steps; a third of all with random weights")
-    parser.add_argument("--processes", type=int, default=4, help="that share the repeats")
+    parser.add_argument("--repeats", type=int, default=18,
+                        help="of a training step and of prefill; a third with random weights")
+    parser.add_argument("--processes", type=int, default=3, help="per rate, that share the repeats")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", help="JSON to write")
     args = parser.parse()
@@ -153,19 +154,21 @@ def main():
                 for rate in RATES}
         repeats = {phase: math.ceil(args.repeats * part / (1 if name in args.runs else 3) / args.processes)
                    for phase, (_, _, part) in PHASES.items()}
-        found = [start(timed, (loads[name], name, args.device, taus, repeats)) for _ in range(args.processes)]
-        for phase, n in repeats.items():
-            seconds = {rate: [one[phase][0][rate] for one in found] for rate in (0, *RATES)}
-            kept = found[-1][phase][1]
+        found = [{rate: start(timed, (loads[name], name, args.device, taus.get(rate), repeats))
+                  for rate in (0, *RATES)} for _ in range(args.processes)]
+        for phase in PHASES:
+            seconds = {rate: [[t for t, _ in one[rate][phase]] for one in found] for rate in (0, *RATES)}
             cells = []
             for rate in RATES:
-                ran = torch.tensor(kept[rate]).view(-1, 2 * c.n_layer).mean(0).tolist()
+                ran = torch.tensor([kept for one in found for _, kept in one[rate][phase]])
+                ran = ran.view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
                 measured, error = saving(seconds[rate], seconds[0])
                 cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
                                   measured=measured, standard_error=error, speedup=1 / (1 - measured)))
+            dense = sum(seconds[0], [])
             table.setdefault(shape, {})[phase] = dict(
-                repeats=n * args.processes, dense_seconds=statistics.mean(sum(seconds[0], [])), cells=cells)
+                repeats=len(dense), dense_seconds=statistics.mean(dense), cells=cells)
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "
                     f"({c['speedup']:.2f}x)" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)

@@ -54,7 +54,7 @@ def nag_and_depth(load):
     for name in dict.fromkeys(label.split("-", 1)[1] for label in table if not label.endswith("-pre")):
         gaps = ((depth, table[f"{depth}-{name}"]["gap"]) for depth in depths(table)
                 if f"{depth}-{name}" in table)
-        lines.append(f"`{'attnres --attnres_block' if name == 'attnres' else name}` " + listed(
+        lines.append(f"{'Block `attnres`' if name == 'attnres' else f'`{name}`'} " + listed(
             f"{pm(gap['mean'], gap['standard_error'], sign=True)} at {depth}" for depth, gap in gaps))
     return ["minus `pre`, bits per byte, by number of blocks:", *lines]
 
@@ -209,8 +209,8 @@ CLAIMS = {
     "b": ("PreNorm's stream grows and NAG's does not; NAG's contributions are even",
           "PreNorm's norm grows up to 120 times as much",
           norms, "claims",
-          "**partly**: the direction, not the factor. Half of PreNorm's factor is that of its first block, "
-          "which finds a tiny embedding; after it `pre` doubles, and NAG's stream grows by a third",
+          "**partly**: the direction, not the factor. x14 of PreNorm's factor is that of its first "
+          "block, which finds a tiny embedding; after it `pre` doubles, and NAG's stream grows by a third",
           "claims", "claims"),
     "c": ("A dense-trained NAG can skip at inference",
           "a knob for accuracy against compute; its curve was not to be had",

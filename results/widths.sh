@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Widths over depth: five profiles with the parameters of the uniform model, and CascadeFormer (narrower
 # towards the end, trained on more tokens) at the uniform model's training FLOPs. 8 blocks of width 64, 300
-# steps of 1,024 tokens, three seeds; one learning rate, since the models differ in nothing else. About 5
+# steps of 1,024 tokens, three seeds; one learning rate, since the models differ in nothing else. About 8
 # minutes on two cores.
 #     bash results/widths.sh
 set -euo pipefail

@@ -29,6 +29,33 @@ def varied(**flags):
     return model
 
 
+class Wary(M.Template):
+    """A reader's own residual, which knows before a sublayer runs how much of its update it will take."""
+    knows_gain = True
+
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.w = torch.nn.Parameter(torch.zeros(config.width))
+
+    def gain(self, x):
+        return torch.sigmoid(self.norm(x) @ self.w)[..., None]
+
+    def write(self, x, update, gain=None):
+        return x + (self.gain(x) if gain is None else gain) * update
+
+
+def test_a_residual_of_ones_own_can_skip(monkeypatch):
+    monkeypatch.setitem(RESIDUALS, "wary", Wary)
+    model, idx, kept = perturb(build("wary"), 0.5).eval(), ids(), []
+    tau, realised = train.calibrate(model, [idx], 0.3)
+    with torch.no_grad():
+        whole, _ = model(idx, tau=tau, kept=kept)
+        cache = KVCache(model, len(idx))
+        steps = [model(idx[:, t:t + 1], cache=cache, tau=tau)[0] for t in range(idx.shape[1])]
+    assert 0.25 < realised < 0.35 and 1 - sum(train.shares(kept)) / len(kept) == pytest.approx(realised)
+    same(torch.cat(steps, dim=1), whole)
+
+
 def masked(model, idx, tau):
     """
     The same by other means: every sublayer runs for every token, the write of those below tau is thrown away.

@@ -71,16 +71,6 @@ def test_gpt2_table_out_of_reach(tmp_path):
     refused(run("stdlib", "--tokenizer", "gpt2", "--out", tmp_path / "out", env=env), "TIKTOKEN_CACHE_DIR")
     assert not (tmp_path / "out").exists()
 
-def test_vocabulary_too_large(tmp_path):
-    ranks = {bytes([i]): i for i in range(256)}
-    ranks |= {b"%06d" % i: 256 + i for i in range(70000)}
-    enc = tiktoken.Encoding("large", pat_str=r"\S+|\s+", mergeable_ranks=ranks,
-                            special_tokens={"<|endoftext|>": 70256})
-    file = write(tmp_path / "a.txt", PROSE)
-    documents = prepare.hold_out_tails([file], 0.1)
-    assert "65536" in refusal(prepare.write_text, tmp_path / "out", "x", enc, documents, "a")
-    assert not (tmp_path / "out").exists()
-
 # ---------------------------------------------------------------- stdlib
 
 def test_stdlib(tmp_path, capsys):
@@ -195,6 +185,13 @@ def test_bad_input(tmp_path):
         assert not list(tmp_path.rglob("*.bin"))
     refused(run("text", "--input", good, "--out", good), "good.txt")
     assert good.read_text(encoding="utf-8") == PROSE
+
+def test_text_in_a_folder_named_as_another_data_set(tmp_path):
+    """It is text all the same: made anew by the same command, and not replaced by that data set's."""
+    good, out = write(tmp_path / "good.txt", PROSE), tmp_path / "stdlib"
+    for _ in range(2):
+        prepare.main(["text", "--input", str(good), "--out", str(out)])
+    refused(run("stdlib", "--out", out), "--out", "already holds text")
 
 def test_other_tokenizer_and_other_data_are_kept(tmp_path):
     tokenizer("gpt2")

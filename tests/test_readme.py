@@ -56,6 +56,9 @@ def test_commands(tmp_path):
         done = program(*start, *words[1:], cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     assert seen == {"prepare.py", *SHORT}
+    for code in re.findall(r"^```python\n(import.*?)^```", README, re.M | re.S):
+        done = program("-c", code, cwd=tmp_path)
+        assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
 
 
 @pytest.mark.parametrize("diff", re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S))

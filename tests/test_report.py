@@ -232,6 +232,35 @@ def test_prune_curve():
     assert analyze.spearman(*scores) == pytest.approx(0.4)
 
 
+def test_blocks_removed_before_are_not_chosen_again():
+    """They have the lowest of scores: nothing changes in them, and no loss pulls on them."""
+    model, norms = model_of(), torch.arange(12).double()
+    model.remove({3, 4})
+    for method in sample.PRUNE_METHODS:
+        if method != "span":
+            assert not sample.to_remove(method, 2, model, BATCHES, norms) & {3, 4}, method
+    for name, losses in analyze.prune_curve(model, BATCHES, norms)["loss"].items():
+        assert len(losses) == 3 and (name == "span" or losses[0] != losses[1]), name
+
+
+def test_cfp_of_blocks_of_unequal_size():
+    """The gradient per weight counts: blocks that are pulled alike rank alike, be they wide or narrow."""
+    model = model_of(taper="linear", taper_on="both", n_head=8, n_embd=64)
+    sizes = torch.tensor([sum(p.numel() for p in block.parameters()) for block in model.blocks])
+    norms = torch.cat((torch.zeros(8), sizes.sqrt())).double()
+    scores = sample.BLOCK_SCORES["cfp"](model, BATCHES, norms)
+    assert sizes[0] > 1.5 * sizes[-1] and scores.max().item() == pytest.approx(scores.min().item())
+
+
+def test_a_block_with_x0_is_measured_from_what_its_attention_finds():
+    model = model_of(x0=True)
+    result, (idx, _) = analyze.contribution(model, BATCHES[:1]), BATCHES[0]
+    walk = list(model.walk(idx))
+    (_, before, _), (_, _, after) = walk[2:4]   # block 2
+    assert result["block"][1] == pytest.approx(analyze.relative(before, after).mean().item())
+    assert not torch.equal(walk[1][2], before)   # the shortcut lies between
+
+
 def test_stability_compares_disjoint_halves(monkeypatch):
     """Scores that depend on the windows in a known way have a known Spearman's."""
     model, both = model_of(), analyze.halves(BATCHES)

@@ -272,6 +272,12 @@ def test_typing_errors(data, tmp_path):
     assert "--lr" in refused(*command(data, out, "--lr", "fast"))
     assert "prepare.py" in refused(*command(tmp_path / "none", out))
     assert "--out" in refused("train.py", "--resume")
+    config = tmp_path / "config.json"
+    config.write_text('{"schedule": "linear", "optimizer": "adam"}')
+    message = cli("train.py", "--config", config, check=False).stderr
+    assert "--schedule linear: unknown" in message and "--optimizer adam: unknown" in message
+    config.write_text("{}")
+    assert "contradict" in refused("train.py", "--config", config, "--resume", "--out", out)
     assert "config.json" in refused("train.py", "--resume", "--out", tmp_path / "none")
     several = cli(*command(data, out, "--n_embd", 33, "--warmup", 2, "--batch_size", 0), check=False)
     assert several.returncode == 1 and len(several.stderr.splitlines()) == 3
