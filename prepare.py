@@ -201,6 +201,8 @@ def write_meta(out, **meta):
 
 def write_text(out, name, enc, documents, source):
     """Tokenize (train documents, val documents) into out, which stays as it was until all is written."""
+    if enc.n_vocab > 65536:
+        fail(f"{enc.name} has {enc.n_vocab} tokens, over the 65536 of uint16; use --tokenizer bytes or gpt2")
     out.mkdir(parents=True, exist_ok=True)
     counts = {}
     with tempfile.TemporaryDirectory(prefix=".tmp-", dir=out) as tmp:  # it goes away whatever happens

@@ -209,8 +209,8 @@ CLAIMS = {
     "b": ("PreNorm's stream grows and NAG's does not; NAG's contributions are even",
           "PreNorm's norm grows up to 120 times as much",
           norms, "claims",
-          "**partly**: the direction, not the factor. x14 of PreNorm's factor is that of its first "
-          "block, which finds a tiny embedding; after it `pre` doubles, and NAG's stream grows by a third",
+          "**partly**: the direction, not the factor. Of PreNorm's 28, 14 is the factor of its first block, "
+          "which finds a tiny embedding; after it `pre` doubles, and NAG's stream grows by a third",
           "claims", "claims"),
     "c": ("A dense-trained NAG can skip at inference",
           "a knob for accuracy against compute; its curve was not to be had",

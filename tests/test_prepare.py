@@ -71,6 +71,16 @@ def test_gpt2_table_out_of_reach(tmp_path):
     refused(run("stdlib", "--tokenizer", "gpt2", "--out", tmp_path / "out", env=env), "TIKTOKEN_CACHE_DIR")
     assert not (tmp_path / "out").exists()
 
+def test_vocabulary_too_large(tmp_path):
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {b"%06d" % i: 256 + i for i in range(70000)}
+    enc = tiktoken.Encoding("large", pat_str=r"\S+|\s+", mergeable_ranks=ranks,
+                            special_tokens={"<|endoftext|>": 70256})
+    file = write(tmp_path / "a.txt", PROSE)
+    documents = prepare.hold_out_tails([file], 0.1)
+    assert "65536" in refusal(prepare.write_text, tmp_path / "out", "x", enc, documents, "a")
+    assert not (tmp_path / "out").exists()
+
 # ---------------------------------------------------------------- stdlib
 
 def test_stdlib(tmp_path, capsys):
