@@ -261,6 +261,29 @@ def rotate_normed(x, turn, n):
     return call(RotateNormed, x, turn, n) if by_hand(x) else rotate_normed_reference(x, turn, n)
 
 
+class Prefixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, ends):
+        return tuple(x[:, :end] for end in ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        *shorter, dx = grads
+        dx = dx.clone(memory_format=torch.contiguous_format)   # not ours to change
+        for grad in shorter:
+            dx[:, :grad.shape[1]] += grad
+        return dx, None
+
+
+def prefixes(x, ends):
+    """
+    x (B, T, ...) -> x[:, :end] for each of the ends, of which the last is T. Backward adds up their gradients
+    in one buffer; that of a slice is as large as x, and zero almost everywhere.
+    """
+    return call(Prefixes, x, ends)
+
+
 # ----------------------------------------------------------------------------- NAG's write
 
 def nag_write_reference(r, f, a):

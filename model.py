@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import (EPS, FLOOR, depth_read, depth_read_ahead, depth_source, gather_rows,
                      inverse_rms_reference, join, nag_gain, nag_grow, nag_turn, nag_write, nag_write_rows,
-                     on_triton, part, part_normed, rms_norm, rotate_normed, scatter_rows, why_no_triton,
-                     widen)
+                     on_triton, part, part_normed, prefixes, rms_norm, rotate_normed, scatter_rows,
+                     why_no_triton, widen)
 
 # ----------------------------------------------------------------------------- config
 
@@ -95,6 +95,8 @@ class GPTConfig:
     mod_on: Literal["gain", "m"] = "gain"  # geometric: skip where |alpha| m, or m alone, is at most tau
     mod_scope: Literal["global", "kind", "layer"] = "global"  # geometric: what shares one tau
     mod_kv: Literal["all", "kept"] = "all"  # geometric: tokens whose keys and values attention projects
+    # Where few tokens would skip an attention, gathering the others' queries takes longer than that saves.
+    mod_least: float = 0.25       # geometric, one tau: an attention that fewer would skip runs for all tokens
     mod_explore: float = 0.01     # geometric: share of the skips that training runs all the same, at random
     mod_floor: float = 0.05       # geometric: least share of tokens that a sublayer runs in training
     layer_drop: float = 0.0       # training skips a sublayer for a whole sequence with this probability
@@ -136,7 +138,7 @@ class GPTConfig:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "nag_directions"):
             if getattr(self, name) < 1:
                 bad.append(f"--{name} {getattr(self, name)}: must be 1 or more")
-        for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop"):
+        for name in ("mod_rate", "mod_least", "mod_explore", "mod_floor", "layer_drop"):
             if not 0 <= getattr(self, name) < 1:
                 bad.append(f"--{name} {getattr(self, name)}: is a share; use a value from 0 to below 1")
         if self.n_head >= 1 and self.n_embd % (2 * self.n_head):  # RoPE rotates pairs of channels in a head
@@ -1033,22 +1035,22 @@ class Attention(nn.Module):
 
 def attend(q, k, v, mask=None, is_causal=False):
     """q (B, K, nh, hs), k, v (B, S, nh, hs) -> (B, K, nh, hs)"""
-    long = is_causal and q.shape[1] > 64 and q.device.type == "cpu"
-    if long and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return attend_in_pieces(q, k, v)
+    if is_causal and q.shape[1] > 64 and q.device.type == "cpu" and not torch.compiler.is_compiling():
+        if torch.backends.cuda.flash_sdp_enabled():   # despite its name, of all devices; off: sdpa_kernel
+            return attend_in_pieces(q, k, v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).transpose(1, 2)
 
 
 def attend_in_pieces(q, k, v, size=64):
     """
-    attend, causally, as many queries as keys. torch's kernel for a CPU works through hidden keys, too, up to
-    512 of them; short pieces of queries are spared most. A backward pass would have to add up their
-    gradients.
+    attend, causally, as many queries as keys. torch's flash kernel for a CPU works through hidden keys, too,
+    up to 512 of them; short pieces of queries are spared most.
     """
-    ends = [(t, min(t + size, q.shape[1])) for t in range(0, q.shape[1], size)]
-    return torch.cat([attend(q[:, a:b], k[:, :b], v[:, :b], causal_mask(torch.arange(a, b), b))
-                      for a, b in ends], dim=1)
+    queries, ends = q.split(size, dim=1), [*range(size, q.shape[1], size), q.shape[1]]
+    masks = (causal_mask(torch.arange(end - q.shape[1], end), end) for q, end in zip(queries, ends))
+    return torch.cat([attend(*each) for each in zip(queries, prefixes(k, ends), prefixes(v, ends), masks)],
+                     dim=1)
 
 
 def attend_one_by_one(q, k, v, position, counts):
@@ -1461,8 +1463,8 @@ class GPT(nn.Module):
         """torch.compile in place. The blocks share one graph, so that the time it takes doesn't grow with
         depth; where the stream grows with depth, only the sublayers can share one. Tapered blocks can't."""
         config, widths = torch._dynamo.config, len(set(block_shapes(self.config)))
-        # training and evaluation, with rows and without
-        config.recompile_limit = max(config.recompile_limit, 4 * widths)
+        # attention and MLP, run by all tokens, by some or by none, in training and evaluation
+        config.recompile_limit = max(config.recompile_limit, 16 * widths)
         for block in self.blocks:
             for module in [block] if self.ends.one_graph else [block.attn, block.mlp]:
                 module.compile(**options)
@@ -1638,9 +1640,9 @@ class GPT(nn.Module):
         """
         Matmul FLOPs of one token's forward pass at context length T (default block_size), by formula; a
         training step is three times that. Attention scores count in full, as torch.utils.flop_counter does,
-        though half are masked. share: of the tokens that ran each of the 2L sublayers; default: all of them.
-        Not counted is what attention adds where sequences that keep different numbers of tokens share a call:
-        on a GPU, and with mod_kv kept.
+        though half are masked, and on a CPU left out in part. share: of the tokens that ran each of the 2L
+        sublayers; default: all of them. Not counted is what attention adds where sequences that keep
+        different numbers of tokens share a call: on a GPU, in compiled blocks, and with mod_kv kept.
         """
         c, shapes = self.config, block_shapes(self.config)
         T, W, rank = c.block_size if T is None else T, c.width, c.share_rank

@@ -303,9 +303,11 @@ def parse(argv):
                         help="colour each token by the share of sublayers that predicting it took")
     for name, what in (("mod_on", "what is compared with the threshold"),
                        ("mod_scope", "what shares a threshold"),
-                       ("mod_kv", "whose keys and values attention projects")):
-        choices = get_args(GPTConfig.__annotations__[name])
-        parser.add_argument(f"--{name}", choices=choices, help=f"{what} (default: as trained)")
+                       ("mod_kv", "whose keys and values attention projects"),
+                       ("mod_least", "an attention that fewer would skip runs for all tokens")):
+        kind = GPTConfig.__annotations__[name]
+        parser.add_argument(f"--{name}", type=float if kind is float else str, choices=get_args(kind) or None,
+                            help=f"{what} (default: as trained)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto")
     parser.add_argument("--best", action="store_true", help="the best checkpoint instead of the last one")
     args = parser.parse(argv)
@@ -322,12 +324,13 @@ def parse(argv):
             parser.error(f"--{name} {getattr(args, name)}: must be 1 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         parser.error(f"--top_p {args.top_p}: is a probability, above 0 and at most 1")
-    if args.skip is not None and not 0 <= args.skip < 1:
-        parser.error(f"--skip {args.skip}: is a share; use a value from 0 to below 1")
+    for name in ("skip", "mod_least"):
+        if getattr(args, name) is not None and not 0 <= getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: is a share; use a value from 0 to below 1")
     for name in ("exit", "lac_alpha"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < float("inf"):
             parser.error(f"--{name} {getattr(args, name)}: must be 0 or more")
-    for name in ("mod_on", "mod_scope"):
+    for name in ("mod_on", "mod_scope", "mod_least"):
         if getattr(args, name) is not None and args.skip is None:
             parser.error(f"--{name} {getattr(args, name)}: needs thresholds of its own; give --skip, too")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -394,15 +397,20 @@ def main(argv=None):
     if len(prompt) > config["block_size"]:
         print(f"sample.py: the prompt has {len(prompt)} tokens, the model sees the last "
               f"{config['block_size']}", file=sys.stderr)
-    for name in ("mod_on", "mod_scope", "mod_kv"):
+    for name in ("mod_on", "mod_scope", "mod_kv", "mod_least"):
         if getattr(args, name) is not None:
             setattr(model.config, name, getattr(args, name))
     if args.prune is not None:
         gone = prune(model, args.run, config, args.prune)
         print(f"sample.py: removed sublayers: {', '.join(map(str, sorted(gone))) or 'none'}", file=sys.stderr)
+    if args.skip == 0 and model.config.mod == "router":
+        raise SystemExit(f"{args.run}: --skip 0: a model with routers has no dense form; leave --skip out")
     tau = None if args.skip is None else -1.0
     if args.skip:
         tau = skip_threshold(args.run, model, config, args.skip, which)
+        whole = (tau[::2] < 0).sum().item()
+        print(f"sample.py: {whole} of {len(model.blocks)} attentions run for all tokens (--mod_least)",
+              file=sys.stderr)
     show = coloured if args.depth and sys.stdout.isatty() else plain
     bf16 = device == "cuda" and torch.cuda.get_device_capability()[0] >= 8
     with torch.autocast("cuda", torch.bfloat16) if bf16 else contextlib.nullcontext():
@@ -421,11 +429,11 @@ def main(argv=None):
         used, most, unit = [depth(each, model) for each in kept], sum(model.present()), "sublayers"
         if forward:
             used, most, unit = blocks, len(model.blocks), "blocks"
-        if forward or min(used) < most:
-            mean = sum(used) / len(used)
+        mean, shallow = sum(used) / len(used), forward or min(used) < most
+        if args.depth or shallow:
             told += f"; mean depth {mean:.1f} of {most} {unit}, {1 - mean / most:.1%} skipped"
-            if model.config.mod != "router":   # a routed model has no dense form
-                told += f"; {rate(-1.0, silent):,.0f} tokens/s at full depth"
+        if shallow and model.config.mod != "router":   # a routed model has no dense form
+            told += f"; {rate(-1.0, silent):,.0f} tokens/s at full depth"
     print(f"{len(used)} tokens, {told}", file=sys.stderr)
 
 

@@ -333,9 +333,6 @@ def shares(kept):
     return [1.0 if keep is None else keep.float().mean().item() for keep in kept]
 
 
-# Where a smaller share of the tokens would skip an attention, all of them run it: keys and values are
-# projected anyway, and gathering queries takes longer than the rest saves. MLPs save time at once.
-LEAST_SKIPPED = 0.25
 LOOK = 10   # steps of training after which all attentions are tried again
 
 
@@ -410,7 +407,7 @@ def steer(model, ran, target, looked):
     for group in groups(model.config):
         model.tau[group] *= torch.exp(speed * (target - skipped[group].mean()))
     if looked:
-        model.tau[attentions(model) & (skipped < LEAST_SKIPPED)] = -1.0
+        model.tau[attentions(model) & (skipped < model.config.mod_least)] = -1.0
 
 
 def look(model, step):
@@ -505,7 +502,7 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
                          f"nag, without --mod router, --value_residual and --repeat")
     path, stat, c = Path(run) / "skip.json", (Path(run) / which).stat(), model.config
     there = "".join("01"[run] for run in model.present())
-    key = (f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv} {LEAST_SKIPPED} "
+    key = (f"{which} {stat.st_size} {stat.st_mtime_ns} {c.mod_on} {c.mod_scope} {c.mod_kv} {c.mod_least} "
            f"{there}")
     table = {}
     with contextlib.suppress(OSError, ValueError):   # a table that can't be read is made anew
@@ -515,13 +512,17 @@ def skip_threshold(run, model, config, rate, which="ckpt.pt"):
     found = table.setdefault(key, {})
     if f"{rate}" not in found:
         x, _ = val_windows(config["data"], c.block_size, 32)
-        tau, realised = calibrate(model, list(x.to(model.turn.device).split(8)), rate, least=LEAST_SKIPPED)
+        tau, realised = calibrate(model, list(x.to(model.turn.device).split(8)), rate, least=c.mod_least)
         found[f"{rate}"] = dict(tau=tau.tolist(), realised=realised)
         try:
             write_file(path, lambda f: f.write(json.dumps(table, indent=1).encode() + b"\n"))
         except SystemExit as error:   # the next run will have to find it again
             print(error, file=sys.stderr)
-    return torch.tensor(found[f"{rate}"]["tau"], dtype=torch.float64)
+    one = found[f"{rate}"]
+    if abs(one["realised"] - rate) > 0.01:
+        print(f"{run}: thresholds skip {one['realised']:.1%} of validation text, the nearest to {rate:.1%}",
+              file=sys.stderr)
+    return torch.tensor(one["tau"], dtype=torch.float64)
 
 
 # ----------------------------------------------------------------------------- training
@@ -926,6 +927,8 @@ def main(argv=None):
         ramp = (progress - ramp_start) / max(1 / n_steps, config.mod_ramp)
         # a router skips from the first step on
         target = gpt.mod_rate * (1.0 if gpt.mod == "router" else min(1.0, max(0.0, ramp)))
+        if model.tau is not None and not target:   # a run that is resumed to a later end begins anew
+            model.tau.fill_(-1.0)
         ran = torch.zeros(2 * len(model.blocks))   # sum over the micro-batches of the shares that ran
         for group in (group for optimizer in optimizers.values() for group in optimizer.param_groups):
             group["lr"] = group["peak"] * share

@@ -9,10 +9,10 @@ without skipping, and prints a table of predicted and measured savings.
 A trained model goes by one threshold, as it would in use: some sublayers run nearly always, others hardly
 ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
-says. Measured is the time that all repeats together save, against as many that skip nothing. Each rate has a
-process of its own, as in use: buffers of other sizes, freed before, would slow a step down. One process
-follows the other, several times over, since the machine's speed drifts and memory lies differently in each;
-with the standard error over these.
+says. Each rate has a process of its own, as in use: buffers of other sizes, freed before, would slow a step
+down. The processes take turns, one repeat each, since the machine's speed drifts within seconds. Measured is
+the median over the turns of what a repeat saves against the dense one of its turn. All that several times
+over, since memory lies differently in each process; with the standard error over these.
 """
 import json
 import math
@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from model import GPT, GPTConfig, KVCache  # noqa: E402
-from train import (LEAST_SKIPPED, Parser, TrainConfig, calibrate, keep_freed_memory, load_run,  # noqa: E402
-                   make_optimizers, shares, val_windows, write_file)
+from train import (Parser, TrainConfig, calibrate, keep_freed_memory, load_run, make_optimizers,  # noqa: E402
+                   shares, val_windows, write_file)
 
 RATES = (0.125, 0.25, 0.375, 0.5)
 WARM_UP = 4   # repeats that are not timed, the first half of them dense, as --mod_rate begins
@@ -94,40 +94,59 @@ def trained(run, device):
     return model, lambda n: x[torch.randperm(len(x), generator=rng)[:n]].to(device)
 
 
-def timed(load, name, device, tau, repeats):
-    """In a process of its own -> per phase: (seconds, shares of the tokens that ran) of each repeat"""
+def worker(pipe, load, name, device, tau):
+    """A process: times what the pipe asks for, (phase, dense or not) -> (seconds, shares of the tokens)"""
     keep_freed_memory()
     model, draw = load(name, device)
     # weights stay put
     optimizer = make_optimizers(model, TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0))["optimizer"]
     # as train.py and sample.py have it
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    text, found = draw(16), {}
-    for phase, (run, batch, _) in PHASES.items():
-        idx, found[phase] = text[:batch], []
-        for repeat in range(WARM_UP + repeats[phase]):
-            # a heap that has not held a dense step would have to grow for many steps, as sizes vary
-            dense, kept, begin = repeat < WARM_UP // 2, [], seconds_now(idx)
-            with autocast:
-                inner = run(model, optimizer, idx, None if dense else tau, kept)   # decode times itself
-            found[phase].append((inner or seconds_now(idx) - begin, shares(kept)))
-        del found[phase][:WARM_UP]
+    text = draw(16)
+    for phase, dense in iter(pipe.recv, None):
+        run, batch, _ = PHASES[phase]
+        idx, kept = text[:batch], []
+        begin = seconds_now(idx)
+        with autocast:
+            inner = run(model, optimizer, idx, None if dense else tau, kept)   # decode times itself
+        pipe.send((inner or seconds_now(idx) - begin, shares(kept)))
+
+
+def take_turns(load, name, device, taus, repeats):
+    """A process per rate of taus -> {phase: {rate: (seconds, shares of the tokens that ran) per repeat}}"""
+    context, pipes = multiprocessing.get_context("spawn"), {}
+    for rate, tau in taus.items():
+        pipes[rate], other = context.Pipe()
+        context.Process(target=worker, args=(other, load, name, device, tau), daemon=True).start()
+        other.close()
+    found = {phase: {rate: [] for rate in taus} for phase in PHASES}
+    for phase, turns in repeats.items():
+        for repeat in range(WARM_UP + turns):
+            for rate in list(taus)[::1 if repeat % 2 else -1]:
+                # a heap that has not held a dense step would have to grow for many steps, as sizes vary
+                pipes[rate].send((phase, repeat < WARM_UP // 2))
+                one = pipes[rate].recv()
+                if repeat >= WARM_UP:
+                    found[phase][rate].append(one)
+    for pipe in pipes.values():
+        pipe.send(None)
     return found
 
 
-def saving(some, all_):
-    """Seconds of the processes' repeats -> share of the time saved, and its standard error."""
-    each = [1 - sum(a) / sum(b) for a, b in zip(some, all_)]
-    return 1 - sum(map(sum, some)) / sum(map(sum, all_)), statistics.stdev(each) / len(each) ** 0.5
+def saving(some, dense):
+    """Seconds of each process's repeats -> share of the time saved, and its standard error."""
+    ratios = [[a / b for a, b in zip(*each)] for each in zip(some, dense)]
+    each = [statistics.median(one) for one in ratios]
+    return 1 - statistics.median(sum(ratios, [])), statistics.stdev(each) / len(each) ** 0.5
 
 
 def main():
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--runs", nargs="+", default=[], help="run folders")
     parser.add_argument("--shapes", nargs="+", default=[], help="blocks x width x context: 12x256x256")
-    parser.add_argument("--repeats", type=int, default=18,
+    parser.add_argument("--repeats", type=int, default=24,
                         help="of a training step and of prefill; a third with random weights")
-    parser.add_argument("--processes", type=int, default=3, help="per rate, that share the repeats")
+    parser.add_argument("--processes", type=int, default=3, help="of each rate, that share the repeats")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", help="JSON to write")
     args = parser.parse()
@@ -140,7 +159,6 @@ def main():
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     loads = {name: trained if name in args.runs else untrained for name in args.runs + args.shapes}
     models = {name: load(name, args.device) for name, load in loads.items()}   # first: an error comes at once
-    start = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1).apply
     on_gpu, table = args.device == "cuda", {}
     device = (f"{torch.cuda.get_device_name()}, bf16" if on_gpu else
               f"CPU, fp32, {torch.get_num_threads()} threads")
@@ -151,17 +169,17 @@ def main():
         c = model.config
         shape = f"{c.n_layer}x{c.n_embd}x{c.block_size}" + (" trained" if name in args.runs else "")
         text = draw(16)
-        taus = {rate: calibrate(model.eval(), text.split(8), rate, least=LEAST_SKIPPED)[0].tolist()
+        taus = {rate: calibrate(model.eval(), text.split(8), rate, least=c.mod_least)[0].tolist()
                 for rate in RATES}
         repeats = {phase: math.ceil(args.repeats * part / (1 if name in args.runs else 3) / args.processes)
                    for phase, (_, _, part) in PHASES.items()}
-        found = [{rate: start(timed, (loads[name], name, args.device, taus.get(rate), repeats))
-                  for rate in (0, *RATES)} for _ in range(args.processes)]
+        found = [take_turns(loads[name], name, args.device, {0: None, **taus}, repeats)
+                 for _ in range(args.processes)]
         for phase in PHASES:
-            seconds = {rate: [[t for t, _ in one[rate][phase]] for one in found] for rate in (0, *RATES)}
+            seconds = {rate: [[t for t, _ in one[phase][rate]] for one in found] for rate in (0, *RATES)}
             cells = []
             for rate in RATES:
-                ran = torch.tensor([kept for one in found for _, kept in one[rate][phase]])
+                ran = torch.tensor([kept for one in found for _, kept in one[phase][rate]])
                 ran = ran.view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
                 measured, error = saving(seconds[rate], seconds[0])
@@ -169,7 +187,7 @@ def main():
                                   measured=measured, standard_error=error, speedup=1 / (1 - measured)))
             dense = sum(seconds[0], [])
             table.setdefault(shape, {})[phase] = dict(
-                repeats=len(dense), dense_seconds=statistics.mean(dense), cells=cells)
+                repeats=len(dense), dense_seconds=statistics.median(dense), cells=cells)
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "
                     f"({c['speedup']:.2f}x)" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)

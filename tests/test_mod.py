@@ -743,12 +743,21 @@ def test_attend_one_by_one_is_one_call_on_a_rectangle():
 
 
 def test_attention_in_pieces_is_causal_attention():
-    q, k, v = (torch.randn(2, 150, 2, 8, dtype=torch.float64, generator=rng(i)) for i in range(3))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as whole:
-        y = M.attend(q.clone().requires_grad_(), k, v, is_causal=True)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as pieces, torch.no_grad():
-        torch.testing.assert_close(M.attend(q, k, v, is_causal=True), y, rtol=0, atol=1e-12)
-    assert pieces.get_total_flops() < 0.7 * whole.get_total_flops()
+    q, k, v = (torch.randn(2, 150, 2, 8, dtype=torch.float64, generator=rng(i), requires_grad=True)
+               for i in range(3))
+    outs, flops = [], []
+    for attend in (lambda *x: F.scaled_dot_product_attention(
+                       *(each.transpose(1, 2) for each in x), is_causal=True).transpose(1, 2),
+                   M.attend_in_pieces):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            out = attend(q, k, v)
+            outs.append((out, *torch.autograd.grad((out * torch.arange(8)).sum(), (q, k, v))))
+        flops.append(counter.get_total_flops())
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(M.attend(q, k, v, is_causal=True), outs[0][0], rtol=0, atol=1e-12)
+    assert torch.equal(M.attend(q, k, v, is_causal=True), M.attend_in_pieces(q, k, v))   # outside of MATH
+    assert flops[1] < 0.7 * flops[0]
 
 
 def test_calibrate_lets_attentions_that_few_skip_run_whole():
@@ -931,3 +940,21 @@ def test_compiled_blocks_are_not_made_anew_for_every_count(kv, training, backend
             counts.add(sum(keep.sum().item() for keep in kept))
     torch._dynamo.reset()
     assert len(counts) == 12 and graphs[1:] == graphs[1:2] * 11 and 0 < graphs[-1] <= 20, graphs
+
+
+def test_compiled_training_stays_below_the_recompile_limit():
+    """As in train.py: dense first, then attention and MLP that all, some or no tokens run; evaluations."""
+    model, plain = (stretched(block_size=32, mod_rate=0.3) for _ in range(2))
+    idx, n = ids(4, 32), 2 * len(model.blocks)
+    taus = [-1.0] + [[(-1.0, limit, 100.0)[(l // 2 + l + i) % 3] for l in range(n)] for i, limit in
+                     enumerate(train.calibrate(plain, [idx], 0.05 + 0.1 * i)[0].max().item() for i in range(8))]
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
+        model.compile_blocks(backend="eager")
+        for i, tau in enumerate(taus):
+            for training in (False, True):
+                with torch.set_grad_enabled(training):
+                    out, right = (each.train(training)(idx, tau=tau, generator=rng(i))[0]
+                                  for each in (model, plain))
+                same(out, right, 1e-10)
+    torch._dynamo.reset()

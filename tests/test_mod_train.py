@@ -115,12 +115,33 @@ def test_max_flops_counts_what_ran(data, tmp_path, kind):
         spent = [line["flops"] for line in losses(run)]
         assert spent[-2] < n <= spent[-1] and spent[-1] - n < spent[-1] - spent[-2]
         assert torch.load(run / "ckpt.pt", weights_only=True)["flops"] == spent[-1]
+    model, lines = train.load_run(at)[0].train(), losses(at)
+    for before, line in zip([dict(flops=0, tokens=0), *lines], lines):
+        step = 3 * model.flops_per_token(share=line["ran"]) * (line["tokens"] - before["tokens"])
+        assert line["flops"] - before["flops"] == pytest.approx(step, rel=1e-5)
     more = losses(at)[-1]["tokens"] / losses(dense)[-1]["tokens"]
     assert 1.03 < more < 1.5
     assert json.loads((at / "config.json").read_text())["max_flops"] == n
     assert losses(at)[-1]["lr"] < 1.2 * 0.1 * 3e-3              # the schedule ends where the budget does
 
 
+
+
+def test_skipping_begins_after_the_warm_ups(data, tmp_path):
+    go(data, tmp_path, *MOD, "--warmup", 0.1, "--alpha_warmup", 0.5, "--max_iters", 20, "--log_interval", 1,
+       "--eval_interval", 10)
+    assert [line["mod_rate"] > 0 for line in losses(tmp_path)] == [False] * 11 + [True] * 9
+    evals = [line for line in metrics(tmp_path) if "val_loss" in line]
+    assert [line["dead_sublayers"] for line in evals] == [4, 0, 0]   # all gains start near zero
+
+
+def test_a_later_end_begins_dense_again(data, tmp_path):
+    flags = [*MOD, "--warmup", 0.5, "--log_interval", 1]
+    go(data, tmp_path, *flags, "--max_iters", 20)
+    go(data, tmp_path, *flags, "--max_iters", 60, "--resume")
+    lines = losses(tmp_path)
+    assert lines[19]["skip_rate"] > 0.1 and lines[-1]["skip_rate"] > 0.1
+    assert all(line["skip_rate"] == line["mod_rate"] == 0 for line in lines[20:30])   # half of the new run
 
 
 @pytest.mark.parametrize("flags", [["--value_residual"], ["--n_layer", 1]], ids=str)

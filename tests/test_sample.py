@@ -1,5 +1,7 @@
 """Sampling: the KV cache of every residual, the filters, and the command line on a real run."""
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -66,12 +68,36 @@ def test_skip_calibrates_once_and_lets_sublayers_run_whole(run):
     (rates,), written = json.loads(path.read_text()).values(), path.stat().st_mtime_ns
     model, config = train.load_run(run)
     batches = train.val_windows(config["data"], 32, 32)[0].split(8)
-    tau, realised = train.calibrate(model, batches, 0.25, least=train.LEAST_SKIPPED)
+    tau, realised = train.calibrate(model, batches, 0.25, least=config["mod_least"])
     assert rates["0.25"] == dict(tau=tau.tolist(), realised=realised)
     assert realised == pytest.approx(0.25, abs=0.01)
     assert (tau == -1).any() and (train.calibrate(model, batches, 0.25)[0] > 0).all()
     cli("sample.py", run, "--skip", 0.25, "--max_new_tokens", 8)
     assert path.stat().st_mtime_ns == written
+    os.utime(run / "ckpt.pt")   # another training could have written it
+    told = cli("sample.py", run, "--skip", 0.25, "--mod_least", 0, "--max_new_tokens", 8).stderr
+    assert "0 of 2 attentions run for all tokens" in told
+    assert len(json.loads(path.read_text())) == 1 and path.stat().st_mtime_ns != written
+
+
+def test_colours_on_a_terminal_only(run, capsys):
+    words = [sys.executable, "sample.py", run, "--skip", 0.4, "--depth", "--max_new_tokens", 20]
+    main, terminal = os.openpty()
+    done = subprocess.run(list(map(str, words)), cwd=ROOT, stdout=terminal, stderr=subprocess.PIPE, text=True)
+    os.close(terminal)
+    assert b"\033[38;5;231;48;5;" in os.read(main, 100_000) and "\033" not in done.stderr
+    piped = cli(*words[1:])
+    assert piped.stdout and "\033" not in piped.stdout
+    depth, = re.findall("mean depth ([0-9.]+) of 4 sublayers, .*% skipped; .* tokens/s at full depth",
+                        piped.stderr)
+    assert 0.4 < float(depth) < 3.6
+    assert "mean depth 4.0 of 4 sublayers, 0.0% skipped\n" in cli(
+        "sample.py", run, "--depth", "--max_new_tokens", 5).stderr
+    sys.path.insert(0, str(ROOT))
+    import sample
+    for share, colour in (0.0, 16 + 6 + 5), (0.5, 16 + 6), (1.0, 16 + 36 * 5 + 6):   # blue, between, red
+        sample.coloured("a", share)
+        assert f"48;5;{colour}ma" in capsys.readouterr().out
 
 
 def test_thresholds_of_a_pruned_model_are_its_own(run):
@@ -183,6 +209,7 @@ def test_pipe_closed_early(run):
     (["--top_p", "1.5"], "--top_p"), (["--max_new_tokens", "0"], "--max_new_tokens"),
     (["--prompt", "a", "--prompt_file", "b"], "--prompt_file"),
     (["--prompt_file", "nowhere.txt"], "nowhere.txt"), (["--mod_on", "m"], "--skip"),
+    (["--mod_least", "0.5"], "--skip"), (["--skip", "0.2", "--mod_least", "2"], "--mod_least 2"),
     (["--mod_scope", "kind"], "--skip"), (["--seed", "-1"], "--seed"), (["--prompt", "\udcff"], "UTF-8"),
     (["--temprature", "1"], "--temperature")])
 def test_bad_flags(run, flags, words):
