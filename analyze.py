@@ -847,6 +847,13 @@ def draw_stat(figure, stat, results):
     axes.legend(frameon=False, fontsize=9)
 
 
+def draw_gain(figure, stat, results):
+    draw_stat(figure, stat, results)
+    for color, _, result in present(results):
+        sizes = [abs(alpha) for alpha in result["alpha"]]
+        figure.axes[0].plot(range(1, len(sizes) + 1), sizes, ":", color=color, lw=1.2)
+
+
 def draw_lines(figure, stat, results, keys, xlabel, start=1, x=None, bounds=()):
     """One line per run and key, a dash pattern per key; grey ones for bounds, which all runs share."""
     axes = line_axes(figure, stat, xlabel)
@@ -1093,7 +1100,8 @@ STATS = {
         "How far the sublayers turn the stream, added up. Where the line is flat, depth is idle."),
     "gain": Stat(
         gain, "Gain", "mean |alpha m|",
-        "The relative size of each sublayer's write, known before it runs. Near 0: shut.", log=True),
+        "The relative size of each sublayer's write, known before it runs. Near 0: shut. Dotted: |alpha|, "
+        "the most that it can be.", log=True, draw=draw_gain),
     "direction_similarity": Stat(
         direction_similarity, "Preferred directions", "sublayer",
         "Cosine of the stream directions at which two sublayers write most. 1: they serve the same tokens.",

@@ -1257,10 +1257,11 @@ class Skip(NamedTuple):
             keep = score > self.tau
             if self.force is not None:
                 keep = keep | self.force
-            if self.floor:
-                at_least = math.ceil(self.floor * score.numel())
-                keep = keep | (score >= score.flatten().topk(at_least).values[-1])
-        return gain, keep, int(keep.sum())
+        n_kept, at_least = int(keep.sum()), math.ceil(self.floor * keep.numel())
+        if n_kept < at_least:
+            keep = keep | (score >= score.flatten().topk(at_least).values[-1])
+            n_kept = int(keep.sum())
+        return gain, keep, n_kept
 
 
 class Ahead:
@@ -1499,10 +1500,13 @@ class GPT(nn.Module):
                 cache.ahead = cache.ahead or Ahead([residual for residual, _ in self.sublayers()])
                 each = [Skip(kv=c.mod_kv, ahead=partial(cache.ahead.decide, l, tau[l:])) for l in range(n)]
             else:
-                tau, learning = tau.unbind(), self.training and c.mod_rate > 0
+                learning = self.training and c.mod_rate > 0
                 force = draw(B, T) < c.mod_explore if learning else [None] * n
                 floor = c.mod_floor if learning else 0.0
-                each = [Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv) for l in range(n)]
+                # what all tokens run has nothing to decide; but a cache may expect rows
+                whole = (tau < 0).tolist() if self.training else [False] * n
+                each = [None if whole[l] else Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv)
+                        for l in range(n)]
         elif self.training and c.layer_drop:
             drop = torch.full((n,), c.layer_drop, device=device)
             if c.layer_drop_rule == "linear":

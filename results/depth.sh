@@ -12,9 +12,9 @@ SIZE="--n_embd 64 --block_size 64" STEPS=100 LRS=
 [ $SCALE = cpu ] && DEPTHS=${DEPTHS:-96 48 24 12 6} || DEPTHS=${DEPTHS:-12 6}   # the longest first
 rates() {   # depth-residual
   case ${1#*-} in
-    nag) echo ${LRS:-6e-3 1.2e-2 2.4e-2} ;;
-    peri) echo ${LRS:-9.6e-2 1.92e-1 3.84e-1} ;;
-    *) echo ${LRS:-7.5e-4 1.5e-3 3e-3} ;;
+    nag) echo ${LRS:-6e-3 1.2e-2 2.4e-2 4.8e-2} ;;
+    peri) echo ${LRS:-9.6e-2 1.92e-1 3.84e-1 7.68e-1} ;;
+    *) echo ${LRS:-7.5e-4 1.5e-3 3e-3 6e-3} ;;
   esac
 }
 line() {  # depth-residual, learning rate, seed

@@ -14,7 +14,7 @@ RUNS, OUT = Path(os.environ.get("RUNS", "runs")), Path(os.environ.get("OUT", "re
 
 
 def read(folder):
-    """Last line of training and last validation of a run."""
+    """Last line of training, of the steps long after the ramp, and last validation of a run."""
     lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
     return [line for line in lines if "loss" in line][-1], [line for line in lines if "val_loss" in line][-1]
 
@@ -59,7 +59,7 @@ if "router-0.25" in table:
     axes.errorbar([100 * row["train_skip_rate"]], [row["gap"]], [row["gap_standard_error"]], fmt="s",
                   capsize=4, label="pre, router, against pre")
 axes.axhline(0, color="0.6", lw=0.8)
-axes.set_xlabel("sublayer runs skipped in training (%)")
+axes.set_xlabel("sublayer runs skipped in training, after the ramp (%)")
 axes.set_ylabel("bits per byte, minus the dense run's")
 axes.set_title("Mixture-of-Depths at equal executed FLOPs", loc="left", fontweight="bold", fontsize=10)
 axes.spines[["top", "right"]].set_visible(False)
