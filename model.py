@@ -1254,14 +1254,12 @@ class Skip(NamedTuple):
         gain, keep = residual.gain(stream), self.keep
         if keep is None:
             score = residual.score(gain.detach())   # a hard decision; gates learn from the tokens that do run
-            keep = score > self.tau
+            keep, at_least = score > self.tau, math.ceil(self.floor * score.numel())
+            if at_least and int(keep.sum()) < at_least:
+                keep = score >= score.flatten().topk(at_least).values[-1]
             if self.force is not None:
                 keep = keep | self.force
-        n_kept, at_least = int(keep.sum()), math.ceil(self.floor * keep.numel())
-        if n_kept < at_least:
-            keep = keep | (score >= score.flatten().topk(at_least).values[-1])
-            n_kept = int(keep.sum())
-        return gain, keep, n_kept
+        return gain, keep, int(keep.sum())
 
 
 class Ahead:
@@ -1492,8 +1490,9 @@ class GPT(nn.Module):
         tau, each = self.tau if tau is None else tau, [None] * n
         if tau is not None and self.ends.knows_gain:
             tau = torch.as_tensor(tau, dtype=torch.float64, device=device).expand(n)
-            if not self.training and (tau < 0).all():
-                pass   # nothing would skip: the dense pass, to the bit
+            whole = (tau < 0).tolist()   # all tokens run these: there is nothing to decide
+            if all(whole):
+                pass
             elif c.value_residual:
                 raise ValueError("value residual: a token that skips the first attention has no first values")
             elif cache is not None and T == 1 and not self.training and self.ends.looks_ahead:
@@ -1503,10 +1502,9 @@ class GPT(nn.Module):
                 learning = self.training and c.mod_rate > 0
                 force = draw(B, T) < c.mod_explore if learning else [None] * n
                 floor = c.mod_floor if learning else 0.0
-                # what all tokens run has nothing to decide; but a cache may expect rows
-                whole = (tau < 0).tolist() if self.training else [False] * n
-                each = [None if whole[l] else Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv)
-                        for l in range(n)]
+                decide = lambda l: Skip(tau=tau[l], force=force[l], floor=floor, kv=c.mod_kv)
+                # a cache may expect rows even of these
+                each = [None if whole[l] and cache is None else decide(l) for l in range(n)]
         elif self.training and c.layer_drop:
             drop = torch.full((n,), c.layer_drop, device=device)
             if c.layer_drop_rule == "linear":

@@ -408,8 +408,8 @@ def main(argv=None):
     tau = None if args.skip is None else -1.0
     if args.skip:
         tau = skip_threshold(args.run, model, config, args.skip, which)
-        whole = (tau[::2] < 0).sum().item()
-        print(f"sample.py: {whole} of {len(model.blocks)} attentions run for all tokens (--mod_least)",
+        whole = tau[::2][torch.tensor(model.present()[::2])] < 0
+        print(f"sample.py: {whole.sum()} of {len(whole)} attentions run for all tokens (--mod_least)",
               file=sys.stderr)
     show = coloured if args.depth and sys.stdout.isatty() else plain
     bf16 = device == "cuda" and torch.cuda.get_device_capability()[0] >= 8

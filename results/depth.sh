@@ -2,7 +2,7 @@
 # NAG against PreNorm and others at 6 to 96 blocks of width 64: 100 steps of 1,024 tokens, three seeds, each at
 # the best learning rate of a sweep. Under half an hour on two cores.
 #     bash results/depth.sh                      prints tables, writes results/depth.json and results/depth.png
-#     SWEEP=1 bash results/depth.sh              the sweeps, too: an hour
+#     SWEEP=1 bash results/depth.sh              the sweeps, too: over an hour
 #     DEPTHS=96 bash results/depth.sh pre nag    some of the depths and residuals, `pre` first
 #     DEPTHS=96 SCALE=gpu bash results/depth.sh pre nag
 set -euo pipefail

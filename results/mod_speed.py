@@ -113,16 +113,19 @@ def worker(pipe, load, name, device, tau):
 
 
 def take_turns(load, name, device, taus, repeats):
-    """A process per rate of taus -> {phase: {rate: (seconds, shares of the tokens that ran) per repeat}}"""
+    """
+    A process per rate of taus, and a dense one -> {phase: {rate: per repeat ((seconds, shares of the tokens
+    that ran), the same of the dense one)}}
+    """
     context, pipes = multiprocessing.get_context("spawn"), {}
-    for rate, tau in taus.items():
+    for rate, tau in {0: None, **taus}.items():
         pipes[rate], other = context.Pipe()
         context.Process(target=worker, args=(other, load, name, device, tau), daemon=True).start()
         other.close()
-    found = {phase: {rate: [] for rate in taus} for phase in PHASES}
+    found = {phase: {rate: [] for rate in pipes} for phase in PHASES}
     for phase, turns in repeats.items():
         for repeat in range(WARM_UP + turns):
-            for rate in list(taus)[::1 if repeat % 2 else -1]:
+            for rate in list(pipes)[::1 if repeat % 2 else -1]:
                 # a heap that has not held a dense step would have to grow for many steps, as sizes vary
                 pipes[rate].send((phase, repeat < WARM_UP // 2))
                 one = pipes[rate].recv()
@@ -130,12 +133,11 @@ def take_turns(load, name, device, taus, repeats):
                     found[phase][rate].append(one)
     for pipe in pipes.values():
         pipe.send(None)
-    return found
+    return {phase: {rate: list(zip(each[rate], each[0])) for rate in taus} for phase, each in found.items()}
 
 
-def saving(some, dense):
-    """Seconds of each process's repeats -> share of the time saved, and its standard error."""
-    ratios = [[a / b for a, b in zip(*each)] for each in zip(some, dense)]
+def saving(ratios):
+    """Time over the dense one, per process and turn -> share of the time saved, and its standard error."""
     each = [statistics.median(one) for one in ratios]
     return 1 - statistics.median(sum(ratios, [])), statistics.stdev(each) / len(each) ** 0.5
 
@@ -173,19 +175,25 @@ def main():
                 for rate in RATES}
         repeats = {phase: math.ceil(args.repeats * part / (1 if name in args.runs else 3) / args.processes)
                    for phase, (_, _, part) in PHASES.items()}
-        found = [take_turns(loads[name], name, args.device, {0: None, **taus}, repeats)
-                 for _ in range(args.processes)]
+        found = [{phase: {} for phase in PHASES} for _ in range(args.processes)]
+        for one in found:
+            # on a CPU all at once; a GPU may not have the memory
+            for rates in [[rate] for rate in RATES] if on_gpu else [RATES]:
+                some = {rate: taus[rate] for rate in rates}
+                turns = take_turns(loads[name], name, args.device, some, repeats)
+                for phase in PHASES:
+                    one[phase] |= turns[phase]
         for phase in PHASES:
-            seconds = {rate: [[t for t, _ in one[phase][rate]] for one in found] for rate in (0, *RATES)}
             cells = []
             for rate in RATES:
-                ran = torch.tensor([kept for one in found for _, kept in one[phase][rate]])
+                turns = [one[phase][rate] for one in found]
+                ran = torch.tensor([kept for each in turns for (_, kept), _ in each])
                 ran = ran.view(-1, 2 * c.n_layer).mean(0).tolist()
                 predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
-                measured, error = saving(seconds[rate], seconds[0])
+                measured, error = saving([[a / dense for (a, _), (dense, _) in each] for each in turns])
                 cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
                                   measured=measured, standard_error=error, speedup=1 / (1 - measured)))
-            dense = sum(seconds[0], [])
+            dense = [seconds for one in found for _, (seconds, _) in one[phase][RATES[0]]]
             table.setdefault(shape, {})[phase] = dict(
                 repeats=len(dense), dense_seconds=statistics.median(dense), cells=cells)
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "

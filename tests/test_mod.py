@@ -211,7 +211,7 @@ def decided(model, idx, tau=None):
     kept = []
     with torch.no_grad():
         out = model(idx, tau=tau, kept=kept)[0]
-    # training: where all tokens run, there is nothing to decide
+    # where all tokens run, there is nothing to decide
     return out, torch.stack([torch.ones_like(idx).bool() if keep is None else keep for keep in kept])
 
 
@@ -328,8 +328,8 @@ def test_threshold_out_of_the_ordinary_trains():
 # ----------------------------------------------------------------------------- flags of the rule
 
 # tests/test_residuals.py flips every other flag of GPTConfig
-MOD_FLAGS = {"mod", "mod_rate", "mod_on", "mod_scope", "mod_kv", "mod_explore", "mod_floor", "layer_drop",
-             "layer_drop_rule"}
+MOD_FLAGS = {"mod", "mod_rate", "mod_on", "mod_scope", "mod_kv", "mod_least", "mod_explore", "mod_floor",
+             "layer_drop", "layer_drop_rule"}
 
 
 def rng(seed=0):
@@ -706,7 +706,7 @@ def test_calibrate(scope, flags):
         found.append(tau)
     assert all((a <= b).all() for a, b in zip(found, found[1:]))
     tau, realised = train.calibrate(model, batches, 0.0)
-    assert realised == 0 and decided(model, batches[0], tau)[1].all()
+    assert realised == 0 and torch.equal(decided(model, batches[0], tau)[0], model(batches[0])[0])
 
 
 @pytest.mark.parametrize("mod_on", ["gain", "m"])
@@ -770,6 +770,9 @@ def test_calibrate_lets_attentions_that_few_skip_run_whole():
         tau, realised = train.calibrate(model, batches, rate, least=least)
         whole, after = tau == -1, 1 - ran(tau)
         assert whole[::2].any() and not whole[1::2].any() and (before[whole] < least + 0.1).all()
+        kept = []
+        model(batches[0], tau=tau, kept=kept)
+        assert [keep is None for keep in kept] == whole.tolist()   # no decision, in any pass without a cache
         assert (after[whole] == 0).all() and len(tau[~whole].unique()) == 1
         assert after.mean() == pytest.approx(rate, abs=0.01)
         assert after.mean() == pytest.approx(realised, abs=1e-9)
@@ -864,7 +867,7 @@ FLIPS = dict(mod=(dict(residual="pre"), dict(mod="router", mod_rate=0.25)),
              mod_rate=(dict(residual="nag"), 0.25),
              mod_on=(NAG, "m"), mod_kv=(NAG, "kept"), mod_explore=(NAG, 0.3), mod_floor=(NAG, 0.7),
              layer_drop=(dict(residual="pre"), 0.3), layer_drop_rule=(DROP, "linear"),
-             mod_scope=(NAG, "layer"))
+             mod_scope=(NAG, "layer"), mod_least=(NAG, 0.0))
 
 
 def test_no_mod_flag_is_dead():
@@ -874,14 +877,16 @@ def test_no_mod_flag_is_dead():
         model = perturb(build(**flags), 0.2).train(training)
         tau = 0.3 if flags["residual"] == "nag" else None
         loss = model(ids(4, 16), ids(4, 16, seed=1), tau=tau, generator=rng())[1].item()
-        return loss, train.calibrate(model.eval(), [ids(4, 16)], 0.3)[0].tolist() if tau else None
+        least = model.config.mod_least
+        return loss, train.calibrate(model.eval(), [ids(4, 16)], 0.3, least)[0].tolist() if tau else None
 
     for name, (needs, value) in FLIPS.items():
         flip = value if isinstance(value, dict) else {name: value}
         plain, flipped = visible(True, **needs), visible(True, **{**needs, **flip})
         assert plain == visible(True, **needs)
-        assert (plain[0] != flipped[0]) == (name != "mod_scope"), name
-        assert name != "mod_scope" or plain[1] != flipped[1]
+        of_thresholds = name in ("mod_scope", "mod_least")
+        assert (plain[0] != flipped[0]) == (not of_thresholds), name
+        assert not of_thresholds or plain[1] != flipped[1]
         if name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop", "layer_drop_rule"):
             assert visible(False, **needs) == visible(False, **{**needs, **flip}), name
 
@@ -892,9 +897,10 @@ BAD = [(dict(mod="routers"), "--mod routers", "geometric, router"),
        (dict(mod_kv="some"), "--mod_kv some", "all, kept"),
        (dict(layer_drop=0.1, layer_drop_rule="cubic"), "--layer_drop_rule cubic", "constant, linear"),
        *[({name: value, "residual": "nag"}, f"--{name} {value}", "is a share")
-         for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop") for value in (1.0, -0.1, 2.0)],
+         for name in ("mod_rate", "mod_least", "mod_explore", "mod_floor", "layer_drop")
+         for value in (1.0, -0.1, 2.0)],
        *[({name: math.nan, "residual": "nag"}, f"--{name} nan", "finite")
-         for name in ("mod_rate", "mod_explore", "mod_floor", "layer_drop")],
+         for name in ("mod_rate", "mod_least", "mod_explore", "mod_floor", "layer_drop")],
        *[(dict(mod="router", mod_rate=rate, n_layer=2), f"--mod router --mod_rate {rate}", "0.45")
          for rate in (0.0, 0.46, 0.9)],
        (dict(mod_rate=0.97, residual="nag"), "--mod_rate 0.97", "lower --mod_rate"),
@@ -947,8 +953,9 @@ def test_compiled_training_stays_below_the_recompile_limit():
     """As in train.py: dense first, then attention and MLP that all, some or no tokens run; evaluations."""
     model, plain = (stretched(block_size=32, mod_rate=0.3) for _ in range(2))
     idx, n = ids(4, 32), 2 * len(model.blocks)
-    taus = [-1.0] + [[(-1.0, limit, 100.0)[(l // 2 + l + i) % 3] for l in range(n)] for i, limit in
-                     enumerate(train.calibrate(plain, [idx], 0.05 + 0.1 * i)[0].max().item() for i in range(8))]
+    limits = [train.calibrate(plain, [idx], 0.05 + 0.1 * i)[0].max().item() for i in range(8)]
+    taus = [-1.0] + [[(-1.0, limit, 100.0)[(l // 2 + l + i) % 3] for l in range(n)]
+                     for i, limit in enumerate(limits)]
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=True):
         model.compile_blocks(backend="eager")

@@ -11,6 +11,7 @@ import torch
 from programs import ROOT, program
 
 import prepare
+import sample
 import train
 from model import GPT, GPTConfig, KVCache, RESIDUALS, pick
 
@@ -93,8 +94,6 @@ def test_colours_on_a_terminal_only(run, capsys):
     assert 0.4 < float(depth) < 3.6
     assert "mean depth 4.0 of 4 sublayers, 0.0% skipped\n" in cli(
         "sample.py", run, "--depth", "--max_new_tokens", 5).stderr
-    sys.path.insert(0, str(ROOT))
-    import sample
     for share, colour in (0.0, 16 + 6 + 5), (0.5, 16 + 6), (1.0, 16 + 36 * 5 + 6):   # blue, between, red
         sample.coloured("a", share)
         assert f"48;5;{colour}ma" in capsys.readouterr().out
@@ -182,8 +181,6 @@ def test_command_line(run, tmp_path):
 
 
 def test_stops_at_end_of_text(run, tmp_path):
-    sys.path.insert(0, str(ROOT))
-    import sample
     encoding, seen = prepare.get_tokenizer("bytes"), []
 
     class Fake:   # a model whose third token is end-of-text
