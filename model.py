@@ -1254,9 +1254,10 @@ class Skip(NamedTuple):
         gain, keep = residual.gain(stream), self.keep
         if keep is None:
             score = residual.score(gain.detach())   # a hard decision; gates learn from the tokens that do run
-            keep, at_least = score > self.tau, math.ceil(self.floor * score.numel())
-            if at_least and int(keep.sum()) < at_least:
-                keep = score >= score.flatten().topk(at_least).values[-1]
+            keep = score > self.tau
+            if self.floor:
+                at_least = math.ceil(self.floor * score.numel())
+                keep = keep | (score >= score.flatten().topk(at_least).values[-1])
             if self.force is not None:
                 keep = keep | self.force
         return gain, keep, int(keep.sum())

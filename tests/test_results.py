@@ -96,3 +96,12 @@ def test_commands_are_accepted(script, scale):
     # how fast, not how well
     seeds = {"seed1"} if re.search("mod_speed|kernels", script) else {"seed1", "seed2", "seed3"}
     assert {out[-5:] for out in seen} == seeds
+
+
+@pytest.mark.slow
+def test_mod_compile_times_four_ways(tmp_path):
+    done = program("results/mod_compile.py", "--n_layer", 2, "--n_embd", 64, "--block_size", 200, "--batch_size", 3,
+                   "--repeats", 2, "--out", tmp_path / "found.json")
+    assert done.returncode == 0, done.stderr
+    ways = json.loads((tmp_path / "found.json").read_text())["ways"]
+    assert ways["eager"]["ratio_to_eager"] == 1 and len(ways) == len(done.stdout.splitlines()) == 4
