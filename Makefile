@@ -1,5 +1,5 @@
 # make         a virtual environment, data, a small trained model, a sample of it and figures (5 minutes on a CPU)
-# make test    the tests (6 minutes on two cores); make test-slow runs the long ones too
+# make test    the tests (6 to 8 minutes on two cores); make test-slow runs the long ones too
 PYTHON ?= python3
 BIN = .venv/bin
 
