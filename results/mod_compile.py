@@ -72,9 +72,11 @@ def main():
     texts = [idx, idx.flip(0, 1)]   # at three rates each: that many numbers of rows, as in training
     taus = [calibrate(ways["eager"], [idx], rate)[0].tolist() for rate in (0.2, 0.25, 0.3)]
     report, plain = {}, nanodepth.Skip.decide
+
     def run(way, i):
         nanodepth.Skip.decide = decide_in_buckets if "bucket" in way else plain
         return step(ways[way], texts[i % 2], taus[i % 3])
+
     for way, model in ways.items():
         compiled(model, way)
         report[way] = dict(first_steps_seconds=sum(run(way, i) for i in range(12)))
@@ -85,8 +87,8 @@ def main():
         print(f"{way:15s} first 12 steps {found['first_steps_seconds']:6.1f} s, then "
               f"{found['step_seconds']:.3f} s a step, {found['ratio_to_eager']:.2f} of eager")
     if args.out:
-        report = dict(command="python " + " ".join(sys.argv), torch=torch.__version__, ways=report)
-        write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
+        found = dict(command="python " + " ".join(sys.argv), torch=torch.__version__, ways=report)
+        write_file(args.out, lambda f: f.write(json.dumps(found, indent=1).encode() + b"\n"))
 
 
 if __name__ == "__main__":
