@@ -335,19 +335,51 @@ def jacobian(model, batches):
 
 # -- attention, weights
 
+def attention_weights(model, idx):
+    """Of each block, mean over sequences and heads: (T queries, T keys)"""
+    walk, T = list(model.walk(idx)), idx.shape[1]
+    hidden = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1)
+    for block, (_, before, _) in zip(model.blocks, walk[::2]):
+        x = block.attn_residual.read(before)
+        q, k, _ = (each.transpose(1, 2) for each in block.attn.qkv(x, model.rope(0, T)))      # (B, nh, T, hs)
+        scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -math.inf)
+        yield scores.softmax(-1).double().mean((0, 1))
+
+
 @torch.no_grad()
 def attention_sink(model, batches):
-    """Mean attention of the queries 2 .. T to the first token, per block. Source: arXiv:2506.19697."""
-    rows = []
-    for idx, _ in batches:
-        walk, T = list(model.walk(idx)), idx.shape[1]
-        hidden = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1)
-        for block, (_, before, _) in zip(model.blocks, walk[::2]):
-            x = block.attn_residual.read(before)
-            q, k, _ = (each.transpose(1, 2) for each in block.attn.qkv(x, model.rope(0, T)))  # (B, nh, T, hs)
-            weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(hidden, -math.inf).softmax(-1)
-            rows.append(weights[:, :, 1:, 0].double().mean().item())
-    return {"share": torch.tensor(rows).view(len(batches), -1).mean(0).tolist()}
+    """
+    Mean attention of the queries 2 .. T to the first token, to the first four and to the query's own, per
+    block. Sources: arXiv:2506.19697; NAG paper, section IV-E.
+    """
+    weights = [torch.stack(list(attention_weights(model, idx)))[:, 1:] for idx, _ in batches]  # (L, T - 1, T)
+    mean = torch.stack(weights).mean(0)
+    return {"share": mean[..., 0].mean(1).tolist(), "first_four": mean[..., :4].sum(2).mean(1).tolist(),
+            "own": mean.diagonal(1, 1, 2).mean(1).tolist()}
+
+
+@torch.no_grad()
+def attention_map(model, batches):
+    """
+    Mean attention of the first 64 queries to each key, over blocks, heads and windows; None: hidden. Source:
+    NAG paper, figure 7.
+    """
+    weights = torch.stack([w for idx, _ in batches for w in attention_weights(model, idx[:, :64])]).mean(0)
+    return {"matrix": [[float(f"{w:.3g}") for w in row[:t + 1]] + [None] * (len(row) - t - 1)
+                       for t, row in enumerate(weights.tolist())]}
+
+
+@torch.no_grad()
+def weight_outliers(model, batches):
+    """
+    Of each matrix of the sublayers, in order: |mean| / standard deviation (0: centred on zero), largest
+    |entry| / root mean square, excess kurtosis (0: a Gaussian). Source: NAG paper, section IV-D.
+    """
+    found = {name: p.double().flatten() for name, p in model.blocks.named_parameters() if p.dim() == 2
+             and name.split(".")[1] in ("attn", "mlp")}
+    return {"off_centre": [(w.mean().abs() / w.std()).item() for w in found.values()],
+            "largest": [(w.abs().max() / w.square().mean().sqrt()).item() for w in found.values()],
+            "excess_kurtosis": [excess_kurtosis(w).item() for w in found.values()], "matrix": [*found]}
 
 
 @torch.no_grad()
@@ -1065,13 +1097,23 @@ STATS = {
         draw=partial(draw_lines, keys=("distance",), xlabel="block")),
     "attention_sink": Stat(
         attention_sink, "Attention sink", "mean attention to the first token",
-        "High: heads that have nothing to say rest on the first token.",
-        draw=partial(draw_lines, keys=("share",), xlabel="block")),
+        "High: heads that have nothing to say rest on the first token. Dashed: the first four of them.",
+        draw=partial(draw_lines, keys=("share", "first_four"), xlabel="block")),
+    "attention_map": Stat(
+        attention_map, "Attention by position", "query",
+        "Mean of all blocks and heads. A bright left edge: a sink. A bright diagonal: tokens see themselves.",
+        draw=partial(draw_panels, panels=partial(matrix_panels, xlabel="key", label="mean attention"),
+                     norm="log", cmap="viridis")),
     "heavy_tail": Stat(
         heavy_tail, "Heavy tails of the weights", "alpha",
         "Exponent of the eigenvalues' power law, of well-trained layers mostly 2 to 6; a gap: no tail yet. "
         "Small matrices have few eigenvalues: see the standard errors in depth.json.",
         draw=partial(draw_lines, keys=("alpha",), xlabel="sublayer l")),
+    "weight_outliers": Stat(
+        weight_outliers, "Outliers of the weights", "per matrix",
+        "Largest |entry| / root mean square, 4 to 5 for a Gaussian; |mean| / standard deviation, near 0 if "
+        "centred. Excess kurtosis: see depth.json.", log=True,
+        draw=partial(draw_lines, keys=("largest", "off_centre"), xlabel="matrix, from embedding to head")),
     "quantisation": Stat(
         quantisation, "Rounded weights", "loss increase (nats/token)",
         "Matrices of the blocks rounded to the nearest of 2^b values per row. Flat: easy to quantise.",

@@ -485,10 +485,13 @@ class NAG(Residual):
         """The g that gives the first logits a standard deviation of nag_temp; with g = 0 they all but
         agree."""
         c, root = self.config, self.config.n_embd ** 0.5
-        # at initialisation m is close to 1/2, so sublayer l adds log(1 + (alpha_l / 2)^2) / 2 to the log-norm
-        growth = sum(0.5 * math.log1p(0.25 * l ** (-2 * c.nag_power)) for l in range(1, 2 * c.n_layer + 1))
         logit_std = 1 / root if c.nag_head == "cos" else INIT_STD * root          # at log-norm 0
-        return math.log(c.nag_temp / logit_std) - growth - math.log(INIT_STD)
+        return math.log(c.nag_temp / logit_std) - self.growth() - math.log(INIT_STD)
+
+    def growth(self):
+        """By how much all sublayers raise the log-norm at initialisation. m is close to 1/2 there."""
+        return sum(0.5 * math.log1p(0.25 * l ** (-2 * self.config.nag_power))
+                   for l in range(1, 2 * self.config.n_layer + 1))
 
     def start(self, x):  # (B, T, C) -> (B, T, C), (B, T, 1)
         wide = widen(x)

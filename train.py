@@ -778,10 +778,15 @@ def main(argv=None):
         raise SystemExit(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
                          f"another --out keeps it")
     ckpt = load_checkpoint(out / "ckpt.pt", gpt) if config.resume else None
+    alpha_warmup = config.alpha_warmup
+    if alpha_warmup is None:   # untrained updates at full size keep a deep model at token frequencies
+        alpha_warmup = 0.3 if gpt.n_layer > 12 else 0.0
     model = GPT(gpt)
     model.checkpoint_blocks = config.checkpoint_blocks
     if ckpt:
         model.load_state_dict(ckpt["model"])
+    elif alpha_warmup and hasattr(model.ends, "growth"):   # the first logits are to have nag_temp even so
+        model.ends.g.data += model.ends.growth()
     numbers = shard(model, device, world_size) if split else []
     if not split:
         model.to(device)
@@ -881,9 +886,6 @@ def main(argv=None):
 
     timed, clock, first, saved = 0, time.perf_counter(), step, step   # timed: steps since the clock started
     warms = [residual.warm for residual in model.residuals() if hasattr(residual, "warm")]
-    alpha_warmup = config.alpha_warmup
-    if alpha_warmup is None:   # untrained updates at full size keep a deep model at token frequencies
-        alpha_warmup = 0.3 if gpt.n_layer > 12 else 0.0
     ramp_start = max(config.warmup, alpha_warmup if warms else 0.0)
     while True:
         for warm in warms:   # a function of the step: an evaluation after --resume must come out the same

@@ -68,7 +68,7 @@ def decode(model, optimizer, idx, tau, kept, n=32):
 
 
 # name: (what, sequences, share of the repeats)
-PHASES = {"training step": (training_step, 8, 1), "prefill": (prefill, 16, 1),
+PHASES = {"training step": (training_step, TrainConfig.batch_size, 1), "prefill": (prefill, 16, 1),
           "decode 1": (decode, 1, 1 / 2), "decode 16": (decode, 16, 1 / 4)}
 
 

@@ -106,6 +106,18 @@ def test_step_sizes_rise_in_deep_models(data, tmp_path, n_layer, share):
     assert (gains[0] < gains[2] / 2) == bool(share)
 
 
+@pytest.mark.parametrize("share", [0, 0.3])
+@pytest.mark.parametrize("head", ["cos", "linear"])
+def test_first_logits_have_their_temperature_while_step_sizes_rise(data, tmp_path, head, share):
+    go(data, tmp_path, "--residual", "nag", "--n_layer", 24, "--nag_head", head, "--alpha_warmup", share,
+       "--lr", 1e-12, "--gate_lr", 0, "--max_iters", 1)
+    model = train.load_run(tmp_path)[0]
+    for residual, _ in model.sublayers() if share else ():
+        residual.warm.fill_(1 / (1 + share * 420))   # as at the first of 420 steps
+    idx = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+    assert model(idx)[0].std(-1).mean().item() == pytest.approx(0.5, rel=0.1)
+
+
 @pytest.mark.parametrize("kind", ["mod", "router", "layer_drop"])
 def test_max_flops_counts_what_ran(data, tmp_path, kind):
     n, at, dense = 4e8, tmp_path / "mod", tmp_path / "dense"

@@ -144,18 +144,50 @@ def test_rounding():
     assert torch.allclose(analyze.rounded(W, 3).abs().amax(1), W.abs().amax(1))
 
 
+def seen_by(model, idx, l):
+    """What the queries of block l attend to, mean of sequences and heads, one softmax at a time: (T, T)"""
+    (B, T), walk = idx.shape, list(model.walk(idx))
+    q, k, _ = model.blocks[l].attn.qkv(model.blocks[l].attn_residual.read(walk[2 * l][1]), model.rope(0, T))
+    seen = torch.zeros(T, T, dtype=q.dtype)
+    for b in range(B):
+        for h in range(q.shape[2]):
+            for t in range(T):
+                seen[t, :t + 1] += (q[b, t, h] @ k[b, :t + 1, h].T / q.shape[3] ** 0.5).softmax(-1)
+    return seen.detach() / (B * q.shape[2])
+
+
 def test_attention_sink():
-    model, (idx, _) = model_of(), BATCHES[0]
-    attn, walk = model.blocks[2].attn, list(model.walk(idx))
-    q, k, v = attn.qkv(model.blocks[2].attn_residual.read(walk[4][1]), model.rope(0, 12))
-    right = 0.0
-    for b in range(2):
-        for h in range(2):
-            for t in range(1, 12):
-                right += (q[b, t, h] @ k[b, :t + 1, h].T / 4).softmax(-1)[0].item() / (2 * 2 * 11)
-    found = [analyze.attention_sink(model, [batch])["share"][2] for batch in BATCHES]
-    assert found[0] == pytest.approx(right)
-    assert analyze.attention_sink(model, BATCHES)["share"][2] == pytest.approx(sum(found) / 2)
+    model = model_of()
+    seen = [seen_by(model, idx, 2)[1:] for idx, _ in BATCHES]
+    for right, batches in (seen[0], BATCHES[:1]), (sum(seen) / 2, BATCHES):
+        found = analyze.attention_sink(model, batches)
+        assert found["share"][2] == pytest.approx(right[:, 0].mean().item())
+        assert found["first_four"][2] == pytest.approx(right[:, :4].sum(1).mean().item())
+        assert found["own"][2] == pytest.approx(right.diagonal(1).mean().item())
+
+
+def test_attention_map():
+    model = model_of()
+    right = sum(seen_by(model, idx, l) for idx, _ in BATCHES for l in range(4)) / 8
+    matrix = analyze.attention_map(model, BATCHES)["matrix"]
+    assert len(matrix) == 12 and matrix[0][0] == 1
+    for t, row in enumerate(matrix):
+        assert row[:t + 1] == pytest.approx(right[t, :t + 1].tolist(), rel=0.01)
+        assert row[t + 1:] == [None] * (11 - t)
+
+
+def test_weight_outliers():
+    model = model_of(residual="nag")
+    with torch.no_grad():
+        model.blocks[1].mlp.c_fc.weight.normal_().add_(0.5)
+        model.blocks[1].mlp.c_fc.weight[3, 4] = 30
+    found = analyze.weight_outliers(model, BATCHES)
+    W = model.blocks[1].mlp.c_fc.weight.detach()
+    at = found["matrix"].index("1.mlp.c_fc.weight")
+    assert len(found["matrix"]) == 16 and at == 6
+    assert found["largest"][at] == pytest.approx((30 / W.square().mean() ** 0.5).item())
+    assert found["off_centre"][at] == pytest.approx((W.mean() / W.std()).item(), rel=1e-3)
+    assert found["excess_kurtosis"][at] > 10 > 1 > max(map(abs, found["excess_kurtosis"][:6]))
 
 
 def test_norm_growth_of_a_fresh_model():
