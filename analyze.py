@@ -1097,7 +1097,7 @@ STATS = {
         draw=partial(draw_lines, keys=("distance",), xlabel="block")),
     "attention_sink": Stat(
         attention_sink, "Attention sink", "mean attention to the first token",
-        "High: heads that have nothing to say rest on the first token. Dashed: the first four of them.",
+        "High: heads that have nothing to say rest on the first token. Dashed: on the first four.",
         draw=partial(draw_lines, keys=("share", "first_four"), xlabel="block")),
     "attention_map": Stat(
         attention_map, "Attention by position", "query",
