@@ -13,7 +13,6 @@ import matplotlib
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from analyze import excess_kurtosis  # noqa: E402
 from train import load_run, val_windows  # noqa: E402
 
 matplotlib.use("Agg")
@@ -28,17 +27,13 @@ def more(folder):
     """
     What analyze.py does not measure. magnitude: root mean square, before each sublayer and at the end, of
     what figure 5 of the AttnRes paper shows: the stream, and of AttnRes, which has none, the source that is
-    being written, a depth block's sum so far. weight_kurtosis: excess kurtosis of the sublayers' matrices,
-    their mean.
+    being written, a depth block's sum so far.
     """
     model, config = load_run(folder, "cuda" if torch.cuda.is_available() else "cpu")
     idx = val_windows(config["data"], config["block_size"], 16)[0].to(model.turn.device)
     carried = (lambda stream: stream.sources[-1]) if config["residual"] == "attnres" else model.ends.as_tensor
     rms = lambda x: x.double().square().mean(-1).sqrt().mean().item()
-    matrices = [p.double().flatten() for _, sublayer in model.sublayers() for p in sublayer.parameters()
-                if p.dim() == 2]
-    return dict(magnitude=[rms(carried(stream)) for _, stream, _ in model.walk(idx)],
-                weight_kurtosis=statistics.mean(excess_kurtosis(p).item() for p in matrices))
+    return dict(magnitude=[rms(carried(stream)) for _, stream, _ in model.walk(idx)])
 
 
 def uneven(values):
@@ -78,7 +73,8 @@ MEASURES = {
     "kurtosis": ("median excess kurtosis, at the end", lambda r: r["kurtosis"]["median"][-1]),
     "kurtosis_largest": ("median excess kurtosis, largest", lambda r: max(r["kurtosis"]["median"])),
     "outlier": ("largest |entry| / root mean square", lambda r: max(r["kurtosis"]["largest"])),
-    "weight_kurtosis": ("excess kurtosis of the matrices", lambda r: r["weight_kurtosis"]),
+    "weight_kurtosis": ("excess kurtosis of the matrices, mean",
+                        lambda r: statistics.mean(r["weight_outliers"]["excess_kurtosis"])),
     "rounded_4": ("loss increase at 4 bits", lambda r: r["quantisation"]["loss_increase"][2]),
     "rounded_3": ("loss increase at 3 bits", lambda r: r["quantisation"]["loss_increase"][3]),
 }

@@ -34,5 +34,5 @@ py results/compare.py $RUNS/claims --out $RUNS/claims/compare.json $LABELS
 FOLDERS=$(chosen $RUNS/claims/compare.json $LABELS |
   while read -r label lr; do echo $RUNS/claims/$label-lr$lr-seed{1,2,3}; done)
 py analyze.py $FOLDERS --out $RUNS/claims/figures --windows 64 --only stream_norm contribution gradient_norm \
-  attention_sink kurtosis quantisation norm_growth skip_curve
+  attention_sink kurtosis weight_outliers quantisation norm_growth skip_curve
 py results/claims.py
