@@ -174,6 +174,8 @@ def test_attention_map():
     for t, row in enumerate(matrix):
         assert row[:t + 1] == pytest.approx(right[t, :t + 1].tolist(), rel=0.01)
         assert row[t + 1:] == [None] * (11 - t)
+    long = torch.randint(64, (1, 80), generator=torch.Generator().manual_seed(0))
+    assert len(analyze.attention_map(model_of(block_size=80), [(long, long)])["matrix"]) == 64   # positions
 
 
 def test_weight_outliers():
