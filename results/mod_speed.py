@@ -10,18 +10,25 @@ A trained model goes by one threshold, as it would in use: some sublayers run ne
 ever. Random weights get a threshold per sublayer, so that each skips the same share of its tokens: the worst
 case, as every sublayer pays for gathering and scattering. Predicted is what the formula of executed FLOPs
 says. Each rate has a process of its own, as in use: buffers of other sizes, freed before, would slow a step
-down. The processes take turns, one repeat each, since the machine's speed drifts within seconds. Measured is
-the median over the turns of what a repeat saves against the dense one of its turn. All that several times
-over, since memory lies differently in each process; with the standard error over these.
+down; and no process that trains is timed in inference. They take turns, one repeat each, since the machine's
+speed drifts within seconds. All that several times over, since memory lies differently in each process.
+
+Measured is the median over the turns of what a repeat saves against the dense one of its turn, with the
+standard error over the processes. On a machine that others use, too, that is mostly their noise. So there is
+a second figure, `undisturbed`: a repeat is cut into pieces, forward and backward of each block and what comes
+before and after, and of each piece counts the fastest of a process's repeats, as Python's timeit has it.
 """
+import itertools
 import json
 import math
 import multiprocessing
+import os
 import re
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
@@ -31,7 +38,7 @@ from train import (Parser, TrainConfig, calibrate, keep_freed_memory, load_run, 
                    shares, val_windows, write_file)
 
 RATES = (0.125, 0.25, 0.375, 0.5)
-WARM_UP = 4   # repeats that are not timed, the first half of them dense, as --mod_rate begins
+WARM_UP = 2   # repeats that are not timed, the first of them dense, as --mod_rate begins
 
 
 def seconds_now(idx):
@@ -40,8 +47,9 @@ def seconds_now(idx):
     return time.perf_counter()
 
 
-def training_step(model, optimizer, idx, tau, kept):
+def training_step(model, optimizer, idx, tau, kept, begin):
     model.train()
+    begin()
     model.config.mod_rate = 0.0 if tau is None else 0.25   # any rate adds train.py's exploration and floor
     model(idx, idx, tau=tau, kept=kept)[1].backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -50,26 +58,27 @@ def training_step(model, optimizer, idx, tau, kept):
 
 
 @torch.no_grad()
-def prefill(model, optimizer, idx, tau, kept):
+def prefill(model, optimizer, idx, tau, kept, begin):
     model.eval()
+    begin()
     model(idx, cache=KVCache(model, len(idx)), tau=tau, kept=kept)
 
 
 @torch.no_grad()
-def decode(model, optimizer, idx, tau, kept, n=32):
+def decode(model, optimizer, idx, tau, kept, begin, n=32):
     """The last n tokens of idx, one at a time; the others are in the cache already, and not timed."""
     model.eval()
     cache = KVCache(model, len(idx))
     model(idx[:, :-n], cache=cache, tau=tau)
-    begin = seconds_now(idx)
+    begin()
     for t in range(idx.shape[1] - n, idx.shape[1]):
         model(idx[:, t:t + 1], cache=cache, tau=tau, kept=kept)
-    return seconds_now(idx) - begin
 
 
 # name: (what, sequences, share of the repeats)
 PHASES = {"training step": (training_step, TrainConfig.batch_size, 1), "prefill": (prefill, 16, 1),
           "decode 1": (decode, 1, 1 / 2), "decode 16": (decode, 16, 1 / 4)}
+INFERENCE = [phase for phase in PHASES if phase != "training step"]
 
 
 def untrained(shape, device):
@@ -95,51 +104,86 @@ def trained(run, device):
 
 
 def worker(pipe, load, name, device, tau):
-    """A process: times what the pipe asks for, (phase, dense or not) -> (seconds, shares of the tokens)"""
+    """A process: times what the pipe asks for, (phase, dense or not) -> Repeat"""
     keep_freed_memory()
     model, draw = load(name, device)
     # weights stay put
     optimizer = make_optimizers(model, TrainConfig(lr=0.0, gate_lr=0.0, weight_decay=0.0))["optimizer"]
     # as train.py and sample.py have it
     autocast = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
-    text = draw(16)
+    text, times = draw(16), []
+
+    def begin():
+        times[:] = [seconds_now(text)]
+
+    def mark(*_):
+        times.append(seconds_now(text))
+
+    def after_block(block, args, out):
+        (direction, _), _ = out
+        mark()
+        if direction.requires_grad:
+            direction.register_hook(mark)   # its gradient is there: backward enters the block
+
+    for block in model.blocks if device == "cpu" else ():   # a GPU would have to stop at each mark
+        block.register_forward_hook(after_block)
     for phase, dense in iter(pipe.recv, None):
-        run, batch, _ = PHASES[phase]
-        idx, kept = text[:batch], []
-        begin = seconds_now(idx)
+        (run, batch, _), kept = PHASES[phase], []
         with autocast:
-            inner = run(model, optimizer, idx, None if dense else tau, kept)   # decode times itself
-        pipe.send((inner or seconds_now(idx) - begin, shares(kept)))
+            run(model, optimizer, text[:batch], None if dense else tau, kept, begin)
+        mark()
+        pipe.send(Repeat([end - start for start, end in itertools.pairwise(times)], shares(kept)))
 
 
-def take_turns(load, name, device, taus, repeats):
+class Repeat(NamedTuple):
+    pieces: list      # seconds of each
+    kept: list        # per sublayer, the share of the tokens that ran it
+
+    @property
+    def seconds(self):
+        return sum(self.pieces)
+
+
+def take_turns(load, name, device, taus, turns):
     """
-    A process per rate of taus, and a dense one -> {phase: {rate: per repeat ((seconds, shares of the tokens
-    that ran), the same of the dense one)}}
+    A process per rate of taus, and a dense one, rate 0; turns: {phase: how many}
+    -> {phase: {rate: [Repeat, one per turn]}}
     """
-    context, pipes = multiprocessing.get_context("spawn"), {}
+    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
     for rate, tau in {0: None, **taus}.items():
         pipes[rate], other = context.Pipe()
-        context.Process(target=worker, args=(other, load, name, device, tau), daemon=True).start()
+        processes.append(context.Process(target=worker, args=(other, load, name, device, tau), daemon=True))
+        processes[-1].start()
         other.close()
-    found = {phase: {rate: [] for rate in pipes} for phase in PHASES}
-    for phase, turns in repeats.items():
-        for repeat in range(WARM_UP + turns):
-            for rate in list(pipes)[::1 if repeat % 2 else -1]:
+    found = {phase: {rate: [] for rate in pipes} for phase in turns}
+    for phase, n in turns.items():
+        for turn in range(-WARM_UP, n):
+            for rate in list(pipes)[::1 if turn % 2 else -1]:
                 # a heap that has not held a dense step would have to grow for many steps, as sizes vary
-                pipes[rate].send((phase, repeat < WARM_UP // 2))
+                pipes[rate].send((phase, turn < -WARM_UP // 2))
                 one = pipes[rate].recv()
-                if repeat >= WARM_UP:
+                if turn >= 0:
                     found[phase][rate].append(one)
     for pipe in pipes.values():
         pipe.send(None)
-    return {phase: {rate: list(zip(each[rate], each[0])) for rate in taus} for phase, each in found.items()}
+    for process in processes:   # the next ones need their memory
+        process.join()
+    return found
 
 
-def saving(ratios):
-    """Time over the dense one, per process and turn -> share of the time saved, and its standard error."""
-    each = [statistics.median(one) for one in ratios]
-    return 1 - statistics.median(sum(ratios, [])), statistics.stdev(each) / len(each) ** 0.5
+def undisturbed(repeats):
+    """[Repeat] -> seconds"""
+    return sum(min(same) for same in zip(*(repeat.pieces for repeat in repeats), strict=True))
+
+
+def savings(sets):
+    """(repeats, dense ones) of each set of processes -> shares of the time saved, with standard errors"""
+    ratios = [[a.seconds / b.seconds for a, b in zip(*each)] for each in sets]
+    error = lambda values: statistics.stdev(values) / len(values) ** 0.5
+    calm = [1 - undisturbed(repeats) / undisturbed(dense) for repeats, dense in sets]
+    return dict(measured=1 - statistics.median(itertools.chain(*ratios)),
+                standard_error=error([statistics.median(each) for each in ratios]),
+                undisturbed=statistics.mean(calm), undisturbed_error=error(calm))
 
 
 def main():
@@ -164,8 +208,10 @@ def main():
     on_gpu, table = args.device == "cuda", {}
     device = (f"{torch.cuda.get_device_name()}, bf16" if on_gpu else
               f"CPU, fp32, {torch.get_num_threads()} threads")
-    report = dict(command="python " + " ".join(sys.argv), device=device, torch=torch.__version__, table=table)
-    heads = " | ".join(f"{rate:.1%} predicted, measured" for rate in RATES)
+    memory = [f"{name}={value}" for name, value in os.environ.items() if name == "GLIBC_TUNABLES"]
+    report = dict(command=" ".join([*memory, "python", *sys.argv]), device=device, torch=torch.__version__,
+                  table=table)
+    heads = " | ".join(f"{rate:.1%} predicted, measured, undisturbed" for rate in RATES)
     print(f"| blocks x width x context | what | {heads} |")
     for name, (model, draw) in models.items():
         c = model.config
@@ -173,31 +219,31 @@ def main():
         text = draw(16)
         taus = {rate: calibrate(model.eval(), text.split(8), rate, least=c.mod_least)[0].tolist()
                 for rate in RATES}
-        repeats = {phase: math.ceil(args.repeats * part / (1 if name in args.runs else 3) / args.processes)
-                   for phase, (_, _, part) in PHASES.items()}
-        found = [{phase: {} for phase in PHASES} for _ in range(args.processes)]
-        for one in found:
-            # on a CPU all at once; a GPU may not have the memory
-            for rates in [[rate] for rate in RATES] if on_gpu else [RATES]:
-                some = {rate: taus[rate] for rate in rates}
-                turns = take_turns(loads[name], name, args.device, some, repeats)
-                for phase in PHASES:
-                    one[phase] |= turns[phase]
-        for phase in PHASES:
+        turns = {phase: math.ceil(args.repeats * part / (1 if name in args.runs else 3) / args.processes)
+                 for phase, (_, _, part) in PHASES.items()}
+        found = {phase: {rate: [] for rate in RATES} for phase in PHASES}   # per set: repeats, dense ones
+        # on a CPU all rates at once; a GPU may not have the memory
+        rates_at_once = [[rate] for rate in RATES] if on_gpu else [RATES]
+        together = itertools.product([["training step"], INFERENCE] * args.processes, rates_at_once)
+        for phases, rates in together:
+            some = take_turns(loads[name], name, args.device, {rate: taus[rate] for rate in rates},
+                              {phase: turns[phase] for phase in phases})
+            for phase, rate in itertools.product(phases, rates):
+                found[phase][rate].append((some[phase][rate], some[phase][0]))
+        for phase, by_rate in found.items():
             cells = []
-            for rate in RATES:
-                turns = [one[phase][rate] for one in found]
-                ran = torch.tensor([kept for each in turns for (_, kept), _ in each])
+            for rate, sets in by_rate.items():
+                ran = torch.tensor([repeat.kept for repeats, _ in sets for repeat in repeats])
                 ran = ran.view(-1, 2 * c.n_layer).mean(0).tolist()
-                predicted = 1 - model.flops_per_token(share=ran) / model.flops_per_token()
-                measured, error = saving([[a / dense for (a, _), (dense, _) in each] for each in turns])
-                cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran), predicted=predicted,
-                                  measured=measured, standard_error=error, speedup=1 / (1 - measured)))
-            dense = [seconds for one in found for _, (seconds, _) in one[phase][RATES[0]]]
+                cells.append(dict(rate=rate, realised=1 - sum(ran) / len(ran),
+                                  predicted=1 - model.flops_per_token(share=ran) / model.flops_per_token(),
+                                  **savings(sets)))
+            dense = [repeat.seconds for _, repeats in by_rate[RATES[0]] for repeat in repeats]
             table.setdefault(shape, {})[phase] = dict(
                 repeats=len(dense), dense_seconds=statistics.median(dense), cells=cells)
             told = [f"{c['predicted']:.1%}, {c['measured']:.1%} ± {c['standard_error']:.1%} "
-                    f"({c['speedup']:.2f}x)" for c in cells]
+                    f"({1 / (1 - c['measured']):.2f}x), {c['undisturbed']:.1%} ± "
+                    f"{c['undisturbed_error']:.1%}" for c in cells]
             print(f"| {shape} | {phase} | {' | '.join(told)} |", flush=True)
         if args.out:   # after each shape, as it takes minutes
             write_file(args.out, lambda f: f.write(json.dumps(report, indent=1).encode() + b"\n"))
