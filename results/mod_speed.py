@@ -104,7 +104,7 @@ def trained(run, device):
 
 
 def worker(pipe, load, name, device, tau):
-    """A process: times what the pipe asks for, (phase, dense or not) -> Repeat"""
+    """A process: times what the pipe asks for, (phase, dense or not) -> what a Repeat is made of"""
     keep_freed_memory()
     model, draw = load(name, device)
     # weights stay put
@@ -132,7 +132,7 @@ def worker(pipe, load, name, device, tau):
         with autocast:
             run(model, optimizer, text[:batch], None if dense else tau, kept, begin)
         mark()
-        pipe.send(Repeat([end - start for start, end in itertools.pairwise(times)], shares(kept)))
+        pipe.send(([end - start for start, end in itertools.pairwise(times)], shares(kept)))
 
 
 class Repeat(NamedTuple):
@@ -161,7 +161,7 @@ def take_turns(load, name, device, taus, turns):
             for rate in list(pipes)[::1 if turn % 2 else -1]:
                 # a heap that has not held a dense step would have to grow for many steps, as sizes vary
                 pipes[rate].send((phase, turn < -WARM_UP // 2))
-                one = pipes[rate].recv()
+                one = Repeat(*pipes[rate].recv())
                 if turn >= 0:
                     found[phase][rate].append(one)
     for pipe in pipes.values():

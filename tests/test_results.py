@@ -16,6 +16,7 @@ from train import Parser, TrainConfig, add_flags, from_dict
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "results"))
+import mod_speed  # noqa: E402
 import table  # noqa: E402
 
 README = (ROOT / "results/README.md").read_text()
@@ -97,6 +98,21 @@ def test_commands_are_accepted(script, scale):
     # how fast, not how well
     seeds = {"seed1"} if re.search("mod_speed|kernels", script) else {"seed1", "seed2", "seed3"}
     assert {out[-5:] for out in seen} == seeds
+
+
+def test_savings_are_medians_of_turns_and_fastest_pieces():
+    def repeats(*pieces):
+        return [mod_speed.Repeat(each, [1.0]) for each in pieces]
+
+    dense = repeats([4, 4], [4, 6], [8, 4])
+    half = repeats([2, 6], [4, 2], [2, 4])          # of turns 1, 0.6, 0.5; of pieces 2 and 2, against 4 and 4
+    quarter = repeats([3, 3], [3, 9], [9, 3])       # of turns 0.75, 1.2, 1; of pieces 3 and 3
+    found = mod_speed.savings([(half, dense), (quarter, dense)])
+    assert mod_speed.undisturbed(half) == 4 and mod_speed.undisturbed(dense) == 8
+    assert found["undisturbed"] == pytest.approx((0.5 + 0.25) / 2)
+    assert found["undisturbed_error"] == pytest.approx(0.125)   # half of what two values differ by
+    assert found["measured"] == pytest.approx(1 - (0.75 + 1) / 2)   # of all six turns
+    assert found["standard_error"] == pytest.approx((1 - 0.6) / 2)
 
 
 @pytest.mark.slow
