@@ -1040,20 +1040,20 @@ def attend(q, k, v, mask=None, is_causal=False):
     """q (B, K, nh, hs), k, v (B, S, nh, hs) -> (B, K, nh, hs)"""
     if is_causal and q.shape[1] > 64 and q.device.type == "cpu" and not torch.compiler.is_compiling():
         if torch.backends.cuda.flash_sdp_enabled():   # despite its name, of all devices; off: sdpa_kernel
-            return attend_in_pieces(q, k, v)
+            return attend_in_pieces(q, k, v, torch.arange(q.shape[1]))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal).transpose(1, 2)
 
 
-def attend_in_pieces(q, k, v, size=64):
+def attend_in_pieces(q, k, v, position, size=64):
     """
-    attend, causally, as many queries as keys. torch's flash kernel for a CPU works through hidden keys, too,
-    up to 512 of them; short pieces of queries are spared most.
+    attend, causally, for queries q (B, K, nh, hs) at positions (K,), ascending: some at a time, with the keys
+    up to the last of them. torch's flash kernel for a CPU works through hidden keys, too, up to 512 of them.
     """
-    queries, ends = q.split(size, dim=1), [*range(size, q.shape[1], size), q.shape[1]]
-    masks = (causal_mask(torch.arange(end - q.shape[1], end), end) for q, end in zip(queries, ends))
-    return torch.cat([attend(*each) for each in zip(queries, prefixes(k, ends), prefixes(v, ends), masks)],
-                     dim=1)
+    pieces = position.split(size)
+    ends = [*(int(at[-1]) + 1 for at in pieces[:-1]), k.shape[1]]
+    each = zip(q.split(size, dim=1), prefixes(k, ends), prefixes(v, ends), map(causal_mask, pieces, ends))
+    return torch.cat([attend(*one) for one in each], dim=1)
 
 
 def attend_one_by_one(q, k, v, position, counts):
@@ -1061,10 +1061,10 @@ def attend_one_by_one(q, k, v, position, counts):
     attend, for kept queries q (N, nh, hs) at any positions (N,), counts of them per sequence. In one call
     they would fill a rectangle as long as the sequence that keeps most: on a CPU, a call for each is faster.
     """
-    S = k.shape[1]
-    hidden = q.new_full((S, S), -math.inf).triu_(1)[position]                        # (N, S)
-    each = zip(q.split(counts), k.split(1), v.split(1), hidden.split(counts))
-    return torch.cat([attend(q[None], k, v, mask).squeeze(0) for q, k, v, mask in each if len(q)])
+    hidden = q.new_full((k.shape[1],) * 2, -math.inf).triu_(1)
+    each = zip(q[None].split(counts, dim=1), k.split(1), v.split(1), position.split(counts))
+    return torch.cat([attend_in_pieces(*one, at, size=256) if len(at) > 256 else attend(*one, hidden[at])
+                      for *one, at in each if len(at)], dim=1).squeeze(0)
 
 
 def causal_mask(position, S):

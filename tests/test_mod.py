@@ -730,16 +730,21 @@ def test_ahead_decides_what_the_sublayers_would(mod_on, reach):
     assert len(set(looks)) == -(-5 // reach) + -(-3 // reach)   # five sublayers at one stream, then three
 
 
-def test_attend_one_by_one_is_one_call_on_a_rectangle():
-    keep = torch.rand(4, 20, generator=rng()) < torch.tensor([0.3, 0.9, 1.0, 0.0])[:, None]   # one keeps none
+@pytest.mark.parametrize("T", [20, 600])   # of more than 256 kept queries, some at a time
+def test_attend_one_by_one_is_one_call_on_a_rectangle(T):
+    keep = torch.rand(4, T, generator=rng()) < torch.tensor([0.3, 0.9, 1.0, 0.0])[:, None]   # one keeps none
     rows = M.Rows(keep)
     rows.arrange()
     q, k, v = (torch.randn(*shape, 2, 8, dtype=torch.float64, generator=rng(i), requires_grad=True)
-               for i, shape in enumerate([(len(rows.index),), (4, 25), (4, 25)], start=1))
+               for i, shape in enumerate([(len(rows.index),), (4, T + 5), (4, T + 5)], start=1))
     position = rows.place + 5   # five tokens are in the cache
-    y = rows.unpad(M.attend(rows.pad(q), k, v, M.causal_mask(rows.pad(position), 25)))
-    ours = M.attend_one_by_one(q, k, v, position, rows.count.tolist())
+    y = rows.unpad(M.attend(rows.pad(q), k, v, M.causal_mask(rows.pad(position), T + 5)))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        ours = M.attend_one_by_one(q, k, v, position, rows.count.tolist())
     torch.testing.assert_close(ours, y, rtol=0, atol=1e-12)
+    whole = 4 * q.numel() * (T + 5)   # of each query with each key
+    assert counter.get_total_flops() <= whole * (1 if T == 20 else 0.8)
+    assert counter.get_total_flops() > whole / 2
     grads = [torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (ours, y)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-11)
 
@@ -750,7 +755,7 @@ def test_attention_in_pieces_is_causal_attention():
     outs, flops = [], []
     for attend in (lambda *x: F.scaled_dot_product_attention(
                        *(each.transpose(1, 2) for each in x), is_causal=True).transpose(1, 2),
-                   M.attend_in_pieces):
+                   lambda *x: M.attend_in_pieces(*x, torch.arange(150))):
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             out = attend(q, k, v)
             outs.append((out, *torch.autograd.grad((out * torch.arange(8)).sum(), (q, k, v))))
@@ -758,7 +763,8 @@ def test_attention_in_pieces_is_causal_attention():
     torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(M.attend(q, k, v, is_causal=True), outs[0][0], rtol=0, atol=1e-12)
-    assert torch.equal(M.attend(q, k, v, is_causal=True), M.attend_in_pieces(q, k, v))   # outside of MATH
+    pieces = M.attend_in_pieces(q, k, v, torch.arange(150))
+    assert torch.equal(M.attend(q, k, v, is_causal=True), pieces)   # outside of MATH
     assert flops[1] < 0.7 * flops[0]
 
 
