@@ -149,7 +149,8 @@ def take_turns(load, name, device, taus, turns):
     A process per rate of taus, and a dense one, rate 0; turns: {phase: how many}
     -> {phase: {rate: [Repeat, one per turn]}}
     """
-    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
+    context, pipes, processes = multiprocessing.get_context("forkserver"), {}, []
+    context.set_forkserver_preload(["torch._dynamo"])   # optimizers import it, 1.5 s a process
     for rate, tau in {0: None, **taus}.items():
         pipes[rate], other = context.Pipe()
         processes.append(context.Process(target=worker, args=(other, load, name, device, tau), daemon=True))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 server = multiprocessing.get_context("forkserver")
-server.set_forkserver_preload(["torch", "torch.optim", "tiktoken", "matplotlib.figure", "pytest"])
+server.set_forkserver_preload(["torch", "torch._dynamo", "tiktoken", "matplotlib.figure", "pytest"])
 
 
 def run(words, cwd, env, out, err):
