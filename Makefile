@@ -1,4 +1,4 @@
-# make         a virtual environment, data, a small trained model, a sample of it and figures (5 to 8 minutes, two cores)
+# make         a virtual environment, data, a small trained model, a sample of it and figures (5 to 8 minutes)
 # make test    the tests (6 to 8 minutes on two cores); make test-slow runs the long ones too
 PYTHON ?= python3
 BIN = .venv/bin
