@@ -1056,14 +1056,16 @@ def attend_in_pieces(q, k, v, position, size=64):
     return torch.cat([attend(*one) for one in each], dim=1)
 
 
-def attend_one_by_one(q, k, v, position, counts):
+def attend_one_by_one(q, k, v, position, counts, size=256):
     """
     attend, for kept queries q (N, nh, hs) at any positions (N,), counts of them per sequence. In one call
-    they would fill a rectangle as long as the sequence that keeps most: on a CPU, a call for each is faster.
+    they would fill a rectangle as long as the sequence that keeps most: on a CPU, a call for each is faster,
+    and pieces of a long one, which save more keys than further calls cost.
     """
-    hidden = q.new_full((k.shape[1],) * 2, -math.inf).triu_(1)
+    S = k.shape[1]
+    hidden = q.new_full((S, S), -math.inf).triu_(1)
     each = zip(q[None].split(counts, dim=1), k.split(1), v.split(1), position.split(counts))
-    return torch.cat([attend_in_pieces(*one, at, size=256) if len(at) > 256 else attend(*one, hidden[at])
+    return torch.cat([attend_in_pieces(*one, at, size) if len(at) > size else attend(*one, hidden[at])
                       for *one, at in each if len(at)], dim=1).squeeze(0)
 
 
