@@ -1,31 +1,154 @@
+"""What the tests share: tiny models whose parameters are all in use, and sublayers written out by hand."""
+import math
 import os
+import signal
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parents[1]
+# Not resolved, so that a folder of links to these files tests the model beside them.
+ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")   # before anything imports triton
+os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
+torch.set_num_threads(1)                             # The models are too small for threads to pay off.
 
-torch.set_num_threads(1)  # the models of the tests are too small for threads to pay off
-os.environ.setdefault("OMP_NUM_THREADS", "1")   # ... in the programs that they start, too
-
+TINY = dict(n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=64)
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
 
-
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds; runs with --slow only")
-
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--slow"):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+
+@pytest.fixture(autouse=True)
+def usual_signals():
+    """train.main, which tests call in this process, notes signals from then on."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# ----------------------------------------------------------------------------- models and inputs
+
+def make(residual="pre", noise=0.2, dtype=torch.float64, **config):
+    """A tiny GPT in evaluation mode. noise moves every parameter away from where it starts, so that a gate
+    of zeros or a norm's weight of ones can't hide a mistake. It is made while dtype is the default one,
+    because constants such as 1 / sqrt(3) need its precision, too."""
+    from model import GPT, GPTConfig
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = GPT(GPTConfig(residual=residual, **(TINY | config)))
+    finally:
+        torch.set_default_dtype(before)
+    return randomise(model, noise).eval()
+
+@torch.no_grad()
+def randomise(model, noise=0.2, only=""):
+    """Adds noise that depends on a parameter's name alone: parameters that two models share stay equal.
+    only: the end of the names of those that are moved"""
+    for name, p in model.named_parameters():
+        if noise and name.endswith(only):
+            rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            p.add_(noise * torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p.dtype))
+    return model
+
+def ids(B=2, T=12, V=TINY["vocab_size"], seed=0):
+    return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
+
+def some(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+def logits(model, idx=None, **options):
+    with torch.no_grad():
+        return model(ids() if idx is None else idx, **options)[0]
+
+def streams(model, idx=None):
+    """The stream as one vector per token: before sublayer 1, and after each sublayer."""
+    with torch.no_grad():
+        walk = list(model.walk(ids() if idx is None else idx))
+        return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after, _ in walk]]
+
+def decode(model, idx, pieces, **options):
+    """The logits of all tokens, piece by piece through a KV cache"""
+    from model import KVCache
+    cache, out = KVCache(model, len(idx)), []
+    with torch.no_grad():
+        for piece in idx.split(pieces, dim=1):
+            out.append(model(piece, cache=cache, **options)[0])
+    return torch.cat(out, dim=1)
+
+def same(a, b, tolerance=1e-10):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()}
+
+def count_flops(function):
+    """What torch counts of the matrix products inside of function(). Others go uncounted on CPUs."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+# ----------------------------------------------------------------------------- sublayers by hand
+
+def unit(x, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+def attention_by_hand(attn, x, keep=None):
+    """Causal attention, RoPE, normalised queries and keys, one score per pair. x (B, T, C) -> (B, T, C).
+    keep (B, T): the other tokens have no keys"""
+    (B, T, _), nh = x.shape, attn.n_head
+    q, k, v = ((x @ w.T).view(B, T, nh, -1) for w in attn.c_attn.weight.chunk(3))
+    hs = q.shape[-1]
+    angle = torch.arange(T)[:, None, None] * 1e4 ** -(torch.arange(0, hs, 2, dtype=torch.float64) / hs)
+
+    def turned(y):
+        even, odd = unit(y)[..., ::2], unit(y)[..., 1::2]
+        pair = even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()
+        return torch.stack(pair, -1).flatten(-2)
+
+    q, k = turned(q), turned(k)
+    if attn.q_scale is not None:   # nGPT's
+        q, k = q * attn.q_scale.view(nh, hs), k * attn.k_scale.view(nh, hs)
+    seen = torch.ones(T, T, dtype=torch.bool).tril().expand(B, T, T)
+    if keep is not None:         # A token sees itself, because a row without any key would be NaN.
+        seen = seen & (keep[:, None] | torch.eye(T, dtype=torch.bool))
+    scores = torch.einsum("bihc,bjhc->bhij", q, k) / hs ** 0.5
+    weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
+    return torch.einsum("bhij,bjhc->bihc", weights, v).flatten(-2) @ attn.c_proj.weight.T
+
+def mlp_by_hand(mlp, x):
+    x = x @ mlp.c_fc.weight.T
+    if mlp.scale is not None:    # nGPT's
+        x = x * mlp.scale
+    if mlp.activation == "swiglu":
+        gate, x = x.chunk(2, dim=-1)
+        x = gate / (1 + (-gate).exp()) * x
+    else:
+        x = F.relu(x) ** 2 if mlp.activation == "relu2" else x * 0.5 * (1 + torch.erf(x / 2 ** 0.5))
+    return x @ mlp.c_proj.weight.T
+
+def sublayers_by_hand(model):
+    """Yields (l, residual, f) in the order in which they run."""
+    for i, number in enumerate(model.order):
+        block = model.blocks[number]
+        yield 2 * i + 1, block.attn_residual, lambda x, attn=block.attn: attention_by_hand(attn, x)
+        yield 2 * i + 2, block.mlp_residual, lambda x, mlp=block.mlp: mlp_by_hand(mlp, x)

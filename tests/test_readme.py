@@ -1,110 +1,110 @@
-"""Every command of the README runs as printed, in a copy of the repository, with flags behind it that make it
-short."""
-import os
-import re
-import shlex
-import shutil
-import subprocess
-import sys
+"""README.md and workshop/README.md: commands parse, code is the source's or runs, what they name exists."""
+import importlib, inspect, json, operator, re, shlex, shutil, textwrap
+from dataclasses import asdict
 
-import pytest
-from programs import ROOT, program
+import pytest, torch
+import analyze, model, prepare, sample, train
+from conftest import ROOT
 
-from model import PRESETS, RESIDUALS
+LIMITS = {"README.md": (220, 14_000), "workshop/README.md": (200, 14_000)}   # lines, bytes
+README, WORKSHOP = (ROOT.joinpath(name).read_text(encoding="utf-8") for name in LIMITS)
 
-README = (ROOT / "README.md").read_text()
+def blocks(kind, text=README + WORKSHOP):
+    return re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
 
-# What is typed behind each command so that the whole README takes a minute, and the commands that can't run
-# here.
-SHORT = {"kernels.py": "--rows",
-         "train.py": "--n_layer 2 --max_tokens 0 --max_iters 4 --eval_windows 4 --batch_size 8",
-         "sample.py": "--max_new_tokens 20", "analyze.py": "--windows 2",
-         "mod_speed.py": "--shapes 2x64x64 --repeats 1 --processes 2"}
-NETWORK = ("prepare.py fineweb", "prepare.py shakespeare")
-# make: see below; results: an hour; pytest: these tests
-ELSEWHERE = ("make", "bash results/", "python -m pytest")
+COMMANDS = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
+OWN = [code for code in blocks("python") if "RESIDUALS[" in code]   # residuals to be put into model.py
 
+@pytest.fixture
+def own_residuals():
+    before = dict(model.RESIDUALS)
+    for code in OWN:
+        exec(code, dict(vars(model)))
+    yield [name for name in model.RESIDUALS if name not in before]
+    model.RESIDUALS.clear()
+    model.RESIDUALS.update(before)
 
-def commands():
-    for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S):
-        for line in block.splitlines():
-            line = line.split("  #")[0].strip()
-            if line and not line.startswith(("#", *ELSEWHERE)):
-                yield line
+def learns(module, residual):
+    """Gradients reach all parameters, and half of the tokens can skip. module: model, or one like it"""
+    torch.manual_seed(0)
+    idx = torch.arange(12).view(2, 6)
+    gpt = module.GPT(module.GPTConfig(residual, n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=64))
+    torch.nn.utils.vector_to_parameters(torch.randn(gpt.num_params()), gpt.parameters())
+    gpt(idx, idx)[1].backward()
+    half = gpt(idx, decide=lambda l, residual, stream: (idx % 2 > 0, None))[0]
+    return half.isfinite().all() and all(p.grad.isfinite().all() and p.grad.any() for p in gpt.parameters())
 
+@pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
+def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
+    monkeypatch.chdir(tmp_path)
+    settings = asdict(model.GPTConfig()) | asdict(train.TrainConfig()) | dict(tokenizer="bytes")
+    for run in re.findall(r"runs/[\w-]+", line):   # The command may want it to be there.
+        (tmp_path / run).mkdir(parents=True, exist_ok=True)
+        (tmp_path / run / "config.json").write_text(json.dumps(settings))
+    program, *argv = shlex.split(line.replace("torchrun --nproc_per_node 8 ", "python "))
+    if program == "make":
+        assert all(re.search(f"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in argv)
+    elif argv[0] == "train.py":
+        train.parse((model.GPTConfig, train.TrainConfig), argv[1:], under=train.settings_below)
+    elif argv[0] == "sample.py":
+        train.parse([sample.SampleConfig], argv[1:], positional=("run",))
+    elif argv == ["analyze.py", "--list"]:
+        analyze.main(argv[1:])
+    elif argv[0] == "analyze.py":
+        config, = train.parse([analyze.AnalyzeConfig], argv[1:], positional=("runs",))
+        assert {*config.only.split(",")} <= {"", *analyze.STATS}
+    else:   # No data set is made here. One is, below.
+        assert argv[0] == "prepare.py"
+        monkeypatch.setattr(prepare, "DATA_SETS", {argv[1]: lambda args, new: 1 / 0})
+        pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
-def test_commands(tmp_path):
-    made = shutil.ignore_patterns(".git", ".venv", ".*cache", "data", "runs", "figures*")
-    shutil.copytree(ROOT, tmp_path, ignore=made, dirs_exist_ok=True)
-    seen = set()
-    for line in commands():
-        if any(words in line for words in NETWORK):
-            sub = line.split()[2]
-            done = program("prepare.py", sub, "--help", cwd=tmp_path)
-            assert done.returncode == 0, line
-            assert all(w in done.stdout for w in line.split() if w.startswith("--")), line
-            continue
-        script = next(name for name in ("prepare.py", *SHORT) if name in line)
-        seen.add(script)
-        short = SHORT.get(script, "")
-        if "--resume" in line:   # the size is the run's own
-            short = "--max_tokens 0 --max_iters 6"
-        line = re.sub(r"--prune (\w+):\d+", r"--prune \1:1",
-                      line.replace("--nproc_per_node 8", "--nproc_per_node 2"))
-        words = shlex.split(line) + short.split()
-        start = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-        done = program(*start, *words[1:], cwd=tmp_path)
-        assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
-    assert seen == {"prepare.py", *SHORT}
-    for code in re.findall(r"^```python\n(import.*?)^```", README, re.M | re.S):
-        done = program("-c", code, cwd=tmp_path)
-        assert done.returncode == 0 and done.stdout.startswith("def "), done.stderr
+def test_typed(tmp_path, monkeypatch, capsys):
+    """Data, a run and a sample of one's own text, and the same from Python"""
+    shutil.copytree(ROOT / "workshop", tmp_path / "workshop")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text, run = (shlex.split(line)[2:] for line in COMMANDS if "data/mine" in line)
+    prepare.main(text)
+    tiny = "--n_layer 2 --n_embd 16 --n_head 2 --batch_size 2 --max_iters 2 --eval_windows 4 --device cpu"
+    assert train.main(run + tiny.split()) == 0
+    sample.main(["runs/mine", "--prompt", "def ", "--max_new_tokens", "4", "--device", "cpu"])
+    from_python, = [code for code in blocks("python") if "open_run" in code]
+    exec(from_python, {})
+    assert "b'The stream " in capsys.readouterr().out
 
+@pytest.mark.parametrize("name, source", [("def walk", model.GPT.walk), ("class Template", model.Template)])
+def test_code_is_the_source(name, source):
+    assert textwrap.dedent(inspect.getsource(source)) in blocks("python", README), f"{name}: copy it anew"
 
-@pytest.mark.parametrize("diff", re.findall(r"^```diff\n(.*?)^```", README, re.M | re.S))
-def test_solutions_apply(tmp_path, diff):
-    """What the workshop's solutions change is there to be changed, and then trains."""
-    text = (ROOT / "model.py").read_text()
-    for pair in re.findall(r"((?:^-.*\n)+)((?:^\+.*\n)+)", diff, re.M):
-        old, new = (re.sub("^.", "", part, flags=re.M) for part in pair)
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    (tmp_path / "model.py").write_text(text)
-    code = """if True:
-        import torch
-        from model import GPT, GPTConfig
-        idx = torch.arange(12).view(1, 12)
-        for name in ("nag", "template"):
-            model = GPT(GPTConfig(residual=name, n_layer=2, n_embd=16, n_head=2, block_size=16,
-                                  vocab_size=64))
-            for p in model.parameters():
-                torch.nn.init.normal_(p, std=0.1)
-            model(idx, idx)[1].backward()
-            assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{ROOT}"))
-    assert done.returncode == 0, done.stderr
+def test_changes_of_the_model_learn(tmp_path, monkeypatch, own_residuals):
+    assert len(own_residuals) == len(OWN) >= 2 and all(learns(model, name) for name in own_residuals)
+    # The workshop deletes a line.
+    line, source = blocks("diff")[0].removeprefix("-"), (ROOT / "model.py").read_text()
+    assert source.count(line) == 1
+    (tmp_path / "broken.py").write_text(source.replace(line, ""))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert learns(importlib.import_module("broken"), "nag")
 
+def test_what_is_named_exists():
+    flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help"}
+    source = "".join(inspect.getsource(module) for module in (model, train, sample, analyze, prepare))
+    assert not [flag for flag in flags if not re.search(rf'^    {flag}: |"--{flag}"', source, re.M)]
+    for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", README + WORKSHOP):   # classes and methods
+        operator.attrgetter(name)(model)
+    files = {*re.findall(r"(?:`|\]\()([\w/]+\.(?:py|md|html|png|txt))[`)]", README + WORKSHOP)}
+    assert len(files) > 9 and all("figures/" in name or (ROOT / name).is_file() for name in files)
 
-def test_makefile_targets_exist():
-    for block in re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S):
-        for target in re.findall(r"^make ?([\w-]*)", block, re.M):
-            done = subprocess.run(["make", "--dry-run", *([target] if target else [])], cwd=ROOT,
-                                  capture_output=True)
-            assert done.returncode == 0, target
+def test_table():
+    table = README.split("## The residuals")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
+    assert rows == [line.strip() for line in train.residual_list().splitlines()[1:]]
+    assert f"{len(rows)}, and your own" in README and f"{len(analyze.STATS)} statistics" in README
 
-
-def test_table_names_every_residual():
-    rows = re.findall(r"^\| `(\w+)` \|.*\| `(\w+)`", README, re.M)
-    assert {name for name, _ in rows} == set(RESIDUALS)
-    assert all((cls == "Additive") == (name in PRESETS) for name, cls in rows)
-
-
-@pytest.mark.parametrize("page", ["README.md", "results/README.md", "results/tables.md"])
-def test_links_exist(page):
-    for path in re.findall(r"\]\(((?!http)[^)#]+)\)", (ROOT / page).read_text()):
-        assert ((ROOT / page).parent / path).exists(), path
-
-
-def test_readme_is_finished():
-    assert not re.search(r"\b[A-Z]+_(TIME|BPB|TABLE|TEXT)\b", README)
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name):
+    data, (lines, size) = (ROOT / name).read_bytes(), LIMITS[name]
+    assert data.count(b"\n") <= lines and len(data) <= size
+    text = re.sub(r"^```.*?^```|^[|#!<].*?$", "", data.decode(), flags=re.M | re.S)   # no code, no tables
+    assert len(text.split()) <= 15 * len(re.findall(r"[.!?][*)]*\s", text))
+    images = [image.stat().st_size for image in (ROOT / "images").iterdir()]
+    assert len(images) <= 2 and max(images) < 150_000

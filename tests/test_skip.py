@@ -1,0 +1,331 @@
+"""
+Who runs a sublayer: thresholds, routers, LayerDrop, removal, early exit, and what finds or trains thresholds.
+The reference: every token runs every sublayer, and the result is thrown away for those that skip. Float64.
+"""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as M
+import sample
+from conftest import attention_by_hand, count_flops, decode, gradients, ids, logits, make, mlp_by_hand, same
+
+RATES = [0.15, 0.5, 0.7, 0.95]
+IDX, TARGETS = ids(3, 16), ids(3, 16, seed=1)
+
+def nag(shut=0.0, **config):
+    """Gains differ a lot between tokens and sublayers. Sublayer 4 is shut, sublayer 5 turns back."""
+    model = make("nag", **(dict(n_layer=4) | config))
+    with torch.no_grad():
+        for l, residual in enumerate(model.residuals()[:-1], start=1):
+            residual.w.mul_(3)
+            residual.alpha.fill_({4: shut, 5: -0.7}.get(l, 0.8 + 0.05 * l))
+    return model
+
+def at(model, tau):
+    """A `decide` with the same threshold everywhere"""
+    return M.by_threshold([tau] * 2 * len(model.order))
+
+def at_rate(model, rate):
+    """One with a share `rate` of the dense model's gains below it, and none near it: rounding would decide"""
+    with torch.no_grad():
+        steps = zip(model.sublayers(IDX), model.walk(IDX, decide=M.all_run))
+        gains = [residual.gain(before).abs() for (_, residual, _), (_, before, _, _) in steps]
+    gains = torch.stack(gains).flatten().sort().values
+    cut = next(i for i in range(int(rate * len(gains)), len(gains)) if gains[i] - gains[i - 1] > 1e-6)
+    return at(model, (gains[cut - 1] + gains[cut]).item() / 2)
+
+def mask(keep, idx):
+    """An answer of a `decide` as (B, T)"""
+    return keep if isinstance(keep, torch.Tensor) else torch.full(idx.shape, keep is None)
+
+def forward(model, idx=IDX, decide=None):
+    """-> logits, the decisions (2L, B, T)"""
+    kept = []
+    out = logits(model, idx, decide=decide, kept=kept)
+    return out, torch.stack([mask(keep, idx) for keep in kept])
+
+def choose(keep, new, old):
+    if isinstance(new, tuple):
+        return tuple(choose(keep, a, b) for a, b in zip(new, old))
+    return torch.where(keep.view(keep.shape + (1,) * (new.dim() - 2)), new, old)
+
+def masked(model, decide, idx=IDX):
+    """The reference of `forward`, with gradients"""
+    stream, decisions = next(model.walk(idx, decide=M.all_run))[1], []
+    for l, residual, f in model.sublayers(idx):
+        decisions.append(mask(decide(l, residual, stream)[0], idx))
+        stream = choose(decisions[-1], residual(stream, f), stream)
+    return model.head(stream), torch.stack(decisions)
+
+def same_as_masking(model, decide):
+    """Logits, decisions, loss and the gradients of all parameters -> the decisions"""
+    right, decisions = masked(model, decide)
+    same(forward(model, decide=decide), (right.detach(), decisions))
+    his = gradients(model, F.cross_entropy(right.flatten(0, 1), TARGETS.flatten()))
+    for name, g in gradients(model, model(IDX, TARGETS, decide=decide)[1]).items():
+        assert (g - his[name]).norm() <= 1e-8 * his[name].norm() + 1e-13, name
+    return decisions
+
+# ----------------------------------------------------------------------------- thresholds
+
+@pytest.mark.parametrize("config", [{}, dict(activation="swiglu", tie=True), dict(repeat="2-3:2")], ids=str)
+def test_a_skipping_step_is_its_reference(config):
+    model, uneven, empty, partly = nag(**config), 0, 0, 0
+    for rate in RATES:
+        count = same_as_masking(model, at_rate(model, rate)).sum(-1)   # (2L, B)
+        uneven += (count.amin(1) != count.amax(1)).sum()
+        empty += (count.sum(1) == 0).sum()
+        partly += ((count.amin(1) == 0) & (count.amax(1) > 0)).sum()
+    assert uneven > 5 and empty > 5 and partly > 0   # All odd cases have occurred.
+
+def test_extreme_thresholds():
+    model, kept = nag(), []
+    assert torch.equal(logits(model, IDX, decide=at(model, -1.0)), logits(model, IDX))
+    same(logits(model, IDX, decide=at(model, 9e9)), model.head(next(model.walk(IDX))[1]).detach(), 1e-14)
+    grads = gradients(model, model(IDX, TARGETS, decide=at(model, 9e9))[1])
+    assert all(g.isfinite().all() for g in grads.values()) and grads["wte.weight"].abs().max() > 0
+    model(IDX, decide=M.by_threshold([-1.0] * 5 + [9e9] + [-1.0] * 2), kept=kept)   # one of sublayer 6 alone
+    assert [keep is None for keep in kept] == [True] * 5 + [False] + [True] * 2 and not kept[5].any()
+
+@pytest.mark.parametrize("rate", RATES)
+def test_decisions_are_causal_and_of_one_sequence(rate):
+    model, t, later, others = nag(), 7, IDX.clone(), IDX.clone()
+    later[:, t:] = (later[:, t:] + 1 + ids(3, 16 - t, 62, seed=2)) % 64
+    others[1:] = ids(2, 16, seed=3)
+    decide = at_rate(model, rate)
+    (out, ran), (out2, ran2), (out3, ran3) = (forward(model, idx, decide) for idx in (IDX, later, others))
+    assert torch.equal(ran[:, :, :t], ran2[:, :, :t]) and torch.equal(ran[:, 0], ran3[:, 0])
+    same((out[:, :t], out[0]), (out2[:, :t], out3[0]))
+    assert (out[:, t:] - out2[:, t:]).abs().amax(-1).min() > 1e-9
+
+class Wary(M.Template):
+    """A reader's own residual that knows before a sublayer runs how much of the update it will take"""
+    knows_gain = True
+
+    def gain(self, x):
+        return torch.sigmoid(self.b * x[..., :1])
+
+    def forward(self, x, f, gain=None):
+        return x + (self.gain(x) if gain is None else gain) * f(self.norm(x))
+
+@pytest.mark.parametrize("pieces", [[1] * 16, [5, 1, 1, 4, 1, 3, 1]], ids=["one by one", "in pieces"])
+@pytest.mark.parametrize("what", ["nag", "repeat", "wary", "without", "exit", "router", "removed router"])
+def test_cached_decoding_is_the_full_forward(what, pieces, monkeypatch):
+    monkeypatch.setitem(M.RESIDUALS, "wary", (Wary, {}))
+    models = {"wary": lambda: make("wary", noise=0.5), "repeat": lambda: nag(repeat="2:3"), "router": routed,
+              "removed router": routed, "exit": lambda: make(n_layer=4)}
+    model = models.get(what, nag)()
+    for rate in RATES:
+        if what == "exit":
+            decide = sample.EarlyExit(model, rate / 8)   # a token's best probability is about 0.08
+        elif "router" in what:
+            decide = M.without({3, 8}, model.decide) if "removed" in what else None
+        else:
+            decide = at_rate(model, rate)
+            decide = M.without({2, 3, 7}, decide) if what == "without" else decide
+        full, ran = forward(model, decide=decide)
+        same(decode(model, IDX, pieces, decide=decide), full)
+        assert not ran.all() and (ran.any() or rate > 0.9)
+
+def test_generate_with_skipping():
+    model = nag()
+    decide = at_rate(model, 0.5)
+    out = model.generate(ids(3, 4), 12, temperature=0, decide=decide)
+    assert torch.equal(logits(model, out, decide=decide)[:, 3:-1].argmax(-1), out[:, 4:])
+    assert not torch.equal(logits(model, out)[:, 3:-1].argmax(-1), out[:, 4:])
+
+@pytest.mark.parametrize("what", ["nag", "removed", "router", "layer drop"])
+def test_executed_flops(what):
+    """By torch's counter: a token that skips an attention costs its key and value there (a router's or
+    LayerDrop's costs nothing), and one that skips an MLP nothing."""
+    for rate in RATES[1:] + [1.0]:
+        model, decide, kept = nag(), None, []
+        if what in ("nag", "removed"):
+            decide = at_rate(model, rate) if rate < 1 else at(model, 9e9)
+            decide = M.without({2, 3, 8}, decide) if what == "removed" else decide
+        else:
+            model = (routed(rate / 3) if what == "router" else make(layer_drop=0.9 * rate)).train()
+        torch.manual_seed(0)
+        counted = count_flops(lambda: logits(model, IDX, decide=decide, kept=kept))
+        assert counted == pytest.approx(48 * model.flops_per_token(16, ran=M.ran_shares(kept)), rel=1e-6)
+        torch.manual_seed(0)
+        assert count_flops(lambda: model(IDX, IDX, decide=decide)[1].backward()) <= 3 * counted
+
+def test_compiled_and_checkpointed_blocks_skip_alike():
+    model = nag()
+    right = gradients(model, model(IDX, TARGETS, decide=at(model, 0.4))[1])
+    torch._dynamo.reset()
+    model.compile_blocks(backend="eager", fullgraph=True)
+    model.checkpoint_blocks()
+    for name, g in gradients(model, model(IDX, TARGETS, decide=at(model, 0.4))[1]).items():
+        same(g, right[name], 1e-9)
+
+# ----------------------------------------------------------------------------- routers, LayerDrop
+
+def routed(rate=0.25):
+    return make("pre", mod="router", mod_rate=rate, n_layer=4)
+
+def routed_by_hand(model, idx):
+    """-> logits, the routers' losses, the decisions of each router"""
+    x, losses, decisions = model.wte(idx), [], []
+    for i, block in enumerate(model.blocks):
+        before, keep = x, None
+        if i % 2 == 1:
+            weight = M.unit(x) @ block.router.weight[0]
+            keep = weight > 0
+            if model.training:   # The largest weights of each sequence: rates of 25 and 12.5 % skip 50 and 25
+                number = max(1, round((1 - 2 * model.config.mod_rate) * idx.shape[1]))
+                keep = weight >= weight.sort(1, descending=True).values[:, number - 1:number]
+            losses.append(-(keep * weight.sigmoid().log() + ~keep * (-weight).sigmoid().log()).mean())
+            decisions.append(keep)
+        x = x + attention_by_hand(block.attn, block.attn_residual.read(x), keep)
+        x = x + mlp_by_hand(block.mlp, block.mlp_residual.read(x))
+        if keep is not None:
+            x = torch.where(keep[..., None], before + weight[..., None] * (x - before), before)
+    return model.head(x), losses, decisions
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rate, T", [(0.25, 16), (0.125, 16), (0.45, 7), (0.45, 1)])
+def test_a_router_is_its_reference(rate, T, training):
+    """Attention is among the kept tokens, and the block's change is multiplied by the weight. In training,
+    the loss of the routers' own judgement is added."""
+    model, idx, targets = routed(rate).train(training), IDX[:, :T], TARGETS[:, :T]
+    right, losses, decisions = routed_by_hand(model, idx)
+    out, ran = forward(model, idx)
+    same(out, right.detach())
+    assert all(torch.equal(a, b) for a, b in zip(ran, [mask(None, idx)] * 2 + decisions[:1] * 2))
+    loss, reference = model(idx, targets)[1], F.cross_entropy(right.flatten(0, 1), targets.flatten())
+    if training:
+        reference = reference + 0.01 * sum(losses) / 2
+        assert (ran[2::4].sum(-1) == max(1, round((1 - 2 * rate) * T))).all()
+    same(loss, reference, 1e-12)
+    his = gradients(model, reference)
+    for name, g in gradients(model, loss).items():
+        same(g, his[name], 1e-9)
+    assert (his["blocks.1.router.weight"].abs().max() > 1e-8) == (training or decisions[0].any().item())
+
+@pytest.mark.parametrize("n_layer", [2, 3, 5])
+def test_a_router_reaches_its_rate_at_any_depth(n_layer):
+    model = make(mod="router", mod_rate=0.25, n_layer=n_layer, block_size=96).train()
+    _, ran = forward(model, ids(2, 96))
+    assert 1 - ran.double().mean() == pytest.approx(0.25, abs=0.01)
+
+def test_a_router_sees_the_future_in_training_only():
+    model, other = routed(), IDX.clone()
+    other[:, -1] = (other[:, -1] + 1 + ids(3, 1, 62, seed=2)[:, 0]) % 64
+    for training in (True, False):
+        earlier = (logits(model.train(training), IDX) - logits(model, other)).abs()[:, :-1].max()
+        assert earlier > 1e-3 if training else earlier < 1e-12
+    same(logits(model, decide=M.all_run), logits(make(n_layer=4)), 1e-14)   # Nobody has asked the routers.
+
+@pytest.mark.parametrize("residual", ["pre", "nag", "peri", "review", "x0"])
+def test_layer_drop_is_its_reference(residual):
+    """Whole sequences, a coin for each of them and each sublayer, and no rescaling. In training only."""
+    model = make(residual, layer_drop=0.5)
+    assert torch.equal(logits(model), logits(make(residual)))
+    model.train()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        _, ran = forward(model)
+        assert (ran == ran[:, :, :1]).all()
+        same_as_masking(model, lambda l, *_: (ran[l - 1], None))
+
+def test_layer_drop_repeats_with_its_seed():
+    """Also with checkpoints: the backward pass runs blocks again, but nobody is asked again."""
+    model, out = make(layer_drop=0.5).train(), []
+    for seed in (1, 1, 2, 1):
+        torch.manual_seed(seed)
+        loss = model(ids(), ids(seed=1))[1]
+        out.append(gradients(model, loss)["wte.weight"])
+        if seed == 2:
+            model.checkpoint_blocks()
+    assert torch.equal(out[0], out[1]) and not torch.equal(out[0], out[2])
+    same(out[3], out[0], 1e-12)
+
+def test_layer_drop_coins_are_fair_and_independent():
+    torch.manual_seed(0)
+    _, ran = forward(make(layer_drop=0.3, n_layer=2, n_embd=4).train(), ids(8000, 1))
+    coins = ran[..., 0].double()   # (2L, B)
+    assert (coins.mean(1) - 0.7).abs().max() < 0.025
+    assert (torch.corrcoef(coins) - torch.eye(4)).abs().max() < 0.05
+
+# ----------------------------------------------------------------------------- removal and exit
+
+@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "attnres:block=4", "hyper", "siamese"])
+def test_removed_sublayers_do_not_run(residual):
+    model, ran, decide = make(residual, n_layer=5), [], M.without({3, 8})
+    for i, block in enumerate(model.blocks):
+        block.attn.register_forward_hook(lambda *_, l=2 * i + 1: ran.append(l))
+        block.mlp.register_forward_hook(lambda *_, l=2 * i + 2: ran.append(l))
+    out, decisions = forward(model, decide=decide)
+    assert ran == [1, 2, 4, 5, 6, 7, 9, 10] == [l for l in range(1, 11) if decisions[l - 1].any()]
+    same(decode(model, IDX, [5, 1, 10], decide=decide), out)
+    if not model.ends.stream_grows:   # Of a stream that grows, removed sublayers become no source.
+        same(out, masked(model, decide)[0].detach(), 1e-13)
+
+@pytest.mark.parametrize("residual", ["pre", "nag"])
+def test_early_exit(residual):
+    """A token leaves before the first block at which the head is sure, and keeps the stream it has there."""
+    model, depth = make(residual, n_layer=5), []
+    for confidence in (0.0, 0.05, 0.1, 0.3, 1.1):
+        out, inside = forward(model, decide=sample.EarlyExit(model, confidence))
+        assert torch.equal(inside[::2], inside[1::2]) and inside[0].all()
+        same(out, masked(model, lambda l, *_: (inside[l - 1], None))[0].detach())
+        walk = list(model.walk(IDX, decide=lambda l, *_: (inside[l - 1], None)))[2::2]
+        best = torch.stack([model.head(before).softmax(-1).amax(-1) for _, before, _, _ in walk])
+        assert torch.equal(inside[2::2], ~(best >= confidence).cumsum(0).bool())   # Nobody comes back.
+        depth.append(inside.double().mean().item())
+    assert depth[0] == 0.2 and depth[-1] == 1 and depth == sorted(depth) and depth[1] < depth[3]
+
+# ----------------------------------------------------------------------------- who sets the thresholds
+
+@pytest.mark.parametrize("rate, residual", [(0.3, "nag"), (0.5, "nag:warmup=0.2")])
+def test_training_reaches_the_wanted_share(rate, residual):
+    """By before_step and after_step alone. At first, and during a warm-up, nothing is skipped."""
+    model = make(residual, noise=0, dtype=torch.float32, mod_rate=rate).train()
+    optimizer, skipped, steps = torch.optim.Adam(model.parameters(), 3e-3), [], 160
+    for step in range(steps):
+        model.before_step((step + 1) / steps)
+        text, kept = ids(4, 17, seed=step), []
+        model(text[:, :-1], text[:, 1:], kept=kept)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.after_step(M.ran_shares(kept))
+        skipped.append(1 - sum(M.ran_shares(kept)) / len(kept))
+    assert not any(skipped[:int(0.2 * steps if "warmup" in residual else 0.05 * steps)])
+    assert sum(skipped[-40:]) / 40 == pytest.approx(rate, abs=0.04)
+    tau = model.state_dict()["tau"]   # It is saved: a resumed run and a sample skip alike.
+    assert tau.shape == (6,) and tau.max() > 0
+
+def test_attentions_that_few_tokens_would_skip_run_whole():
+    model, tried = make("nag", mod_rate=0.3, n_layer=2), []
+    model.before_step(0.5)
+    model.after_step([0.9, 0.9, 0.6, 0.4])
+    assert [tau < 0 for tau in model.tau.tolist()] == [True, False, False, False]
+    before = model.tau.max().item()
+    model.after_step([1.0, 0.5, 0.3, 0.2])   # More skip than wanted.
+    assert 0.5 * before < model.tau.max() < before and model.tau[0] < 0
+    for _ in range(12):                      # From time to time, all are tried again.
+        model.after_step([1.0, 0.9, 0.5, 0.4])
+        tried.append(model.tau[0].item() > 0)
+    assert 1 <= sum(tried) <= 2
+
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.75])
+def test_calibrate(rate):
+    model, batches = nag(shut=0.9, block_size=32), list(ids(8, 32).split(4))
+    tau = sample.calibrate(model, batches, rate)
+    assert tau.shape == (8,) and torch.equal(tau, sample.calibrate(model, batches, rate))
+    ran = torch.cat([forward(model, idx, M.by_threshold(tau))[1] for idx in batches], dim=1)
+    skipped = 1 - ran.double().mean((1, 2))
+    assert skipped.mean() == pytest.approx(rate, abs=0.01)
+    if rate < 0.75:   # An attention runs whole unless about a quarter of the tokens skip it.
+        assert all(share == 0 or share > 0.2 for share in skipped[::2])
+
+@pytest.mark.parametrize("residual, can", [
+    ("pre", "exit remove"), ("nag", "skip exit remove"), ("x0", "exit remove"), ("ngpt", "exit remove"),
+    ("attnres", "remove"), ("denseformer", "remove"), ("hyper", "remove"), ("siamese", "remove")])
+def test_a_model_says_what_it_can_not(residual, can):
+    for what in ("skip", "exit", "remove"):
+        sentence = make(residual).why_not(what)
+        assert sentence is None if what in can.split() else residual in sentence and "use a run of" in sentence
