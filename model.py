@@ -50,25 +50,25 @@ class GPTConfig:
     mlp_ratio: float = 4.0          # [0.01, 1024] width of the MLP's hidden layer / n_embd
     norm: Literal["rms", "layer", "single", "dyt", "none"] = "rms"  # of the stream
     tie: bool = False               # the head shares the embedding's weights
-    init: Literal["width", "gpt2"] = "width"  # initial weights: std 1 / sqrt(fan in), or GPT-2's 0.02
+    init: Literal["width", "gpt2"] = "width"  # first weights: std 1 / sqrt(fan in), or GPT-2's 0.02
     taper: Literal["none", "linear", "cosine"] = "none"  # widths over depth, from taper_start to taper_end
     taper_start: float = 1.5        # [0.01, 100] relative width of the first block
     taper_end: float = 0.5          # [0.01, 100] relative width of the last block
     taper_on: Literal["mlp", "both"] = "mlp"  # taper hidden units only, or attention heads, too
     repeat: str = ""                # 9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times over
-    deep_supervision: bool = False  # training: the mean of the losses after each block, not the last one's
+    deep_supervision: bool = False  # training: the mean of the losses after each block
     kernels: Literal["auto", "on", "off"] = "auto"  # Triton kernels; auto: on CUDA
     seed: int = 1337                # [0, 2147483647] of the initial weights and of train.py's data order
     # skipping
-    mod: Literal["geometric", "router"] = "geometric"  # what decides who skips: a token's gain, or a router
+    mod: Literal["geometric", "router"] = "geometric"  # who decides: a token's gain, or a router
     mod_rate: float = 0.0           # [0, 0.95] Mixture-of-Depths: share of sublayer runs that training skips
-    layer_drop: float = 0.0         # [0, 0.95] training: a sequence skips a sublayer with this probability
+    layer_drop: float = 0.0         # [0, 0.95] training: probability that a sequence skips a sublayer
 
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8   # of the first embedding and logits with --init width: best for `pre`
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8   # with --init width, of the embedding and of first logits
 
 def first_stds(config):
-    """The first standard deviations of the embedding and the head's matrix. For others see init_weights."""
-    if config.init == "gpt2":   # a number that was made for width 768
+    """The first std of the embedding and of the head's matrix. For other matrices see init_weights."""
+    if config.init == "gpt2":   # made for width 768
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
@@ -92,12 +92,12 @@ class Residual(nn.Module):
     of (B, T, ...), so it must not mix tokens. A residual with knows_gain has one method more:
 
         gain(stream)         -> (B, T, 1), the relative size of the coming write, forward's third argument"""
-    can_skip = True       # whether a token can pass by a sublayer with this stream
-    knows_gain = False    # whether there is a method `gain`
-    stream_grows = False  # whether there are more tensors in the stream after each sublayer
-    warmup = 0.0          # share of the training before writes have full size
-    own_lr = ()           # names of parameters that train at the rate --gate_lr
-    not_matrices = ()     # names of parameters (n, C) that are n vectors: no weight decay
+    can_skip = True        # whether a token can pass by a sublayer
+    knows_gain = False     # whether there is a method `gain`
+    stream_grows = False   # whether each sublayer adds tensors to the stream
+    warmup = 0.0           # share of the training before writes have full size
+    own_lr = ()            # names of parameters that train at --gate_lr
+    not_matrices = ()      # names of parameters (n, C) that are n vectors: no weight decay
     def __init__(self, config, l):
         super().__init__()
         self.config, self.is_end = config, l > 2 * config.n_layer
@@ -269,8 +269,8 @@ class NAG(Residual):
     knows_gain = True
     def __init__(self, config, l, directions=32, power=0.5, temp=LOGIT_STD, head="cos", warmup=0.0):
         """directions: preferred ones per sublayer; power: the first step size of sublayer l is l ** -power;
-        temp: std of the first logits; head: cos (logits are norm x cosine) or linear; warmup: share of the
-        training in which the step sizes rise from 0"""
+        temp: std of the first logits; head: cos (logits are rms x cosine) or linear; warmup: share of the
+        training in which step sizes rise from 0"""
         super().__init__(config, l)
         check_option("head", head, head in ("cos", "linear"), "cos or linear")
         check_option("directions", directions, directions >= 1, "1 or more")
@@ -311,7 +311,7 @@ class NAG(Residual):
 
     def gain(self, stream):
         """-> alpha m (..., 1). m in (0, 1] says how near the direction is to preferred ones (eq. 13)."""
-        near = F.linear(stream[0], self.w, self.b).sigmoid() @ self.p.softmax(0)        # (...,) in (0, 1)
+        near = F.linear(stream[0], self.w, self.b).sigmoid() @ self.p.softmax(0)   # (...,) in (0, 1)
         m = near[..., None].clamp_min(EPS) ** F.softplus(self.beta)   # At 0 the slope could be infinite.
         return self.alpha * self.warm * m
 
@@ -325,11 +325,11 @@ class NAG(Residual):
         if use_triton(u, self.config.kernels):   # On a GPU, one kernel does what follows.
             return nag_write(direction, log_rms, u, gain, self.config.kernels)
         u = centred(u)
-        u = u - direction * (u * direction).mean(-1, keepdim=True)            # eqs. 10, 11: orthogonal now
-        size = gain * (u.square().mean(-1, keepdim=True) + TINY).rsqrt()      # eq. 12: u * rsqrt has rms 1
-        direction = torch.addcmul(direction, u, size)                         # eq. 14: direction + size * u
-        direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: of rms 1 again
-        return direction, log_rms + 0.5 * torch.log1p(gain.square())          # eqs. 15, 17
+        u = u - direction * (u * direction).mean(-1, keepdim=True)         # eqs. 10, 11: orthogonal now
+        size = gain * (u.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: u * rsqrt has rms 1
+        direction = torch.addcmul(direction, u, size)                      # eq. 14: direction + size * u
+        direction = direction * (1 + gain.square()).rsqrt()                # eq. 16: of rms 1 again
+        return direction, log_rms + 0.5 * torch.log1p(gain.square())       # eqs. 15, 17
 
     def finish(self, stream):
         direction, log_rms = stream
@@ -453,7 +453,7 @@ class Gated(Residual):
 
     This is `review` (Kramer 2026, arXiv:2606.31859). `highway`, a baseline of that paper, sees h only.
     `convex` is (1 - r) h + r u, which fails with depth unless b starts well below 0; convex:inputs=h,bias=-3
-    is the Highway layer of 2015. W starts at zero, so the gate is 1/2 at first."""
+    is the Highway layer of 2015. W starts at zero, and the gate at 1/2."""
     def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
         """inputs: what the gate sees, hu, h or u; convex: (1 - r) h in place of h; bias: first value of b"""
         super().__init__(config, l)
@@ -472,7 +472,7 @@ class Gated(Residual):
 
 # --- several streams
 class Hyper(Residual):
-    """Hyper-connections: n streams in parallel, x (B, T, n, C). A sublayer reads their mixture by weights pre
+    """Hyper-connections: n parallel streams, x (B, T, n, C). A sublayer reads their mixture by weights pre
     (n), its update goes to each of them by weights post (n), and a matrix res (n, n) mixes them:
 
         x <- res x + post f(norm(pre x))
@@ -493,7 +493,7 @@ class Hyper(Residual):
         own = torch.eye(n)[(l - 1) % n]   # At first, a sublayer reads one stream.
         if kind == "lite":                # A weight per permutation. The first one changes nothing.
             matrices = [torch.eye(n)[list(order)].flatten() for order in itertools.permutations(range(n))]
-            self.register_buffer("permutations", torch.stack(matrices), persistent=False)         # (n!, n n)
+            self.register_buffer("permutations", torch.stack(matrices), persistent=False)   # (n!, n n)
             res = torch.full((len(matrices),), -8.0)
             res[0] = 0.0
         else:
@@ -567,7 +567,7 @@ class NGPT(Residual):
     """nGPT (Loshchilov et al. 2024, arXiv:2410.01131). The stream stays on a sphere and moves towards the
     normalised update by a learned step per channel, h <- unit(h + |alpha| (unit(f(h)) - h)). Weights are
     normalised along the stream's axis after each optimizer step. unit gives norm sqrt(C) where the paper has
-    1, so that the paper's factors sqrt(C) in the MLP and sqrt(hs) in attention are not needed."""
+    1, so its factors sqrt(C) in the MLP and sqrt(hs) in attention are not needed."""
     def __init__(self, config, l):
         super().__init__(config, l)
         # Parameters start at 1 / sqrt(C), the size of the weights, so that one learning rate fits all.
@@ -650,7 +650,7 @@ def run_kept(stream, residual, f, keep, gain, run):
     keys = f.make_keys(residual.read(stream)) if f.skippers_make_keys else None
     if len(rows.index) == 0:
         return stream
-    if f.mixes_tokens:   # The shapes of an attention of kept tokens vary too much to be compiled.
+    if f.mixes_tokens:   # Its shapes vary too much to be compiled.
         f, run = functools.partial(f.kept, rows=rows, keys=keys), run_all
     gain = None if gain is None else rows.take(gain)
     return rows.put(stream, run(rows.take(stream), residual, f, gain))
@@ -808,7 +808,7 @@ class Router(nn.Linear):
         self.keep, self.loss = None, 0.0   # `route` sets both, and scale_change clears keep.
 
     def route(self, x):
-        weight = self(unit(x)).squeeze(-1)                                       # (B, T)
+        weight = self(unit(x)).squeeze(-1)   # (B, T)
         if self.training:
             most = weight.topk(max(1, round((1 - self.rate) * x.shape[1])), dim=1).indices
             keep = torch.zeros_like(weight, dtype=torch.bool).scatter(1, most, True)
@@ -883,9 +883,9 @@ class GPT(nn.Module):
         for l, residual, f in self.sublayers(idx, cache):
             before = stream
             keep, gain = decide(l, residual, stream)
-            if keep is None:                # All tokens run it.
+            if keep is None:          # All tokens run it.
                 stream = run(stream, residual, f)
-            elif keep is not False:         # These tokens (B, T) run it. False: it is removed.
+            elif keep is not False:   # These tokens (B, T) run it. False: it is removed.
                 stream = run_kept(stream, residual, f, keep, gain, run)
             if l % 2 == 0 and self.router(l):   # a routed block's change, times the router's weight
                 stream = self.router(l).scale_change(stream)
@@ -929,8 +929,8 @@ class GPT(nn.Module):
                                          self.skippers_make_keys(block))
 
     def skippers_make_keys(self, block):
-        """Whether tokens that skip the attention make keys and values there. They don't if a router decides,
-        as in its paper, nor if LayerDrop does, as whole sequences skip."""
+        """Whether tokens that skip the attention make keys and values. They don't if a router decides, as in
+        its paper, nor if LayerDrop does, as whole sequences skip."""
         return block.router is None and not (self.training and self.config.layer_drop)
 
     def router(self, l):
@@ -958,7 +958,7 @@ class GPT(nn.Module):
         return (router.keep if router else None), None
 
     def drop_layer(self, l, residual, stream):
-        """A `decide`: LayerDrop (arXiv:1909.11556), a coin for each sequence. Updates are not rescaled."""
+        """A `decide`: LayerDrop (arXiv:1909.11556), a coin per sequence. Updates are not rescaled."""
         x = stream[0] if isinstance(stream, tuple) else stream
         runs = torch.rand(len(x), 1, device=x.device) >= self.config.layer_drop
         return runs.expand(x.shape[:2]), None
@@ -994,7 +994,7 @@ class GPT(nn.Module):
         self.ends.constrain(self.lm_head)
 
     def why_not(self, what):
-        """what: skip or exit -> None, or a sentence: why the model can't. All can remove sublayers."""
+        """what: skip or exit -> None, or why the model can't. All can remove sublayers."""
         routed = self.config.mod == "router"
         if what == "skip" and (routed or not self.ends.knows_gain):
             return f"--residual {self.config.residual} knows no gain, or a router decides; use a run of nag"
@@ -1164,7 +1164,7 @@ def block_order(config):
     found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
     first, last, count = (int(number or found[1]) for number in found.groups()) if found else (0, 0, 0)
     if not 1 <= first <= last <= config.n_layer or count < 1:
-        raise ValueError(f"--repeat {config.repeat}: say which blocks and how often, such as 9-12:3")
+        raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
     return blocks[:first - 1] + blocks[first - 1:last] * count + blocks[last:]
 
 # --- options of residuals
@@ -1225,12 +1225,12 @@ def problems(config):
         (c.mod == "router" and not one_tensor,
          f"--mod router: the stream of --residual {c.residual} isn't one tensor; use pre"),
         (c.mod == "router" and not 0 < c.mod_rate * c.n_layer <= 0.9001 * (c.n_layer // 2),
-         f"--mod_rate {c.mod_rate}: only every second block has a router; use more than 0, at most "
+         f"--mod_rate {c.mod_rate}: every second block has a router; use more than 0, at most "
          f"{0.9 * (c.n_layer // 2) / c.n_layer:.2f}, and two blocks or more"),
         (c.mod == "geometric" and c.mod_rate and not kind.knows_gain,
          f"--mod_rate: --residual {c.residual} knows no gain; use nag, or --mod router"),
         (len(order) > c.n_layer and kind.stream_grows,
-         f"--repeat: the stream of --residual {c.residual} has a place for each sublayer; use pre"),
+         f"--repeat: the stream of --residual {c.residual} has places for 2L updates; use pre"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
 
