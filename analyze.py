@@ -214,7 +214,7 @@ def causal_score(run):
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
-    What is removed does not run, and the stream passes unchanged, an outer norm (post, keel) included. With
+    What is removed does not run, and the stream passes unchanged, an outer norm (post) included. With
     attnres there is a source less. A block that --repeat runs several times is removed wherever it runs.
     Nothing is trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
     if why := run.model.why_not("remove"):
