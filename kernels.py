@@ -117,8 +117,8 @@ def nag_write_definition(r, log_rms, u, gain):
 
 @jit
 def nag_row(r_ptr, u_ptr, gain_ptr, row, cols, C, TINY: tl.constexpr):
-    """What both directions begin with. t, gain, scale and shrink are one number each. (The callers make row
-    and cols. Made here, torch.compile would take the callers' stores for writes to r, u and gain.)"""
+    """The start of forward and backward. t, gain, scale and shrink are one number each. (Callers pass row and
+    cols: if made here, torch.compile would believe that the callers' stores change r, u and gain.)"""
     inside = cols < C
     r = tl.load(r_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(u_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
@@ -145,7 +145,7 @@ def nag_write_forward(r_ptr, log_rms_ptr, u_ptr, gain_ptr, out_ptr, log_rms_out_
 @jit
 def nag_write_backward(g_ptr, g_log_rms_ptr, r_ptr, u_ptr, gain_ptr, d_r_ptr, d_u_ptr, d_gain_ptr, C,
                        TINY: tl.constexpr, BLOCK: tl.constexpr):
-    """g: the loss's gradient by what forward returned; d_x: by x; but g_r, g_o: means of g * r and g * o"""
+    """g: the loss's gradient by out; g_log_rms: by log_rms_out; g_r, g_o: means of g * r, g * o; d_x: by x"""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     inside = cols < C
@@ -154,7 +154,7 @@ def nag_write_backward(g_ptr, g_log_rms_ptr, r_ptr, u_ptr, gain_ptr, d_r_ptr, d_
     g_log_rms = tl.load(g_log_rms_ptr + row).to(tl.float32)
     g_r = tl.sum(g * r) / C
     g_o = tl.sum(g * o) / C
-    # out = shrink * r + step * o; scale = 1 / rms(o) is in step, and d shrink / d gain = -gain * shrink^3.
+    # out = shrink * r + step * o. By gain: (shrink)' = -gain * shrink^3, and (gain * shrink)' = shrink^3.
     step = gain * scale * shrink
     d_o = step * (g - o * (scale * scale * g_o))
     # o = u - t * r with t = mean(u * r), where u is centred.
@@ -194,8 +194,8 @@ def nag_write(r, log_rms, u, gain, kernels="auto"):
     Turn the direction r by the angle atan(gain) towards the part of the update u that is orthogonal to r.
     The norm that r stands for grows by sqrt(1 + gain^2) (NAG, arXiv:2606.16112, eqs. 10-17).
 
-    r (..., C) of norm sqrt(C); u (..., C), as the sublayer has returned it; log_rms and gain (..., 1), in
-    fp32 or as r -> the new r, of norm sqrt(C) again, and the new log_rms. ValueError if u has another dtype
+    r (..., C) of norm sqrt(C), u (..., C) as the sublayer has returned it, log_rms and gain (..., 1) of r's
+    dtype or fp32 -> the new r, of norm sqrt(C) again, and the new log_rms. ValueError if u has another dtype
     than r. (Sublayers cast what they return to the dtype of the stream. Keep it in fp32, also under autocast:
     in bf16, rounding changes the norm of r.) Can be differentiated once.
     """
@@ -223,7 +223,7 @@ def depth_sum_forward(table_ptr, weight_ptr, out_ptr, n, N, C, BLOCK: tl.constex
     inside = cols < C
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.range(n, num_stages=3):   # The next two sources are under way meanwhile.
-        source_ptr = tl.multiple_of(tl.load(table_ptr + i).to(out_ptr.dtype), 16)   # a pointer; see `aligned`
+        source_ptr = tl.multiple_of(tl.load(table_ptr + i).to(out_ptr.dtype), 16)   # the address as a pointer
         v = tl.load(source_ptr + row * C + cols, mask=inside, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + tl.cast(i, tl.int64) * N + row).to(tl.float32)
         total += v * weight

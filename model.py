@@ -38,7 +38,7 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton  
 # --- config
 @dataclass
 class GPTConfig:
-    """Every field is a flag. Its comment is the help, and a range at the comment's beginning is checked."""
+    """A field is a flag, its comment the help. A range at the comment's beginning is checked."""
     # model
     residual: str = "pre"           # a key of RESIDUALS with options, such as nag or hyper:kind=mhc,n=2
     n_layer: int = 12               # [1, 4096] blocks; a block is two sublayers, attention and MLP
@@ -56,7 +56,7 @@ class GPTConfig:
     taper_end: float = 0.5          # [0.01, 100] relative width of the last block
     taper_on: Literal["mlp", "both"] = "mlp"  # taper hidden units only, or attention heads, too
     repeat: str = ""                # 9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times over
-    deep_supervision: bool = False  # training: the mean of the losses after each block
+    deep_supervision: bool = False  # training: mean loss after each block
     kernels: Literal["auto", "on", "off"] = "auto"  # Triton kernels; auto: on CUDA
     seed: int = 1337                # [0, 2147483647] of the initial weights and of train.py's data order
     # skipping
@@ -67,15 +67,15 @@ class GPTConfig:
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8   # with --init width, of the embedding and of first logits
 
 def first_stds(config):
-    """The first std of the embedding and of the head's matrix. For other matrices see init_weights."""
-    if config.init == "gpt2":   # made for width 768
+    """The first std of the embedding and of the head. For other matrices see init_weights."""
+    if config.init == "gpt2":   # for width 768
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
 # --- the protocol of a residual
 def check_option(name, value, is_right, what_it_is):
     if not is_right:
-        raise ValueError(f"--residual: its option {name}={value} must be {what_it_is}")
+        raise ValueError(f"--residual: option {name}={value} must be {what_it_is}")
 
 class Residual(nn.Module):
     """The protocol, with the answers that most residuals share. A model makes 2L + 1 residuals: one for each
@@ -133,7 +133,7 @@ class Residual(nn.Module):
         """Hears what share of the training will be over after the coming step."""
 
     def constrain(self, module):
-        """After a step, brings the weights of a sublayer, wte or lm_head back to where they belong."""
+        """After a step, brings the weights of a sublayer, wte or lm_head back where they belong."""
 
     def flops(self):
         """FLOPs of matrix products per token. By default each matrix is in one product."""
@@ -190,7 +190,7 @@ class Norm(nn.Module):
 class Additive(Residual):
     """x <- n_out(a x + b n_post(f(s n_in(x))))
 
-    Most residuals of the literature are a row of ADDITIVE below, a dict. Parts that it lacks are left out."""
+    Most residuals of the literature are a row of ADDITIVE: a function -> dict. What it lacks is left out."""
     def __init__(self, config, l, row, **options):
         super().__init__(config, l)
         self.row = row(config.n_embd, config.n_layer, l, **options)
@@ -291,11 +291,11 @@ class NAG(Residual):
 
     def first_g(self, power, temp):
         """g is the log of what the embedding is multiplied by (eq. 18). With it the first logits have the
-        standard deviation temp. With g = 0 they would be nearly equal."""
+        std temp. With g = 0 they would be nearly equal."""
         embedding_std, head_std = first_stds(self.config)
         root = self.config.n_embd ** 0.5
         logit_std_at_rms_one = 1 / root if self.head == "cos" else head_std * root   # 1 / root: a cosine's
-        # Each write adds log1p(gain^2) / 2 to the log of the rms. gain is alpha m; m is about 1/2 at first.
+        # A write adds log1p(gain^2) / 2 to the log of the rms. gain, below, is alpha m; m is about 1/2 first.
         numbers = [l for i in block_order(self.config) for l in (2 * i + 1, 2 * i + 2)]
         growth = sum(0.5 * math.log1p((0.5 * l ** -power) ** 2) for l in numbers)
         return math.log(temp / logit_std_at_rms_one / embedding_std) - growth
@@ -355,9 +355,9 @@ class AttnRes(Residual):
 
     Queries start at zero. Then all p_i are 1 / n, and the read is exactly that of PreNorm.
 
-    With block > 1 (Block AttnRes, section 3.2), a source is the sum of the updates of a depth block, which is
-    `block` sublayers in a row. So after three blocks of the Transformer, that is six updates, Full AttnRes
-    has seven sources, and block=2 has four.
+    With block > 1 (Block AttnRes, section 3.2), a source is the sum of `block` updates in a row, those of a
+    depth block. So after three blocks of the Transformer, that is six updates, Full AttnRes has seven
+    sources, and block=2 has four.
 
     A new source meets the queries of all reads at once, as one large product is faster. The stream is a pair:
     all queries (2L, C), and a dict from the depth block (0: the embedding) to (source, its scores)."""
@@ -498,8 +498,8 @@ class Hyper(Residual):
             res[0] = 0.0
         else:
             res = 8 * torch.eye(n).flatten() - 8
-        # Logits of pre, post and res, a part that is the same for all tokens and one that is not. 8 own - 4
-        # means sigmoid(4) = 0.98 of the own stream and 0.02 of the others.
+        # Logits of pre, post and res: static ones, and what depends on the token. 8 own - 4 means
+        # sigmoid(4) = 0.98 of the own stream and 0.02 of the others.
         self.sizes = n, n, len(res)
         self.static = nn.Parameter(torch.cat((8 * own - 4, torch.zeros(n), res)))
         self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
@@ -637,13 +637,13 @@ class Rows:
         return self.put(kept.new_zeros(*self.keep.shape, *kept.shape[1:]), kept)
 
 def run_all(stream, residual, f, gain=None):
-    """A sublayer that all tokens run. GPT.compile_blocks and GPT.checkpoint_blocks wrap this function."""
+    """A sublayer that all tokens run. compile_blocks and checkpoint_blocks wrap this function."""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 def run_kept(stream, residual, f, keep, gain, run):
-    """A sublayer that the tokens keep (B, T) run. One that skips an MLP costs its gain. One that skips an
-    attention makes its key and value, for later tokens (unless a router or LayerDrop decides): make_keys of
-    f, a Bound (see below). The kept tokens then run f.kept with them. run: run_all, or that wrapped."""
+    """A sublayer that the tokens keep (B, T) run. One that skips costs its gain, and in an attention also its
+    key and value, which later tokens see (unless a router or LayerDrop decides). f.make_keys makes those of
+    all tokens; f.kept, (N, C) -> (N, C), attends to them. f: a Bound. run: run_all, or that wrapped."""
     rows = Rows(keep)
     if len(rows.index) == keep.numel():
         return run(stream, residual, f, gain)
@@ -657,13 +657,13 @@ def run_kept(stream, residual, f, keep, gain, run):
 
 # --- sublayers
 def rotate(x, rotation):
-    """RoPE: channels 2i and 2i + 1 of x (..., nh, hs) are a complex number. It is turned by that of a cosine
-    and a sine, rotation (..., 1, hs / 2, 2)."""
+    """RoPE: channels 2i and 2i + 1 of x (..., nh, hs) are a point in the plane. It turns by the angle whose
+    cosine and sine rotation (..., 1, hs / 2, 2) holds."""
     pairs = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
 def attend(q, k, v, mask=None):
-    """q (B, K, nh, hs), k and v (B, S, nh, hs), mask (1 or B, K, S) -> (B, K, nh, hs). No mask: causal."""
+    """K queries q (B, K, nh, hs), k, v (B, S, nh, hs), mask (1 or B, K, S) -> as q. No mask: causal."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -686,8 +686,8 @@ def attend_kept(q, k, v, mask, rows):
     return attend(queries, k, v, seen)[sequence, column]
 
 def with_mask(k, v, remember=None, exists=None):
-    """New keys and values (B, T, nh, hs), and which exist (B, T; None: all) -> by `remember`, this layer's
-    KVCache.append, old and new ones (B, S, nh, hs), and the mask (1 or B, T, S) of who may see which."""
+    """k, v (B, T, nh, hs), and which exist (B, T; None: all) -> k, v (B, S, nh, hs), with older ones first
+    if there is `remember`, this layer's KVCache.append; and the mask (1 or B, T, S) of who sees which."""
     T = k.shape[1]
     if remember:
         k, v, exists = remember(k, v, exists)   # exists (B, S) now
@@ -697,7 +697,7 @@ def with_mask(k, v, remember=None, exists=None):
 
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys. rotation is that of the T
-    positions. remember is KVCache.append of this layer, or None."""
+    positions. remember: see with_mask."""
     mixes_tokens = True
     def __init__(self, config, n_head):
         super().__init__()
@@ -752,7 +752,7 @@ class MLP(nn.Module):
         self.activation = config.activation
         self.c_fc = nn.Linear(config.n_embd, hidden * (2 if config.activation == "swiglu" else 1), bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = None   # of what c_fc makes, a number per unit, if the residual wants one
+        self.scale = None   # a number per unit, if the residual wants one
 
     def forward(self, x, rotation=None, remember=None):
         x = self.c_fc(x)
@@ -824,7 +824,6 @@ class Router(nn.Linear):
         return self.before + self.weight_of_token * (after - self.before)
 
 class Block(nn.Module):
-    """Two sublayers, 2i + 1 and 2i + 2, each with its residual."""
     def __init__(self, config, i):
         super().__init__()
         n_head, hidden = block_widths(config)[i]
@@ -853,19 +852,19 @@ class GPT(nn.Module):
         self.config = c = config
         self.wte = nn.Embedding(c.vocab_size, c.n_embd)
         self.blocks = nn.ModuleList([Block(c, i) for i in range(c.n_layer)])
-        self.order = block_order(c)   # The blocks as they run, from 0. With --repeat some run several times.
+        self.order = block_order(c)   # The blocks as they run, from 0.
         self.ends = make_residual(c, 2 * c.n_layer + 1)
         self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
         self.embed_scale = 1.0
         if c.tie:   # One matrix can't be a large embedding and a small head: it is drawn as the head's.
             self.wte.weight = self.lm_head.weight
             self.embed_scale = first_stds(c)[0] / first_stds(c)[1]
-        # RoPE turns pair i of a head's hs channels by the angle position * 10000^(-2i / hs).
+        # RoPE turns pair i by the angle position * 10000^(-2i / hs).
         hs = c.n_embd // c.n_head
         angle = torch.outer(torch.arange(c.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
         rotation = torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]   # (block_size, 1, hs / 2, 2)
         self.register_buffer("rotation", rotation, persistent=False)
-        # The thresholds of a model that is trained with skipping, see move_thresholds. Below 0: all run.
+        # The thresholds, see move_thresholds. Below 0: all run.
         has_tau = c.mod == "geometric" and c.mod_rate > 0
         self.register_buffer("tau", torch.full((2 * len(self.order),), -1.0) if has_tau else None)
         self.register_buffer("tau_steps", torch.tensor(0) if has_tau else None)
@@ -887,7 +886,7 @@ class GPT(nn.Module):
                 stream = run(stream, residual, f)
             elif keep is not False:   # These tokens (B, T) run it. False: it is removed.
                 stream = run_kept(stream, residual, f, keep, gain, run)
-            if l % 2 == 0 and self.router(l):   # a routed block's change, times the router's weight
+            if l % 2 == 0 and self.router(l):
                 stream = self.router(l).scale_change(stream)
             yield l, before, stream, keep
 
@@ -919,7 +918,7 @@ class GPT(nn.Module):
         end = start + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
-        if cache is not None:   # All layers have one length. It grows now, because a consumer may stop early.
+        if cache is not None:   # It grows now, because walk's consumer may stop early.
             cache.span, cache.length = slice(start, end), end
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -929,8 +928,7 @@ class GPT(nn.Module):
                                          self.skippers_make_keys(block))
 
     def skippers_make_keys(self, block):
-        """Whether tokens that skip the attention make keys and values. They don't if a router decides, as in
-        its paper, nor if LayerDrop does, as whole sequences skip."""
+        """Not if a router decides, as in its paper, nor if LayerDrop does, as whole sequences skip."""
         return block.router is None and not (self.training and self.config.layer_drop)
 
     def router(self, l):
@@ -959,18 +957,18 @@ class GPT(nn.Module):
 
     def drop_layer(self, l, residual, stream):
         """A `decide`: LayerDrop (arXiv:1909.11556), a coin per sequence. Updates are not rescaled."""
-        x = stream[0] if isinstance(stream, tuple) else stream
+        x = residual.as_tensor(stream)
         runs = torch.rand(len(x), 1, device=x.device) >= self.config.layer_drop
         return runs.expand(x.shape[:2]), None
 
     def before_step(self, progress):
-        """Before each step and evaluation of train.py. progress: (step + 1) / steps"""
+        """Before each step and evaluation. progress: (step + 1) / steps"""
         for residual in self.residuals():
             residual.before_step(progress)
         if self.tau is not None and self.tau.max() < 0 and progress > SKIPPING_STARTS + self.ends.warmup:
             self.tau.fill_(FIRST_TAU)
 
-    def after_step(self, ran):   # ran: see ran_shares
+    def after_step(self, ran):   # ran: share of the tokens that ran each sublayer
         self.constrain()
         if self.tau is not None and self.tau.max() > 0:
             self.move_thresholds(ran)
@@ -1025,7 +1023,7 @@ class GPT(nn.Module):
 
     def compile_blocks(self, **options):
         """torch.compile of what all tokens run and of MLPs on kept tokens: two graphs for all blocks, more if
-        widths or Python numbers differ (so constants are tensors). If a stream grows, of sublayers alone."""
+        widths differ. If streams grow, sublayers alone are compiled."""
         torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
         if self.ends.stream_grows:
             call = torch.compile(Bound.__call__, **options)
@@ -1067,7 +1065,7 @@ class GPT(nn.Module):
             block = self.blocks[number]
             total += 2 * c.n_embd if block.router else 0
             for (residual, sublayer), share in zip(block.pairs(), ran[2 * i:2 * i + 2]):
-                if share is False:   # It is removed.
+                if share is False:
                     continue
                 total += residual.flops() * (1 if residual.knows_gain else share)
                 if sublayer.mixes_tokens:
@@ -1115,14 +1113,14 @@ class KVCache:
         for number in model.order:
             block = model.blocks[number]
             shape = batch_size, model.config.block_size, block.attn.n_head, block.attn.head_size
-            options = dict(dtype=model.half or model.wte.weight.dtype, device=model.device)
-            self.keys.append(torch.zeros(shape, **options))
-            self.values.append(torch.zeros(shape, **options))
+            zeros = torch.zeros(shape, dtype=model.half or model.wte.weight.dtype, device=model.device)
+            self.keys.append(zeros)
+            self.values.append(zeros.clone())
             self.exists.append(torch.zeros(shape[:2], dtype=torch.bool, device=model.device))
 
     def append(self, layer, k, v, exists=None):
-        """k, v (B, T, nh, hs) of the newest tokens -> those of all S tokens (B, S, nh, hs), and which of them
-        are there (B, S). exists (B, T): which of the newest ones are; None: all."""
+        """k, v (B, T, nh, hs) of the newest tokens, and which exist (B, T; None: all) -> those of all S,
+        (B, S, nh, hs) and (B, S)"""
         keys, values, there = self.keys[layer], self.values[layer], self.exists[layer]
         keys[:, self.span], values[:, self.span] = k, v
         there[:, self.span] = True if exists is None else exists
@@ -1153,11 +1151,11 @@ def block_widths(config):
     wide = [c.taper_start + (c.taper_end - c.taper_start) * u for u in depth]
     wide = [w * c.n_layer / sum(wide) for w in wide]
     heads = [max(1, round(w * c.n_head)) if c.taper_on == "both" else c.n_head for w in wide]
-    units = [8 * max(1, round(w * hidden / 8)) for w in wide]   # Multiples of 8 make for fast products.
+    units = [8 * max(1, round(w * hidden / 8)) for w in wide]   # multiples of 8 are fast
     return list(zip(heads, units))
 
 def block_order(config):
-    """The blocks, from 0, in the order in which they run. Raises ValueError where --repeat makes no sense."""
+    """The blocks, from 0, in the order in which they run."""
     blocks = list(range(config.n_layer))
     if not config.repeat:
         return blocks
@@ -1175,11 +1173,11 @@ def make_residual(config, l):
 def options_of(name):
     kind, given = RESIDUALS[name]
     parameters = inspect.signature(given.get("row", kind)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     return defaults | {key: value for key, value in given.items() if key != "row"}
 
 def read_residual(text):
-    """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2). Raises ValueError with a sentence."""
+    """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2)"""
     name, _, options = text.partition(":")
     if name not in RESIDUALS:
         raise ValueError(f"--residual {name}: unknown; choose from {', '.join(RESIDUALS)}")
@@ -1236,7 +1234,7 @@ def problems(config):
 
 source = functools.cache(inspect.getsource)   # It is slow.
 def field_problems(config):
-    """A sentence per field that is none of its choices, or out of the range that its comment begins with."""
+    """A sentence per field that is none of its choices, or out of its comment's range."""
     bad = []
     ranges = dict(re.findall(r"^    (\w+):.*?  # \[(\S+, \S+)\]", source(type(config)), re.M))
     for field in fields(config):
