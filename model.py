@@ -72,6 +72,9 @@ def first_stds(config):
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
+def generator(config, name):   # torch looks at 32 bits of a seed.
+    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+
 # --- the protocol of a residual
 def check_option(name, value, is_right, what_it_is):
     if not is_right:
@@ -281,7 +284,7 @@ class NAG(Residual):
         if self.is_end:
             self.g = nn.Parameter(torch.tensor(self.first_g(power, temp)))
             return
-        rng = torch.Generator().manual_seed(config.seed + (l << 32))
+        rng = generator(config, f"w {l}")
         self.alpha = nn.Parameter(torch.tensor(l ** -power))   # step size, of any sign, eqs. 23, 24
         self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))   # softplus of this is 1
         self.w = nn.Parameter(torch.randn(directions, C, generator=rng) * C ** -0.5)   # preferred directions
@@ -1037,16 +1040,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Every Linear and Embedding is drawn from a generator of its own, seeded by its name: variants with
-        the same seed start from the same draws. Then a residual may rescale them."""
+        """Every Linear and Embedding has a generator of its own, seeded by its name: variants with the same
+        seed start from the same draws. Then a residual may rescale them."""
         c = self.config
         stds = dict(zip((self.wte, self.lm_head), first_stds(c)))
         for name, module in self.named_modules():
             is_matrix = isinstance(module, (nn.Linear, nn.Embedding))
             if is_matrix and not (c.tie and module is self.wte):
-                rng = torch.Generator().manual_seed(c.seed + (zlib.crc32(name.encode()) << 20))
                 std = stds.get(module, module.weight.shape[1] ** -0.5 if c.init == "width" else 0.02)
-                module.weight.normal_(generator=rng).mul_(std)
+                module.weight.normal_(generator=generator(c, name)).mul_(std)
         for block in self.blocks:
             for residual, sublayer in block.pairs():
                 residual.init_sublayer(sublayer)

@@ -638,3 +638,9 @@ def test_generate_past_the_context():
     out = model.generate(ids(2, 5), 40, temperature=0)
     assert out.shape == (2, 45)
     assert torch.equal(out[:, 17], logits(model, out[:, 9:17])[:, -1].argmax(-1))
+
+def test_no_two_parameters_have_the_same_draws():
+    model = M.GPT(M.GPTConfig(residual="nag", n_layer=12, n_embd=32, vocab_size=64))
+    drawn = {name: p for name, p in model.named_parameters() if p.dim() == 2}
+    seen = {tuple((p / p.std()).flatten()[:4].tolist()) for p in drawn.values()}
+    assert len(drawn) == 50 + 24 == len(seen)
