@@ -359,7 +359,7 @@ class AttnRes(Residual):
     Queries start at zero. Then all p_i are 1 / n, and the read is exactly that of PreNorm.
 
     With block > 1 (Block AttnRes, section 3.2), a source is the sum of `block` updates in a row, those of a
-    depth block. So after three blocks of the Transformer, that is six updates, Full AttnRes has seven
+    depth block. After three blocks of the Transformer, so six updates, Full AttnRes has seven
     sources, and block=2 has four.
 
     A new source meets the queries of all reads at once, as one large product is faster. The stream is a pair:
@@ -1041,7 +1041,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Every Linear and Embedding has a generator of its own, seeded by its name: variants with the same
-        seed start from the same draws. Then a residual may rescale them."""
+        seed have the same draws. Residuals may rescale them."""
         c = self.config
         stds = dict(zip((self.wte, self.lm_head), first_stds(c)))
         for name, module in self.named_modules():
