@@ -72,7 +72,7 @@ def first_stds(config):
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
-def generator(config, name):   # torch looks at 32 bits of a seed.
+def generator(config, name):   # torch uses 32 bits of a seed.
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
 # --- the protocol of a residual
@@ -1041,7 +1041,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self):
         """Every Linear and Embedding has a generator of its own, seeded by its name: variants with the same
-        seed have the same draws. Residuals may rescale them."""
+        seed have the same draws. Residuals may rescale."""
         c = self.config
         stds = dict(zip((self.wte, self.lm_head), first_stds(c)))
         for name, module in self.named_modules():
