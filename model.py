@@ -76,9 +76,9 @@ def generator(config, name):   # torch uses 32 bits of a seed.
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
 # --- the protocol of a residual
-def check_option(name, value, is_right, what_it_is):
+def check_option(name, value, is_right, wanted):
     if not is_right:
-        raise ValueError(f"--residual: option {name}={value} must be {what_it_is}")
+        raise ValueError(f"--residual: option {name}={value} must be {wanted}")
 
 class Residual(nn.Module):
     """The protocol, with the answers that most residuals share. A model makes 2L + 1 residuals: one for each
