@@ -68,9 +68,9 @@ class EarlyExit:
 
 @torch.no_grad()
 def calibrate(model, batches, rate, whole=()):
-    """Thresholds (2L,) with which a model in eval mode skips the share `rate` of its sublayer runs on batches,
-    a list of idx (B, T). One for all sublayers, by bisection, as what is skipped changes what comes next. But
-    attentions that few tokens would skip run whole (-1), as in training. whole: their numbers, from 0"""
+    """Thresholds (2L,) with which a model in eval mode skips the share `rate` of its sublayer runs on batches
+    (a list of idx (B, T)): one for all sublayers, by bisection, as what is skipped changes what comes next.
+    But attentions that few tokens would skip run whole (-1), as in training. whole: their numbers, from 0"""
     n = 2 * len(model.order)
     low, high = 0.0, 4.0
     for _ in range(16):
