@@ -24,7 +24,8 @@ import torch.nn.functional as F
 import prepare
 from model import by_threshold, ran_shares, without
 from sample import calibrate
-from train import evaluate, open_run, parse, pick_device, read_metrics, refuse, write_file
+from runs import parse, pick_device, read_metrics, refuse, write_file
+from train import evaluate, open_run
 
 @dataclass
 class AnalyzeConfig:

@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 import prepare
 from model import LEAST_SKIPPED, all_run, by_threshold, ran_shares, without
-from train import open_run, parse, pick_device
+from runs import parse, pick_device
+from train import open_run
 
 @dataclass
 class SampleConfig:

@@ -12,6 +12,7 @@ from conftest import attention_by_hand, ids, make, mlp_by_hand, streams, sublaye
 
 import analyze
 import prepare
+import runs
 import train
 from model import without
 
@@ -230,7 +231,7 @@ def test_page(made):
     first = [name for name, stat in report["statistics"].items() if stat["options"].get("first")]
     assert len(first) == 5 and first == [*report["statistics"]][:5]
     assert report["runs"]["a$x^$b"]["color"] != report["runs"]["_<b>"]["color"]
-    run, logged = numbers["runs"]["a$x^$b"], train.read_metrics(made / "a$x^$b")[6]
+    run, logged = numbers["runs"]["a$x^$b"], runs.read_metrics(made / "a$x^$b")[6]
     assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=1e-6)
     for name, stat in report["statistics"].items():
         assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]

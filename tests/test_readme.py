@@ -3,7 +3,7 @@ import importlib, inspect, json, operator, re, shlex, shutil, textwrap
 from dataclasses import asdict
 
 import pytest, torch
-import analyze, model, prepare, sample, train
+import analyze, model, prepare, runs, sample, train
 from conftest import ROOT
 
 LIMITS = {"README.md": (220, 14_000), "workshop/README.md": (200, 14_000)}   # lines, bytes
@@ -45,13 +45,13 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
     if program == "make":
         assert all(re.search(f"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in argv)
     elif argv[0] == "train.py":
-        train.parse((model.GPTConfig, train.TrainConfig), argv[1:], under=train.settings_below)
+        runs.parse((model.GPTConfig, train.TrainConfig), argv[1:], under=train.settings_below)
     elif argv[0] == "sample.py":
-        train.parse([sample.SampleConfig], argv[1:], positional=("run",))
+        runs.parse([sample.SampleConfig], argv[1:], positional=("run",))
     elif argv == ["analyze.py", "--list"]:
         analyze.main(argv[1:])
     elif argv[0] == "analyze.py":
-        config, = train.parse([analyze.AnalyzeConfig], argv[1:], positional=("runs",))
+        config, = runs.parse([analyze.AnalyzeConfig], argv[1:], positional=("runs",))
         assert {*config.only.split(",")} <= {"", *analyze.STATS}
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
@@ -97,7 +97,7 @@ def test_what_is_named_exists():
 def test_table():
     table = README.split("## The residuals")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
-    assert rows == [line.strip() for line in train.residual_list().splitlines()[1:]]
+    assert rows == [line.strip() for line in runs.residual_list().splitlines()[1:]]
     assert f"{len(rows)}, and your own" in README and f"{len(analyze.STATS)} statistics" in README
 
 @pytest.mark.parametrize("name", LIMITS)

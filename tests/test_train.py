@@ -3,12 +3,14 @@ import fcntl, json, math, multiprocessing, os, random, re, resource, runpy, shut
 import sys, time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 
 import prepare
+import runs
 import train
 from model import GPT, GPTConfig, RESIDUALS
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SIZE = "--n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --eval_windows 8 --seed 5".split()
 SMALL = dict(n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=64)
 LONG = "--max_iters", "99999", "--eval_interval", "99999"
-HALF = train.UNFINISHED + "*"
+HALF = runs.UNFINISHED + "*"
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 @pytest.fixture(scope="session")
@@ -62,7 +64,7 @@ def refused(*argv):
 
 def metrics(run):
     """What must be equal in two runs: all but the speed"""
-    entries = train.read_metrics(run)
+    entries = runs.read_metrics(run)
     return {step: {key: value for key, value in entries[step].items() if key != "tok_s"}
             for step in sorted(entries)}
 
@@ -139,7 +141,7 @@ def test_a_run_and_its_replay(data, tmp_path, capsys):
     assert entries[50]["loss"] < entries[10]["loss"] - 0.3 and entries[50]["tokens"] == 50 * 4 * 32
     assert entries[50]["val_bpb"] == pytest.approx(entries[50]["val_loss"] / math.log(2), rel=0.02)   # bytes
     assert entries[50].keys() >= {"lr", "grad_norm", "flops", "skip_rate", "val_skip_rate"} and len(
-        entries[50]["grad_norms"]) == 2 and train.read_metrics(run)[50]["tok_s"] > 0
+        entries[50]["grad_norms"]) == 2 and runs.read_metrics(run)[50]["tok_s"] > 0
     assert {*content(run)} == {"config.json", "metrics.jsonl", "ckpt.pt", "best.pt", "lock"}
     assert "sample.py" in capsys.readouterr().out.splitlines()[-1]
     config = json.loads((run / "config.json").read_text())
@@ -237,7 +239,7 @@ def test_executed_flops_end_a_run(data, tmp_path, flags):
 def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(train, "pick_device", lambda name: "cuda")
     def size(*flags):
-        gpt, config = train.parse((GPTConfig, train.TrainConfig), flags, under=train.settings_below)
+        gpt, config = runs.parse((GPTConfig, train.TrainConfig), flags, under=train.settings_below)
         return [gpt.n_embd, config.batch_size, gpt.block_size, config.grad_accum, config.max_iters]
     assert size() == [768, 512, 1024, 8, 2000] and size("--batch_size", "64") == [768, 64, 1024, 8, 2000]
     assert size("--n_layer", "6") == [128, 16, 128, 1, 420]   # another model: the small defaults
@@ -396,9 +398,9 @@ def test_metrics_are_appended_and_a_torn_line_is_cut(copy):
              "[" * 9999, '{"step": 1, "loss": 4}', '{"step": 1, "val_loss": 3, "grad_norms": [1, 2]}',
              '{"step": 3, "lo']
     path.write_text("\n".join(lines))
-    assert train.read_metrics(copy) == {1: dict(step=1, loss=4, val_loss=3, grad_norms=[1, 2])}
+    assert runs.read_metrics(copy) == {1: dict(step=1, loss=4, val_loss=3, grad_norms=[1, 2])}
     path.unlink()
-    assert train.read_metrics(copy) == {}
+    assert runs.read_metrics(copy) == {}
 
 # ----------------------------------------------------------------------------- what must never be lost
 
@@ -431,13 +433,13 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
 
 def test_write_file_keeps_the_old_one(tmp_path, monkeypatch):
     path, order = tmp_path / "file", []
-    train.write_file(path, lambda f: f.write(b"old"))
+    runs.write_file(path, lambda f: f.write(b"old"))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)   # a disk that is full
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
         for write in (lambda f: f.write(bytes(9999))), (lambda f: torch.save(torch.zeros(9999), f)):
             with pytest.raises(SystemExit, match="file: can't be written"):
-                train.write_file(path, write)
+                runs.write_file(path, write)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
@@ -446,12 +448,12 @@ def test_write_file_keeps_the_old_one(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train.write_file(path, interrupted)
+        runs.write_file(path, interrupted)
     assert content(tmp_path) == {"file": b"old"}   # and nothing beside it
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda number: order.append("fsync") or fsync(number))
     monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or replace(*paths))
-    train.write_file(path, lambda f: f.write(b"new"))
+    runs.write_file(path, lambda f: f.write(b"new"))
     assert order == ["fsync", "replace"] and path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o644
 
@@ -495,7 +497,7 @@ def test_what_a_new_run_may_find(data, finished, tmp_path):
     settings = (finished / "config.json").read_text().replace(str(finished), str(tmp_path / "early"))
     entries = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
     early = folder("early", "lock", config_json=settings, metrics_jsonl=entries[0])
-    (early / f"{train.UNFINISHED}ckpt").write_text("half")
+    (early / f"{runs.UNFINISHED}ckpt").write_text("half")
     other = settings.replace("early", "other").replace('"lr": 0.006', '"lr": 0.1')
     late = settings.replace("early", "late")
     for held in (folder("run", "ckpt.pt", "config.json"), folder("foreign", notes_txt="mine"),
@@ -784,7 +786,7 @@ def test_a_run_that_can_only_be_read(copy):
     for path in (copy, *copy.iterdir()):
         path.chmod(path.stat().st_mode & 0o555)
     train.open_run(copy)
-    train.read_metrics(copy)
+    runs.read_metrics(copy)
     copy.chmod(0o755)
     assert content(copy) == before   # opening writes nothing
 
@@ -796,11 +798,11 @@ class Example:
     files: list = ()       # some files
     # numbers of things
     share: float = 0.5     # [0, 1] share in %
-    kind: train.Literal["a", "b"] = "a"  # a or b
+    kind: Literal["a", "b"] = "a"  # a or b
     fast: bool = False     # or not
 
 def test_flags_of_a_config(capsys):
-    parse = lambda *argv: train.parse((Example,), argv, "An example.", positional=("run",))[0]
+    parse = lambda *argv: runs.parse((Example,), argv, "An example.", positional=("run",))[0]
     assert parse(*"x --share 1 --fast --files a b".split()) == Example("x", ["a", "b"], 1.0, "a", True)
     for line, words in (("x --share 1.5", "--share 1.5: must be from 0 to 1"), ("x --kind c", "kind"),
                         ("x --shore 1", "did you mean --share?"), ("", "run"), ("x --s 1", "--s")):
