@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import prepare
 from model import by_threshold, ran_shares, without
 from sample import calibrate
-from runs import parse, pick_device, read_metrics, refuse, write_file
+from runs import parse, pick_device, read_metrics, refuse, start, write_file
 from train import evaluate, open_run
 
 @dataclass
@@ -635,7 +635,4 @@ def save(out, runs, results):
     write_file(out / "numbers.json", lambda f: f.write(numbers.encode()))
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
+    start(main)

@@ -40,6 +40,21 @@ def refuse(sentence):
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in sentence)
     raise SystemExit(1 if re.fullmatch("[1-9][0-9]*", os.environ.get("RANK", "0")) else printable)
 
+def start(main):
+    """Runs a script: main() -> exit status, or None. Ctrl-C gives no traceback, nor does a stdout that is full
+    or whose reader, such as head, has had enough."""
+    sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
+    try:
+        status = main() or 0
+    except KeyboardInterrupt:
+        status = 130
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}"
+    if "RANK" in os.environ and isinstance(status, int):   # A tidy exit may abort in a thread of torch,
+        os._exit(status)                                   # though all is saved.
+    sys.exit(status)
+
 # ----------------------------------------------------------------------------- processes
 
 def environment(name, default):

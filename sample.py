@@ -8,7 +8,6 @@ Sample from a run: its text goes to stdout as it comes, everything about it to s
 """
 import codecs
 import math
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -17,8 +16,8 @@ from typing import Literal
 import torch
 import prepare
 from model import LEAST_SKIPPED, all_run, by_threshold, ran_shares, without
-from runs import parse, pick_device
-from train import open_run
+from runs import parse, pick_device, start
+from train import open_run, share_run
 
 @dataclass
 class SampleConfig:
@@ -51,8 +50,7 @@ class EarlyExit:
     runs no further sublayer, but still makes keys and values there, because later tokens may go deeper and
     look for them. This is why an exit is an answer of `decide`, and not an end of the walk."""
     def __init__(self, model, confidence):
-        """confidence: the head's probability from which on a token exits"""
-        self.model, self.confidence = model, confidence
+        self.model, self.confidence = model, confidence   # the head's probability from which on a token exits
         self.l = math.inf   # the sublayer that was asked about last
         self.looks = 0      # how often the head has looked at a stream, which costs FLOPs
 
@@ -91,24 +89,20 @@ def pick_decide(model, config, settings):
             raise SystemExit(f"--{what}: {model.why_not(what)}")
     if config.exit < 1:
         return EarlyExit(model, config.exit)
-    if config.skip > 0:
-        return by_threshold(find_thresholds(model, config.skip, settings))
-    return all_run if config.skip == 0 else model.decide   # model.decide: as trained
-
-def sublayers_of(blocks, n_blocks):
-    """"9,10" -> {17, 18, 19, 20}: both sublayers of each block, as they run"""
-    all_names = {str(number): number for number in range(1, n_blocks + 1)}
-    names = {*blocks.split(",")} if blocks else set()
-    if not names < all_names.keys():
-        raise SystemExit(f"--remove {blocks}: name some of the {n_blocks} blocks, counted from 1, as 9,10,11")
-    return {l for name in names for l in (2 * all_names[name] - 1, 2 * all_names[name])}
-
-def find_thresholds(model, rate, settings):
-    """Those with which the model skips this share on validation windows of the run's data"""
+    if config.skip <= 0:
+        return all_run if config.skip == 0 else model.decide   # model.decide: as trained
     if prepare.load_meta(settings["data"])["tokenizer"] != settings["tokenizer"]:
         raise SystemExit(f"--skip: {settings['data']} has other tokens than the run; prepare it as it was")
     x, _ = prepare.val_windows(settings["data"], model.config.block_size, 32)
-    return calibrate(model, x.to(model.device).split(8), rate)
+    return by_threshold(calibrate(model, x.to(model.device).split(8), config.skip))
+
+def sublayers_of(blocks, n_blocks):
+    """"9,10" -> {17, 18, 19, 20}: both sublayers of each block, as they run"""
+    numbers = {str(block): block for block in range(1, n_blocks + 1)}
+    named = {*blocks.split(",")} if blocks else set()
+    if not named < numbers.keys():
+        raise SystemExit(f"--remove {blocks}: name some of the {n_blocks} blocks, counted from 1, as 9,10,11")
+    return {l for block in named for l in (2 * numbers[block] - 1, 2 * numbers[block])}
 
 # ----------------------------------------------------------------------------- show
 
@@ -148,22 +142,14 @@ def sample(model, tokenizer, config, decide, generator, style="plain"):
             yield ran
             if token.item() == tokenizer.eot_token:
                 break
-            text = decoder.decode(tokenizer.decode_single_token_bytes(token.item()))
-            show(text, share_run(ran), style)
+            show(decoder.decode(tokenizer.decode_single_token_bytes(token.item())), share_run(ran), style)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", style=style)
-
-def share_run(ran):
-    """Mean over the sublayers that are there"""
-    there = [share for share in ran if share is not False]
-    return sum(there) / len(there)
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     model, settings = open_run(config.run, pick_device(config.device), config.which)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    if tokenizer.n_vocab > model.config.vocab_size:
-        raise SystemExit(f"{config.run}: its tokenizer {tokenizer.name} has more tokens than its model")
     removed = sublayers_of(config.remove, len(model.order))
     decide = pick_decide(model, config, settings)
     generator = torch.Generator(model.device).manual_seed(config.seed)
@@ -181,11 +167,4 @@ def main(argv=None):
           f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:   # stdout is full, or its reader, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0 if isinstance(error, BrokenPipeError) else f"sample.py: {error}")
+    start(main)

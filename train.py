@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from model import GPT, GPTConfig, ran_shares
 from runs import (RunFolder, all_finite, environment, fingerprint, highest, n_weights, parse, pick_device,
-                  read_checkpoint, read_metrics, reading, refuse, restore, say)
+                  read_checkpoint, read_metrics, reading, refuse, restore, say, start)
 
 # ----------------------------------------------------------------------------- config
 
@@ -102,11 +102,15 @@ def evaluate(model, x, y, token_bytes, batch_size, decide=None):
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
         kept = []
         loss = model(xi.to(model.device), yi.to(model.device), decide=decide, kept=kept)[1].item()
-        ran = [share for share in ran_shares(kept) if share is not False]   # False: it is removed
         nats += loss * len(xi) / len(x)
-        skipped += (1 - sum(ran) / max(1, len(ran))) * len(xi) / len(x)
+        skipped += (1 - share_run(ran_shares(kept))) * len(xi) / len(x)
     model.train(was_training)
     return nats, nats / math.log(2) * y.numel() / max(1, token_bytes[y].sum().item()), skipped
+
+def share_run(ran):
+    """ran: see ran_shares -> the mean over the sublayers that are there"""
+    there = [share for share in ran if share is not False]
+    return sum(there) / max(1, len(there))
 
 # ----------------------------------------------------------------------------- optimizers and schedule
 
@@ -391,16 +395,13 @@ def read_config(path):
 def open_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> model in eval mode, its settings as a dict. Only reads. SystemExit with one sentence,
     whatever is wrong inside."""
-    config = read_config(Path(run) / "config.json")
+    path = Path(run) / "config.json"
+    config = read_config(path)
     _, model = read_checkpoint(Path(run) / which)
+    with reading(path):
+        if prepare.VOCABULARIES[config["tokenizer"]] > model.config.vocab_size:
+            raise ValueError("its tokenizer has more tokens than its model")
     return model.to(device).eval(), config
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
-    try:
-        status = main()
-    except KeyboardInterrupt:   # before the loop: there is nothing to save
-        status = 130
-    if "RANK" in os.environ:   # A tidy exit may abort in a thread of torch, though all is saved.
-        os._exit(status)
-    sys.exit(status)
+    start(main)

@@ -144,16 +144,16 @@ def test_bad_input(main, capsys, name, flags, message):
     said = capsys.readouterr().err + str(e.value.code)
     assert e.value.code and message in said and said.strip().count("\n") == 0
 
-def test_other_data_and_other_tokens_than_the_run_had(main, runs, tmp_path, monkeypatch):
+def test_other_data_and_other_tokens_than_the_run_had(main, runs, tmp_path):
     shutil.copytree(runs / "nag", tmp_path / "run")
     settings = json.loads((tmp_path / "run" / "config.json").read_text()) | dict(data=str(tmp_path))
     (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
     shutil.copy(runs / "data" / "val_000000.bin", tmp_path / "fineweb_val_000000.bin")   # known as gpt2 tokens
     with pytest.raises(SystemExit, match="other tokens"):
         main(tmp_path / "run", "--skip", 0.2)
-    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: SimpleNamespace(name="gpt2", n_vocab=50257))
+    (tmp_path / "run" / "config.json").write_text(json.dumps(settings | dict(tokenizer="gpt2")))
     with pytest.raises(SystemExit, match="more tokens"):
-        main("nag")
+        main(tmp_path / "run")
 
 def test_stops_at_end_of_text(capsys):
     ran = [None, False, torch.tensor([[True, False]])]   # by all tokens, removed, by the first of two
