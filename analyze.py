@@ -10,7 +10,7 @@ Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have th
 order in which they run: odd ones are attention, even ones MLP. Windows and loss are those of train.py, so a
 checkpoint has one loss everywhere. A model that was trained with skipping skips here, too.
 """
-import base64, codecs, functools, html, io, itertools, json, math, os, sys
+import base64, codecs, functools, io, itertools, json, math, os, sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import prepare
-from model import by_threshold, ran_shares, without
+from model import all_run, by_threshold, ran_shares, without
 from sample import calibrate
 from runs import parse, pick_device, read_metrics, refuse, start, write_file
 from train import evaluate, open_run
@@ -436,8 +436,11 @@ def skip_curve(run):
     Control: in each sublayer as many tokens skip, but random ones. Source: arXiv:2606.16112, section VI."""
     if why := run.model.why_not("skip"):
         raise NotHere(why)
-    generator, dense = torch.Generator().manual_seed(0), [run.model.flops_per_token(), run.loss]
+    generator, dense = torch.Generator().manual_seed(0), [run.model.flops_per_token(), run.loss_with(all_run)]
     found = {"by gain": [dense], "random tokens": [dense]}
+    if run.config["mod_rate"] > 0:
+        flops = run.model.flops_per_token(ran=shares_ran(run, run.model.decide))
+        found["as trained"] = [[flops, run.loss]]
     for rate in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
         decide = by_threshold(calibrate(run.model, [run.others[0][0][:4]], rate))
         ran = shares_ran(run, decide)
@@ -498,8 +501,7 @@ def layer_parallel(run):
                     after = residual(after, f)
                 updates.append(after - x)
             ends = inputs[-n] + torch.stack(updates).cumsum(0)
-            logits = model.head(ends[-1]).flatten(0, 1)
-            errors.append(F.cross_entropy(logits, targets.flatten()).item() - full)
+            errors.append(F.cross_entropy(model.head(ends[-1]).flatten(0, 1), targets.flatten()).item() - full)
         found[f"last {n}"] = errors
     return {"": found}
 
@@ -582,6 +584,8 @@ def main(argv=None):
     wanted = args.only.split(",") if args.only else [*STATS]
     for name in {*wanted} - {*STATS}:
         refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
+    if not args.out:
+        refuse("--out: is empty; name a folder, or leave it out")
     args.text = Path(args.text).read_text("utf-8", "replace") if os.path.isfile(args.text) else args.text
     try:   # now, not after minutes of measuring
         Path(args.out).mkdir(parents=True, exist_ok=True)
@@ -601,7 +605,8 @@ def main(argv=None):
 
 def open_runs(args):
     """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
-    names, runs = [Path(path).resolve().name for path in args.runs], {}
+    # A name that is not UTF-8 can't be drawn.
+    names, runs = [Path(path).resolve().name.encode("utf-8", "replace").decode() for path in args.runs], {}
     for path, name in zip(args.runs, names):
         model, config = open_run(path, pick_device(args.device))
         n = max(4, args.windows or config["eval_windows"])   # Some are for measuring, others to choose by.
@@ -611,7 +616,7 @@ def open_runs(args):
 
 def save(out, runs, results):
     """Figures, numbers and page"""
-    colors = dict(zip(sorted(runs), itertools.cycle(COLORS)))
+    colors = dict(zip(runs, itertools.cycle(COLORS)))
     matplotlib.rcParams["text.parse_math"] = False   # A dollar sign is part of a name or of a text.
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=run.model.num_params(), flops=run.model.flops_per_token())

@@ -1163,7 +1163,7 @@ def block_order(config):
         return blocks
     found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
     first, last, count = (int(number or found[1]) for number in found.groups()) if found else (0, 0, 0)
-    if not 1 <= first <= last <= config.n_layer or count < 1:
+    if not 1 <= first <= last <= config.n_layer or not 0 < count * (last + 1 - first) <= 4096:
         raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
     return blocks[:first - 1] + blocks[first - 1:last] * count + blocks[last:]
 
@@ -1199,7 +1199,7 @@ def read_residual(text):
 def convert(text, kind):
     if kind is bool:
         return ("0", "false", "1", "true").index(text.lower()) >= 2
-    if kind is float and not math.isfinite(float(text)):
+    if kind in (int, float) and not abs(kind(text)) <= 1e4:   # also nan
         raise ValueError
     return kind(text)
 
@@ -1216,10 +1216,10 @@ def problems(config):
     except ValueError as error:
         return bad + [str(error)]
     one_tensor = isinstance(stream, torch.Tensor) and stream.dim() == 3
-    rules = [   # (whether it is wrong, why and what to do)
+    rules = [   # (is it wrong, why and what to do)
         (c.n_embd % (2 * c.n_head), f"--n_embd {c.n_embd}: must be an even multiple of --n_head {c.n_head}"),
         (c.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
-        (c.mod_rate and c.layer_drop, "--mod_rate and --layer_drop: both decide who skips; leave one out"),
+        (c.mod_rate and c.layer_drop, "--mod_rate and --layer_drop: both decide who skips; drop one"),
         (c.layer_drop and not kind.can_skip,
          f"--layer_drop: tokens can't skip with --residual {c.residual}; use pre or nag"),
         (c.mod == "router" and not one_tensor,
@@ -1236,7 +1236,7 @@ def problems(config):
 
 source = functools.cache(inspect.getsource)   # It is slow.
 def field_problems(config):
-    """A sentence per field that is none of its choices, or out of its comment's range."""
+    """A sentence per field that is none of its choices, or out of range."""
     bad = []
     ranges = dict(re.findall(r"^    (\w+):.*?  # \[(\S+, \S+)\]", source(type(config)), re.M))
     for field in fields(config):
@@ -1245,6 +1245,6 @@ def field_problems(config):
             bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(map(str, choices))}")
         if field.name in ranges:
             low, high = ranges[field.name].split(", ")
-            if not float(low) <= value <= float(high):   # also where value is nan
+            if not float(low) <= value <= float(high):   # also nan
                 bad.append(f"--{field.name} {value}: must be from {low} to {high}")
     return bad

@@ -35,8 +35,7 @@ def val_windows(data, T, n):
     vocab_size, shards = load_meta(data)["vocab_size"], open_split(data, "val", T)
     starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
     x, y = read_windows(shards, starts, T)
-    largest = max(x.max(), y.max())
-    if largest >= vocab_size:
+    if (largest := max(x.max(), y.max())) >= vocab_size:
         raise SystemExit(f"--data {data}: token {largest} is not below {vocab_size}; remove and remake it")
     return x, y
 
@@ -50,8 +49,8 @@ def open_split(data, split, T=0):
 
 def read_shard(path):
     """A shard's tokens, (n,) uint16, as a np.memmap: nothing is read until it is indexed. Or SystemExit."""
-    header = np.fromfile(path, "<i4", 256)
-    n = (os.path.getsize(path) - HEADER) / 2
+    n = (os.path.getsize(path) - HEADER) / 2 if os.path.isfile(path) else 0   # A pipe would make us wait.
+    header = np.fromfile(path, "<i4", 256) if n > 0 else np.zeros(3)
     if n < 1 or header[:3].tolist() != [MAGIC, VERSION, n]:
         raise SystemExit(f"{path}: is not a whole token shard; delete it and run prepare.py again")
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(int(n),))
@@ -62,7 +61,7 @@ def load_meta(data):
     if not path.exists() and any(path.parent.glob("fineweb_*.bin")):  # modded-nanogpt's, or not complete yet
         return dict(name="fineweb", tokenizer="gpt2", vocab_size=50257)
     try:
-        meta = json.loads(path.read_bytes())
+        meta = json.loads(path.read_bytes()) if path.is_file() else None
         if meta["vocab_size"] == VOCABULARIES[meta["tokenizer"]]:
             return meta
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -189,7 +188,7 @@ def main(argv=None):
     parser.add_argument("--shards", type=int, default=1, help="of fineweb, 1 to 103; default: 1")
     parser.add_argument("--input", type=Path, nargs="+", default=[], help="of text: UTF-8 files or folders")
     args = parser.parse_args(argv)
-    out = args.out or f"data/{args.name}"
+    out = f"data/{args.name}" if args.out is None else args.out
     args.out = Path(os.path.realpath(out))  # a link stands for the folder that it names
     args.tokenizer = args.tokenizer or ("gpt2" if args.name == "fineweb" else "bytes")
     if args.name == "fineweb" and not (args.tokenizer == "gpt2" and 1 <= args.shards <= 103):
@@ -216,5 +215,5 @@ def main(argv=None):
 
 DATA_SETS = dict(stdlib=stdlib, shakespeare=shakespeare, fineweb=fineweb, text=text)
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # for a terminal that knows ASCII only
-    main()
+    from runs import start   # here, as reading shards needs no model
+    start(main)

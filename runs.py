@@ -23,7 +23,7 @@ from typing import Literal, get_args, get_origin
 import torch
 import torch.distributed as dist
 
-from model import GPT, GPTConfig, RESIDUALS, field_problems, options_of, problems
+from model import GPT, GPTConfig, RESIDUALS, block_widths, field_problems, options_of, problems
 
 # ----------------------------------------------------------------------------- sentences
 
@@ -37,17 +37,27 @@ def say(text):
 
 def refuse(sentence):
     """Ends the program with a sentence, which only the first of several processes says."""
-    printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in sentence)
+    printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in
+                        re.sub(r"\S{300,}", lambda word: word[0][:60] + "...", sentence))
     raise SystemExit(1 if re.fullmatch("[1-9][0-9]*", os.environ.get("RANK", "0")) else printable)
 
 def start(main):
     """Runs a script: main() -> exit status, or None. Ctrl-C gives no traceback, nor does a stdout that is full
     or whose reader, such as head, has had enough."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")    # None: it is closed
     sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         status = main() or 0
     except KeyboardInterrupt:
         status = 130
+    except SystemExit as end:   # Any sentence is made printable, and said once.
+        if isinstance(end.code, str):
+            refuse(end.code)
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if "allocate memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        refuse(f"{sys.argv[0]}: out of memory; make the model, the batch or the context smaller")
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}"
@@ -59,7 +69,7 @@ def start(main):
 
 def environment(name, default):
     value = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,6}", value):
+    if not re.fullmatch("[0-9]{1,6}", value) or name == "WORLD_SIZE" and int(value) == 0:
         refuse(f"{name}={value}: must be a number, as torchrun sets it")
     return int(value)
 
@@ -147,6 +157,8 @@ UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
 def open_own(path):
     """To append to. A link is not followed, as it could lead out of the folder to any file of the user."""
+    if path.exists() and not path.is_file():   # A pipe would make us wait for ever.
+        raise OSError("is not a plain file")
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     return open(number, "ab", buffering=0)
 
@@ -281,7 +293,8 @@ def all_finite(model):
 
 def n_weights(gpt):
     """A lower bound"""
-    return gpt.vocab_size * gpt.n_embd + gpt.n_layer * gpt.n_embd ** 2
+    units = sum(units for _, units in block_widths(gpt))
+    return (gpt.vocab_size + units) * gpt.n_embd + gpt.n_layer * gpt.n_embd ** 2
 
 def restore(path, ckpt, optimizers, grad_norms, data_mark):
     """Gives optimizers their moments, grad_norms its sums -> step, flops. SystemExit where they don't fit."""
@@ -294,6 +307,8 @@ def restore(path, ckpt, optimizers, grad_norms, data_mark):
             # Rates and decay stay as the flags say.
             optimizer.load_state_dict(dict(state=state, param_groups=optimizer.state_dict()["param_groups"]))
         grad_norms.copy_(ckpt["grad_norms"])
+        if ckpt["step"] < 0:
+            raise ValueError("a step below 0")
         return int(ckpt["step"]), float(ckpt["flops"])
 
 def checked(moments, p, optimizer):
@@ -303,6 +318,8 @@ def checked(moments, p, optimizer):
         shapes = dict(step=(), exp_avg=p.shape, exp_avg_sq=p.shape)
     if moments and {name: value.shape for name, value in moments.items()} != shapes:
         raise ValueError("moments of other shapes, or of another --optimizer")
+    if not all(value.isfinite().all() for value in moments.values()):
+        raise ValueError("moments that are not finite")
     return {name: value.contiguous() for name, value in moments.items()}
 
 def read_metrics(run):
@@ -313,7 +330,7 @@ def read_metrics(run):
         with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError, KeyError):
             values = json.loads(line)
             numbers = [value for key, value in values.items() if key != "grad_norms"]
-            if all(isinstance(number, (int, float)) for number in numbers):
+            if all(-1e300 < number < 1e300 for number in numbers):   # so no text, and no nan
                 metrics.setdefault(values["step"], {}).update(values)
     return metrics
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import GPT, GPTConfig, ran_shares
+from model import GPT, GPTConfig, field_problems, ran_shares
 from runs import (RunFolder, all_finite, environment, fingerprint, highest, n_weights, parse, pick_device,
                   read_checkpoint, read_metrics, reading, refuse, restore, say, start)
 
@@ -326,8 +326,10 @@ def start_processes(config):
     if device == "cuda":
         device = f"cuda:{environment('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
+    if rank >= world_size:
+        refuse(f"RANK={rank}: must be below WORLD_SIZE={world_size}; start with torchrun")
     if world_size > 1:
-        if "MASTER_ADDR" not in os.environ:
+        if not {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys():
             refuse(f"WORLD_SIZE={world_size}: the processes can't find each other; start them with torchrun")
         dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
     return device, rank, world_size
@@ -368,7 +370,8 @@ def settings_below(given):
     values = {}
     if given.get("resume") or given.get("config"):
         values = read_config(given.get("config") or Path(given["out"]) / "config.json")
-        values.pop("out", None)   # A replay is a run of its own.
+        for name in "out", "config", "resume", "overwrite":   # A replay is a run of its own. What may
+            values.pop(name, None)                             # replace files is typed, not read.
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & {*SIZES}:
         values = dict(CUDA_DEFAULTS)
     size = values.get("batch_size")
@@ -401,6 +404,10 @@ def open_run(run, device="cpu", which="ckpt.pt"):
     with reading(path):
         if prepare.VOCABULARIES[config["tokenizer"]] > model.config.vocab_size:
             raise ValueError("its tokenizer has more tokens than its model")
+        names = asdict(TrainConfig()).keys() - {"config", "resume", "overwrite"}
+        for bad in field_problems(TrainConfig(**{name: config[name] for name in names})):
+            raise ValueError(bad)
+        config |= asdict(model.config)   # The checkpoint knows better.
     return model.to(device).eval(), config
 
 if __name__ == "__main__":

@@ -30,10 +30,9 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds; runs with --slow only")
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
 
 @pytest.fixture(autouse=True)
 def usual_signals():
@@ -44,10 +43,12 @@ def usual_signals():
 
 # ----------------------------------------------------------------------------- models and inputs
 
+@torch.no_grad()
 def make(residual="pre", noise=0.2, dtype=torch.float64, **config):
-    """A tiny GPT in evaluation mode. noise moves every parameter away from where it starts, so that a gate
-    of zeros or a norm's weight of ones can't hide a mistake. It is made while dtype is the default one,
-    because constants such as 1 / sqrt(3) need its precision, too."""
+    """A tiny GPT in evaluation mode. It is made while dtype is the default one, because constants such as
+    1 / sqrt(3) need its precision, too. noise moves every parameter away from where it starts, so that a gate
+    of zeros can't hide a mistake, by draws that depend on its name alone: parameters that two models share
+    stay equal."""
     from model import GPT, GPTConfig
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -55,17 +56,9 @@ def make(residual="pre", noise=0.2, dtype=torch.float64, **config):
         model = GPT(GPTConfig(residual=residual, **(TINY | config)))
     finally:
         torch.set_default_dtype(before)
-    return randomise(model, noise).eval()
-
-@torch.no_grad()
-def randomise(model, noise=0.2, only=""):
-    """Adds noise that depends on a parameter's name alone: parameters that two models share stay equal.
-    only: the end of the names of those that are moved"""
     for name, p in model.named_parameters():
-        if noise and name.endswith(only):
-            rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            p.add_(noise * torch.randn(p.shape, generator=rng, dtype=torch.float64).to(p.dtype))
-    return model
+        p.add_(noise * some(*p.shape, seed=zlib.crc32(name.encode())))
+    return model.eval()
 
 def ids(B=2, T=12, V=TINY["vocab_size"], seed=0):
     return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
@@ -73,24 +66,21 @@ def ids(B=2, T=12, V=TINY["vocab_size"], seed=0):
 def some(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
+@torch.no_grad()
 def logits(model, idx=None, **options):
-    with torch.no_grad():
-        return model(ids() if idx is None else idx, **options)[0]
+    return model(ids() if idx is None else idx, **options)[0]
 
+@torch.no_grad()
 def streams(model, idx=None):
     """The stream as one vector per token: before sublayer 1, and after each sublayer."""
-    with torch.no_grad():
-        walk = list(model.walk(ids() if idx is None else idx))
-        return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after, _ in walk]]
+    walk = list(model.walk(ids() if idx is None else idx))
+    return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after, _ in walk]]
 
 def decode(model, idx, pieces, **options):
     """The logits of all tokens, piece by piece through a KV cache"""
     from model import KVCache
-    cache, out = KVCache(model, len(idx)), []
-    with torch.no_grad():
-        for piece in idx.split(pieces, dim=1):
-            out.append(model(piece, cache=cache, **options)[0])
-    return torch.cat(out, dim=1)
+    cache = KVCache(model, len(idx))
+    return torch.cat([logits(model, piece, cache=cache, **options) for piece in idx.split(pieces, dim=1)], 1)
 
 def same(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
@@ -100,6 +90,11 @@ def gradients(model, loss):
     loss.backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
             for name, p in model.named_parameters()}
+
+def same_gradients(mine, right, tolerance=1e-8):
+    """Parameter by parameter, relative to the size of the gradient"""
+    for name, g in mine.items():
+        assert (g - right[name]).norm() <= tolerance * right[name].norm() + 1e-12, name
 
 def count_flops(function):
     """What torch counts of the matrix products inside of function(). Others go uncounted on CPUs."""
@@ -147,8 +142,8 @@ def mlp_by_hand(mlp, x):
     return x @ mlp.c_proj.weight.T
 
 def sublayers_by_hand(model):
-    """Yields (l, residual, f) in the order in which they run."""
-    for i, number in enumerate(model.order):
+    """Yields (l, residual, f) in the order in which they run. l is the residual's own number."""
+    for number in model.order:
         block = model.blocks[number]
-        yield 2 * i + 1, block.attn_residual, lambda x, attn=block.attn: attention_by_hand(attn, x)
-        yield 2 * i + 2, block.mlp_residual, lambda x, mlp=block.mlp: mlp_by_hand(mlp, x)
+        yield 2 * number + 1, block.attn_residual, lambda x, attn=block.attn: attention_by_hand(attn, x)
+        yield 2 * number + 2, block.mlp_residual, lambda x, mlp=block.mlp: mlp_by_hand(mlp, x)

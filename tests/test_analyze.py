@@ -14,20 +14,26 @@ import analyze
 import prepare
 import runs
 import train
-from model import without
+from model import by_threshold, without
 
 L = 4   # blocks
 
 def run_of(residual="pre", history=None, text="", mod_rate=0.0, **config):
+    """Twelve windows: `some` and `others` are three batches of one."""
     model = make(residual, mod_rate=mod_rate, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, mod_rate=mod_rate, tokenizer="bytes", residual=residual)
-    windows = ids(8, 12, V=256), ids(8, 12, V=256, seed=1)
+    windows = ids(12, 12, V=256), ids(12, 12, V=256, seed=1)
     return analyze.Run(model, settings, history or {}, SimpleNamespace(text=text, skip=0.4), windows)
+
+def loss_of(run, decide=None):
+    """On every fourth window, the mean per token"""
+    idx, targets = (torch.cat(part)[::4] for part in zip(*run.batches))
+    return run.model(idx, targets, decide=decide)[1]
 
 @torch.no_grad()
 def increase(run, numbers):
-    """By how much the loss rises without the sublayers of these numbers, on every fourth window"""
-    return run.model(*run.some[0], decide=without(numbers))[1].item() - run.model(*run.some[0])[1].item()
+    """By how much the loss rises without the sublayers of these numbers"""
+    return (loss_of(run, without(numbers)) - loss_of(run)).item()
 
 def silent(block, **options):
     run = run_of(**options)
@@ -48,15 +54,13 @@ def test_a_silent_block_changes_nothing():
     assert flat(change["|change| / |stream|"])[4:6] == [0, 0] == flat(change["angle (degrees)"])[4:6]
     assert flat(worth["one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
     assert score[2] == [None, None, None, 0] and score[0][1] > 1e-4
-    points = analyze.could_skip(run)[""]["by growth"]   # No token needs the third of four blocks.
-    assert points[0] == [0, run.loss] and all(share >= 0.25 for share, _ in points[1:])
 
 def test_values_of_the_stream_by_hand():
     run = run_of()
     x = torch.stack(streams(run.model, idx_of(run)))
     size = x.square().mean(-1).sqrt()
-    for found, part in zip(analyze.stream_norm(run)[""].values(), (size, size[:, :, 1:])):
-        assert found == pytest.approx(part.mean((1, 2)).tolist())
+    norms = [part.mean((1, 2)).tolist() for part in (size, size[:, :, 1:])]
+    assert [*analyze.stream_norm(run)[""].values()] == [pytest.approx(line) for line in norms]
     relative = (x.diff(dim=0).norm(dim=-1) / x[:-1].norm(dim=-1)).mean((1, 2))
     degrees = F.cosine_similarity(x[1:], x[:-1], dim=-1).acos().rad2deg().mean((1, 2))
     found = analyze.update(run)
@@ -65,8 +69,7 @@ def test_values_of_the_stream_by_hand():
     assert found["angles summed (degrees)"]["both"] == pytest.approx(degrees.cumsum(0)[1::2].tolist())
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     assert tiny.item() == pytest.approx(1e-10)   # Its cosine is 1 in floating point.
-    z = streams(run.model, run.some[0][0])[2]
-    z = z - z.mean(-1, keepdim=True)
+    z = x[2, ::4] - x[2, ::4].mean(-1, keepdim=True)
     kurtosis = (z ** 4).mean(-1) / (z ** 2).mean(-1) ** 2 - 3
     assert analyze.outliers(run)[""]["stream"][1] == pytest.approx(kurtosis.mean().item())
 
@@ -74,7 +77,7 @@ def test_gradient_norm():
     run = run_of("nag")
     found, block = flat(analyze.gradient_norm(run)[""]), run.model.blocks[1]
     assert len(found) == 2 * L and all(p.grad is None for p in run.model.parameters())
-    run.model(*run.some[0])[1].backward()
+    loss_of(run).backward()
     own = [*block.mlp.parameters(), *block.mlp_residual.parameters()]
     assert found[3] == pytest.approx(sum(p.grad.square().sum().item() for p in own) ** 0.5)
 
@@ -90,7 +93,12 @@ def test_there_is_one_loss(residual):
     assert removed["one block"]["block"][2] == pytest.approx(increase(run, {5, 6}), abs=1e-9)
 
 def history_of(norms):
-    return {0: dict(grad_norms=[0.0] * len(norms)), 9: dict(loss=4.0), 10: dict(grad_norms=norms)}
+    return {0: dict(grad_norms=[0.0] * L), 5: dict(grad_norms=[1.0, 2.0, 3.0, 4.0]), 9: dict(loss=4.0),
+            10: dict(grad_norms=norms, val_loss=3.0)}
+
+def test_loss_curve_counts_tokens():
+    run = run_of(history=history_of([1.0] * L))
+    assert analyze.loss_curve(run)[""] == {"validation": [[640, 3.0]], "training": [[576, 4.0]]}
 
 def test_prune_curve_removes_what_a_method_scores_lowest():
     run = silent(2, history=history_of([3.0, 4.0, 0.5, 5.0]))
@@ -124,6 +132,7 @@ def test_fan_in_fits_its_own_law():
 @torch.no_grad()
 def test_nag_by_hand():
     run = run_of("nag")
+    run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)
     targets, gains, sums = torch.cat([y for _, y in run.batches]), [], []
     r, s = run.model.ends.start(run.model.wte(idx_of(run)))
     for _, residual, f in sublayers_by_hand(run.model):
@@ -133,14 +142,14 @@ def test_nag_by_hand():
         r, s = residual((r, s), f, gains[-1])
     found = analyze.gain(run)[""]
     assert flat(found) == pytest.approx([g.abs().mean().item() for g in gains], rel=1e-6)
-    assert found["step size, MLP"][1] == pytest.approx(run.model.blocks[1].mlp_residual.alpha.abs().item())
+    assert found["step size, MLP"][1] == pytest.approx(0.6)
     degrees = [g.abs().atan().rad2deg().mean().item() for g in gains]
     assert flat(analyze.update(run)["angle (degrees)"]) == pytest.approx(degrees, rel=1e-5)
     cosine = F.cosine_similarity(sums[1], sums[4], dim=0)
     assert analyze.direction_similarity(run)[""][1][4] == pytest.approx(cosine.item(), abs=1e-6)
     loss = F.cross_entropy(run.model.head((r, s)).flatten(0, 1), targets.flatten(), reduction="none")
-    loss = loss[s.flatten().argsort()]   # of 96 tokens: six groups of 10, then four of 9
-    ends = [loss[:10].mean().item(), loss[-9:].mean().item()]
+    loss = loss[s.flatten().argsort()]   # of 144 tokens: four groups of 15, then six of 14
+    ends = [loss[:15].mean().item(), loss[-14:].mean().item()]
     assert analyze.norm_confidence(run)[""]["loss"][::9] == pytest.approx(ends)
 
 @pytest.mark.parametrize("block", [1, 2])
@@ -171,26 +180,56 @@ def test_sink():
     found = [line[3] for line in analyze.sink(run)[""].values()]
     assert found == pytest.approx([means[:, 0].mean().item(), means[:, :4].sum(1).mean().item()])
 
-def test_skipping():
-    run = run_of("nag", text="a\té$x$\n" + 50 * "x")
-    x, found, kept = run.some[0][0], analyze.depth_map(run), []
+@torch.no_grad()
+def test_depth_map():
+    text = "a\té$x$\n" + 50 * "x"
+    run, idx, kept = run_of("nag", text=text), torch.tensor([[*text.encode()][:16]]), []
+    found = analyze.depth_map(run)
     assert found["tokens"][:8] == ["a", "\t", "", "é", "$", "x", "$", "\n"] and len(found["tokens"]) == 16
-    run.model(x, decide=run.decide, kept=kept)
-    shares = [0.0 if keep is None else 1 - keep.double().mean().item() for keep in kept]
-    assert flat(analyze.skip_share(run)[""]) == pytest.approx(shares, abs=1e-6) and sum(shares) > 0.8
-    idx, kept = torch.tensor([[*run.args.text.encode()][:16]]), []
+    gains = [residual.gain(before).abs() for residual, _, before, *_ in run.visits(idx, run.decide)]
+    assert found["size"] == torch.stack(gains)[:, 0, :, 0].tolist()
     run.model(idx, decide=run.decide, kept=kept)
     assert found["ran"] == [[True] * 16 if keep is None else keep[0].tolist() for keep in kept]
+    run = run_of(text=text)   # has no gain
+    x = torch.stack(streams(run.model, idx))[:, 0]
+    found = torch.tensor(analyze.depth_map(run)["size"])
+    torch.testing.assert_close(found, (x.diff(dim=0).norm(dim=-1) / x[:-1].norm(dim=-1)).float())
+
+def test_skipping():
+    run, kept, ran = run_of("nag"), [], []
+    run.model(torch.cat([idx for idx, _ in run.some]), decide=run.decide, kept=kept)
+    shares = [0.0 if keep is None else 1 - keep.double().mean().item() for keep in kept]
+    assert flat(analyze.skip_share(run)[""]) == pytest.approx(shares, abs=1e-6) and sum(shares) > 0.8
+    usual = run.loss_with
+    run.loss_with = lambda decide: ran.append(analyze.shares_ran(run, decide)) or usual(decide)
     curve = analyze.skip_curve(run)[""]
     flops = [flops for flops, _ in curve["by gain"]]
-    assert curve["by gain"][0] == [run.model.flops_per_token(), run.loss]
+    assert curve["by gain"][0] == pytest.approx([run.model.flops_per_token(), run.loss])
     assert flops == sorted(flops, reverse=True) == [flops for flops, _ in curve["random tokens"]]
+    for by_gain, random in zip(ran[-12::2], ran[-11::2]):   # As many tokens skip each sublayer.
+        assert random == pytest.approx(by_gain, abs=0.25)
+
+@torch.no_grad()
+def test_could_skip():
+    run, a = run_of(), 0.4
+    x = torch.stack(streams(run.model, torch.cat([idx for idx, _ in run.some]))[::2])
+    growth = x.norm(dim=-1).diff(dim=0)
+    needed = torch.ones(L, *growth.shape[1:], dtype=torch.bool)
+    for i in range(1, L):
+        needed[i] = growth[i] >= a * (growth[:i].amax(0) - growth[:i].amin(0))
+    loss = loss_of(run, lambda l, *_: (needed[(l - 1) // 2], None)) - loss_of(run)
+    points = analyze.could_skip(run)[""]["by growth"]
+    right = [1 - needed.double().mean().item(), run.loss + loss.item()]
+    assert points[0] == [0, run.loss] and points[4] == pytest.approx(right) and 0.1 < right[0] < 0.7
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod_rate=0.3)
     run.model.tau.fill_(99.0)
     assert flat(analyze.skip_share(run)[""]) == [1] * 2 * L
     assert flat(analyze.update(run)["angle (degrees)"]) == [0] * 2 * L
+    curve, dense = analyze.skip_curve(run)[""], loss_of(run, by_threshold([-1.0] * 2 * L))
+    gained = curve["by gain"][0][1] - curve["as trained"][0][1]   # by a run of all
+    assert gained == pytest.approx((dense - loss_of(run)).item())
 
 @torch.no_grad()
 def test_the_last_blocks_at_once():
@@ -201,7 +240,8 @@ def test_the_last_blocks_at_once():
         middle = x + attention_by_hand(block.attn, block.attn_residual.read(x))
         end = end + middle + mlp_by_hand(block.mlp, block.mlp_residual.read(middle)) - x
     loss = F.cross_entropy(run.model.head(end).flatten(0, 1), targets.flatten()).item()
-    assert analyze.layer_parallel(run)[""]["last 2"] == pytest.approx([loss - run.loss_of_some])
+    error = loss - run.model(idx, targets)[1].item()
+    assert analyze.layer_parallel(run)[""]["last 2"] == pytest.approx([error])
 
 @pytest.mark.parametrize("residual, lacks", [
     ("pre", "gain direction_similarity norm_confidence depth_attention gate skip_share skip_curve fan_in"),
@@ -219,7 +259,7 @@ def made(tmp_path_factory):
     (folder / "text.txt").write_text("".join(f"line {i}: {i * i}\n" for i in range(2000)))
     prepare.main(["text", "--input", str(folder / "text.txt"), "--out", str(folder / "data")])
     for name, residual in (("a$x^$b", "nag"), ("_<b>", "review")):
-        flags = "--n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6"
+        flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6"
         train.main(f"--data {folder}/data --out {folder}/{name} --residual {residual} {flags}".split())
     analyze.main(f"{folder}/a$x^$b {folder}/_<b> --out {folder}/out --text </script>&amp;é".split())
     return folder
@@ -227,7 +267,9 @@ def made(tmp_path_factory):
 def test_page(made):
     page, numbers = (made / "out/index.html").read_text(), json.loads((made / "out/numbers.json").read_text())
     assert not re.search("https?://", page) and page.count("</script>") == 2
-    report = json.loads(re.search(r'id="report">(.*?)</script>', page, re.S)[1])
+    report = re.search(r'id="report">(.*?)</script>', page, re.S)[1]
+    assert "<" not in report   # No text ends a script.
+    report = json.loads(report)
     first = [name for name, stat in report["statistics"].items() if stat["options"].get("first")]
     assert len(first) == 5 and first == [*report["statistics"]][:5]
     assert report["runs"]["a$x^$b"]["color"] != report["runs"]["_<b>"]["color"]

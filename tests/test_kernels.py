@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,21 +13,18 @@ import torch
 import kernels
 from kernels import depth_sum, errors, inputs_of, nag_write, run, triton
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).absolute().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 make_inputs = partial(inputs_of, device=DEVICE)
 each_op = pytest.mark.parametrize("op", [nag_write, depth_sum])
-
 
 def results(op, inputs, way="on"):
     """-> what the op returns, and the gradients of some loss by its inputs"""
     outputs = run(op, inputs, way)
     return [*outputs, *torch.autograd.grad(sum((y * y).sum() for y in outputs), inputs)]
 
-
 def assert_equal(ours, others, tolerance=0.0):
     torch.testing.assert_close([*ours], [*others], rtol=tolerance, atol=tolerance)
-
 
 def test_nag_write_is_the_paper():
     """Eqs. 10-17 as they stand: a stream that grows, whose norm and direction are taken afterwards."""
@@ -39,17 +35,16 @@ def test_nag_write_is_the_paper():
     norm = stream.norm(dim=-1, keepdim=True) / 30 ** 0.5
     assert_equal(nag_write(r, log_rms, u, gain), [stream / norm, norm.log()], 1e-8)
 
-
-def test_nag_write_of_nothing():
-    r, _, _, one = make_inputs(nag_write)
-    one = torch.ones_like(one)
-    # No update, and one that has no part orthogonal to r.
-    for u, way in product((torch.zeros_like(r), 2 * r.detach()), ("on", "off")):
+@pytest.mark.parametrize("way", ["on", "off"])
+def test_nag_write_of_nothing(way):
+    """No update, and one that has no part orthogonal to r"""
+    r, _, _, gain = make_inputs(nag_write)
+    one = torch.ones_like(gain)
+    for u in (torch.zeros_like(r), 2 * r.detach()):
         u.requires_grad_()
         out, log_rms = nag_write(r, 0 * one, u, one, kernels=way)
         assert_equal([out, log_rms.exp()], [r / 2 ** 0.5, 2 ** 0.5 * one], 0.1)
         assert torch.stack(torch.autograd.grad(out.sum(), (r, u))).isfinite().all()
-
 
 @pytest.mark.parametrize("way", ["on", "off"])
 def test_depth_sum_is_a_sum_with_weights_of_any_kind(way):
@@ -62,13 +57,11 @@ def test_depth_sum_is_a_sum_with_weights_of_any_kind(way):
         gradients = [torch.autograd.grad(y.sin().sum(), [shares, *sources]) for y in (ours, exact)]
         assert_equal([ours, *gradients[0]], [exact, *gradients[1]], 1e-5)
 
-
 @each_op
-@pytest.mark.parametrize("N, C, n", [(5, 16, 2), (1, 50, 1), (7, 123, 40), (0, 16, 3)])
+@pytest.mark.parametrize("N, C, n", [(5, 16, 2), (1, 50, 1), (3, 123, 9), (0, 16, 3)])
 def test_errors_are_those_of_rounding(op, N, C, n):
     assert max(errors(op, N, C, n, torch.float32, DEVICE)) < 1e-5
     assert max(errors(op, N, C, n, torch.bfloat16, DEVICE)) < 1e-2   # The interpreter doesn't round to bf16.
-
 
 @each_op
 @pytest.mark.skipif(triton is None, reason="triton isn't installed")
@@ -90,7 +83,6 @@ def test_results_repeat_and_a_graph_can_be_used_twice(op):
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.grad(outputs, inputs, upstream, create_graph=True)[-1].sum().backward()
 
-
 @each_op
 def test_tensors_that_lie_otherwise_in_memory(op):
     inputs = make_inputs(op, C=30)
@@ -104,7 +96,6 @@ def test_tensors_that_lie_otherwise_in_memory(op):
     sums = [sum(y.sum() for y in run(op, inputs, way)) for way in ("on", "off")]
     assert_equal(*[torch.autograd.grad(y, inputs) for y in sums], 1e-5)
 
-
 @each_op
 @pytest.mark.parametrize("place", [0, 1, 2])   # the direction, log-norm or update; the weights or a source
 def test_nan_stays_nan(op, place):
@@ -114,19 +105,17 @@ def test_nan_stays_nan(op, place):
     assert any(y.isnan().any() for y in expected[:2])
     assert_equal([y.isnan() for y in ours], [y.isnan() for y in expected])
 
-
 def test_what_does_not_fit_is_refused():
     r, log_rms, u, gain = make_inputs(nag_write)
     weights, *v = make_inputs(depth_sum, n=2)
-    for wrong in ((r, log_rms, u.bfloat16(), gain), (r, log_rms, u[:3], gain), (r, log_rms[:1], u, gain),
-                  (r, log_rms, u, gain.double()), (r, log_rms, u, gain.expand(6, 20))):
-        with pytest.raises(ValueError, match="nag_write: got"):
-            nag_write(*wrong)
-    for wrong in ((weights, [v[0], v[1].double()]), (weights, [v[0], v[1][:1]]), (weights, v[:1]),
-                  (weights[:0], []), (weights.expand(2, 6, 20), v)):
-        with pytest.raises(ValueError, match="depth_sum: got"):
-            depth_sum(*wrong)
-
+    wrong = [(r, log_rms, u.bfloat16(), gain), (r, log_rms, u[:3], gain), (r, log_rms[:1], u, gain),
+             (r, log_rms, u, gain.double()), (r, log_rms, u, gain.expand(6, 20)),
+             (weights, [v[0], v[1].double()]), (weights, [v[0], v[1][:1]]), (weights, v[:1]),
+             (weights[:0], []), (weights.expand(2, 6, 20), v)]
+    for inputs in wrong:
+        op = nag_write if len(inputs) == 4 else depth_sum
+        with pytest.raises(ValueError, match=f"{op.__name__}: got"):
+            op(*inputs)
 
 def test_who_chooses_what(monkeypatch):
     launched = []
@@ -138,6 +127,8 @@ def test_who_chooses_what(monkeypatch):
         run(op, make_inputs(op), "auto" if DEVICE == "cuda" else "on")
         assert bool(launched) == (triton is not None)
         launched.clear()
+    monkeypatch.undo()
+    kernels.launch(None, torch.zeros(0, 4))   # A GPU can't launch no programs at all.
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     assert not kernels.use_triton(torch.zeros(1), "on")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -145,22 +136,22 @@ def test_who_chooses_what(monkeypatch):
     code = "import sys; sys.modules['triton'] = None; import kernels; print(kernels.why_no_triton())"
     assert b"pip install triton" in subprocess.check_output([sys.executable, "-c", code], cwd=ROOT)
 
-
 @each_op
-def test_compiled_whole(op):
+def test_compiled_whole(op, monkeypatch):
+    right = results(op, make_inputs(op))
+    if op is depth_sum:   # As on a GPU: what is traced has no addresses, so there must be no kernel.
+        monkeypatch.setattr(kernels, "use_triton", lambda x, way: True)
     inputs = make_inputs(op)
     outputs = torch.compile(run, fullgraph=True, backend="aot_eager")(op, inputs, "on")
     gradients = torch.autograd.grad(sum((y * y).sum() for y in outputs), inputs)
-    assert_equal([*outputs, *gradients], results(op, inputs), 1e-5)
-
+    assert_equal([*outputs, *gradients], right, 1e-5)
 
 @pytest.mark.skipif(triton is None or DEVICE == "cuda", reason="is about a GPU that isn't there")
 def test_kernels_for_an_h200(tmp_path):
     env = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, __file__, tmp_path], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("registers") == 8 and "written" in done.stdout
-
+    assert done.stdout.count("registers") == 4 and "written" in done.stdout
 
 # ----------------------------------------------------------------------------- python test_kernels.py FOLDER
 
@@ -183,7 +174,6 @@ def compile_only(kernel, *arguments, num_warps, grid, warmup, **constants):
     print(f"{kernel.fn.__name__}: {registers} registers, {stack} bytes of stack, {wide} accesses of 16 bytes")
     assert registers <= 64 and stack == 0 and wide >= 2
 
-
 def check_what_is_written(joint, *_, **__):
     """In the place of dividing a traced graph into forward and backward. torch.compile must see what a kernel
     writes, else it copies whatever the kernel is given."""
@@ -192,14 +182,13 @@ def check_what_is_written(joint, *_, **__):
     assert written == ["out_ptr", "log_rms_out_ptr", "d_r_ptr", "d_u_ptr", "d_gain_ptr"]
     raise SystemExit   # Its code couldn't run here.
 
-
 if __name__ == "__main__":
     from torch._dynamo.backends.common import aot_autograd
     SM_90 = triton.backends.compiler.GPUTarget("cuda", 90, 32)
     kernels.use_triton = lambda x, way: True
     triton.JITFunction.run = compile_only
-    for op, (C, dtype) in product((nag_write, depth_sum), ((1024, torch.float32), (4096, torch.bfloat16))):
-        results(op, make_inputs(op, C=C, dtype=dtype))
+    for op in (nag_write, depth_sum):
+        results(op, make_inputs(op, C=4096, dtype=torch.bfloat16))
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: SM_90))
     torch.utils._triton.has_triton = lambda: True
     backend = aot_autograd(fw_compiler=None, partition_fn=check_what_is_written)

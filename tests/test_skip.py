@@ -5,10 +5,12 @@ The reference: every token runs every sublayer, and the result is thrown away fo
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 import model as M
 import sample
-from conftest import attention_by_hand, count_flops, decode, gradients, ids, logits, make, mlp_by_hand, same
+from conftest import (attention_by_hand, count_flops, decode, gradients, ids, logits, make, mlp_by_hand, same,
+                      same_gradients)
 
 RATES = [0.15, 0.5, 0.7, 0.95]
 IDX, TARGETS = ids(3, 16), ids(3, 16, seed=1)
@@ -63,8 +65,7 @@ def same_as_masking(model, decide):
     right, decisions = masked(model, decide)
     same(forward(model, decide=decide), (right.detach(), decisions))
     his = gradients(model, F.cross_entropy(right.flatten(0, 1), TARGETS.flatten()))
-    for name, g in gradients(model, model(IDX, TARGETS, decide=decide)[1]).items():
-        assert (g - his[name]).norm() <= 1e-8 * his[name].norm() + 1e-13, name
+    same_gradients(gradients(model, model(IDX, TARGETS, decide=decide)[1]), his)
     return decisions
 
 # ----------------------------------------------------------------------------- thresholds
@@ -82,9 +83,7 @@ def test_a_skipping_step_is_its_reference(config):
 def test_extreme_thresholds():
     model, kept = nag(), []
     assert torch.equal(logits(model, IDX, decide=at(model, -1.0)), logits(model, IDX))
-    same(logits(model, IDX, decide=at(model, 9e9)), model.head(next(model.walk(IDX))[1]).detach(), 1e-14)
-    grads = gradients(model, model(IDX, TARGETS, decide=at(model, 9e9))[1])
-    assert all(g.isfinite().all() for g in grads.values()) and grads["wte.weight"].abs().max() > 0
+    assert not same_as_masking(model, at(model, 9e9)).any()
     model(IDX, decide=M.by_threshold([-1.0] * 5 + [9e9] + [-1.0] * 2), kept=kept)   # one of sublayer 6 alone
     assert [keep is None for keep in kept] == [True] * 5 + [False] + [True] * 2 and not kept[5].any()
 
@@ -99,22 +98,10 @@ def test_decisions_are_causal_and_of_one_sequence(rate):
     same((out[:, :t], out[0]), (out2[:, :t], out3[0]))
     assert (out[:, t:] - out2[:, t:]).abs().amax(-1).min() > 1e-9
 
-class Wary(M.Template):
-    """A reader's own residual that knows before a sublayer runs how much of the update it will take"""
-    knows_gain = True
-
-    def gain(self, x):
-        return torch.sigmoid(self.b * x[..., :1])
-
-    def forward(self, x, f, gain=None):
-        return x + (self.gain(x) if gain is None else gain) * f(self.norm(x))
-
-@pytest.mark.parametrize("pieces", [[1] * 16, [5, 1, 1, 4, 1, 3, 1]], ids=["one by one", "in pieces"])
-@pytest.mark.parametrize("what", ["nag", "repeat", "wary", "without", "exit", "router", "removed router"])
-def test_cached_decoding_is_the_full_forward(what, pieces, monkeypatch):
-    monkeypatch.setitem(M.RESIDUALS, "wary", (Wary, {}))
-    models = {"wary": lambda: make("wary", noise=0.5), "repeat": lambda: nag(repeat="2:3"), "router": routed,
-              "removed router": routed, "exit": lambda: make(n_layer=4)}
+@pytest.mark.parametrize("what", ["nag", "repeat", "without", "exit", "router", "removed router"])
+def test_cached_decoding_is_the_full_forward(what):
+    models = {"repeat": lambda: nag(repeat="2:3"), "router": routed, "removed router": routed,
+              "exit": lambda: make(n_layer=4)}
     model = models.get(what, nag)()
     for rate in RATES:
         if what == "exit":
@@ -125,21 +112,16 @@ def test_cached_decoding_is_the_full_forward(what, pieces, monkeypatch):
             decide = at_rate(model, rate)
             decide = M.without({2, 3, 7}, decide) if what == "without" else decide
         full, ran = forward(model, decide=decide)
-        same(decode(model, IDX, pieces, decide=decide), full)
+        same(decode(model, IDX, [1, 5, 1, 1, 4, 1, 3], decide=decide), full)
         assert not ran.all() and (ran.any() or rate > 0.9)
-
-def test_generate_with_skipping():
-    model = nag()
-    decide = at_rate(model, 0.5)
-    out = model.generate(ids(3, 4), 12, temperature=0, decide=decide)
-    assert torch.equal(logits(model, out, decide=decide)[:, 3:-1].argmax(-1), out[:, 4:])
-    assert not torch.equal(logits(model, out)[:, 3:-1].argmax(-1), out[:, 4:])
+        if what == "removed router":   # Without its attention, the MLP asks.
+            assert ran[3].any() and not ran[3].all()
 
 @pytest.mark.parametrize("what", ["nag", "removed", "router", "layer drop"])
 def test_executed_flops(what):
     """By torch's counter: a token that skips an attention costs its key and value there (a router's or
     LayerDrop's costs nothing), and one that skips an MLP nothing."""
-    for rate in RATES[1:] + [1.0]:
+    for rate in (0.5, 0.95, 1.0):
         model, decide, kept = nag(), None, []
         if what in ("nag", "removed"):
             decide = at_rate(model, rate) if rate < 1 else at(model, 9e9)
@@ -151,15 +133,18 @@ def test_executed_flops(what):
         assert counted == pytest.approx(48 * model.flops_per_token(16, ran=M.ran_shares(kept)), rel=1e-6)
         torch.manual_seed(0)
         assert count_flops(lambda: model(IDX, IDX, decide=decide)[1].backward()) <= 3 * counted
+    if model.training:   # A skipped run costs nothing: what is left are the head and two routers.
+        left = 2 * 16 * (64 + (2 if what == "router" else 0))
+        assert model.flops_per_token(16, ran=[0.0] * 2 * len(model.order)) == left
 
 def test_compiled_and_checkpointed_blocks_skip_alike():
-    model = nag()
+    model, counter = nag(), CompileCounter()
     right = gradients(model, model(IDX, TARGETS, decide=at(model, 0.4))[1])
     torch._dynamo.reset()
-    model.compile_blocks(backend="eager", fullgraph=True)
+    model.compile_blocks(backend=counter, fullgraph=True)
     model.checkpoint_blocks()
-    for name, g in gradients(model, model(IDX, TARGETS, decide=at(model, 0.4))[1]).items():
-        same(g, right[name], 1e-9)
+    same_gradients(gradients(model, model(IDX, TARGETS, decide=at(model, 0.4))[1]), right)
+    assert 0 < counter.frame_count <= 4   # what all tokens run, and MLPs on kept ones
 
 # ----------------------------------------------------------------------------- routers, LayerDrop
 
@@ -201,8 +186,7 @@ def test_a_router_is_its_reference(rate, T, training):
         assert (ran[2::4].sum(-1) == max(1, round((1 - 2 * rate) * T))).all()
     same(loss, reference, 1e-12)
     his = gradients(model, reference)
-    for name, g in gradients(model, loss).items():
-        same(g, his[name], 1e-9)
+    same_gradients(gradients(model, loss), his)
     assert (his["blocks.1.router.weight"].abs().max() > 1e-8) == (training or decisions[0].any().item())
 
 @pytest.mark.parametrize("n_layer", [2, 3, 5])
@@ -219,36 +203,29 @@ def test_a_router_sees_the_future_in_training_only():
         assert earlier > 1e-3 if training else earlier < 1e-12
     same(logits(model, decide=M.all_run), logits(make(n_layer=4)), 1e-14)   # Nobody has asked the routers.
 
-@pytest.mark.parametrize("residual", ["pre", "nag", "peri", "review", "x0"])
+@pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
 def test_layer_drop_is_its_reference(residual):
     """Whole sequences, a coin for each of them and each sublayer, and no rescaling. In training only."""
-    model = make(residual, layer_drop=0.5)
+    model, found = make(residual, layer_drop=0.5), []
     assert torch.equal(logits(model), logits(make(residual)))
-    model.train()
-    for seed in range(3):
+    torch.manual_seed(0)
+    _, ran = forward(model.train())
+    assert (ran == ran[:, :, :1]).all()
+    same_as_masking(model, lambda l, *_: (ran[l - 1], None))
+    right = gradients(model, model(IDX, TARGETS, decide=lambda l, *_: (ran[l - 1], None))[1])
+    model.checkpoint_blocks()   # The backward pass runs blocks again, but nobody is asked again.
+    for seed in (0, 1):
         torch.manual_seed(seed)
-        _, ran = forward(model)
-        assert (ran == ran[:, :, :1]).all()
-        same_as_masking(model, lambda l, *_: (ran[l - 1], None))
-
-def test_layer_drop_repeats_with_its_seed():
-    """Also with checkpoints: the backward pass runs blocks again, but nobody is asked again."""
-    model, out = make(layer_drop=0.5).train(), []
-    for seed in (1, 1, 2, 1):
-        torch.manual_seed(seed)
-        loss = model(ids(), ids(seed=1))[1]
-        out.append(gradients(model, loss)["wte.weight"])
-        if seed == 2:
-            model.checkpoint_blocks()
-    assert torch.equal(out[0], out[1]) and not torch.equal(out[0], out[2])
-    same(out[3], out[0], 1e-12)
+        found.append(gradients(model, model(IDX, TARGETS)[1]))
+    same_gradients(found[0], right)
+    assert not torch.equal(found[1]["wte.weight"], found[0]["wte.weight"])
 
 def test_layer_drop_coins_are_fair_and_independent():
     torch.manual_seed(0)
-    _, ran = forward(make(layer_drop=0.3, n_layer=2, n_embd=4).train(), ids(8000, 1))
+    _, ran = forward(make(layer_drop=0.3, n_layer=2, n_embd=4).train(), ids(4000, 1))
     coins = ran[..., 0].double()   # (2L, B)
-    assert (coins.mean(1) - 0.7).abs().max() < 0.025
-    assert (torch.corrcoef(coins) - torch.eye(4)).abs().max() < 0.05
+    assert (coins.mean(1) - 0.7).abs().max() < 0.03
+    assert (torch.corrcoef(coins) - torch.eye(4)).abs().max() < 0.06
 
 # ----------------------------------------------------------------------------- removal and exit
 
@@ -280,23 +257,21 @@ def test_early_exit(residual):
 
 # ----------------------------------------------------------------------------- who sets the thresholds
 
-@pytest.mark.parametrize("rate, residual", [(0.3, "nag"), (0.5, "nag:warmup=0.2")])
-def test_training_reaches_the_wanted_share(rate, residual):
+def test_training_reaches_the_wanted_share():
     """By before_step and after_step alone. At first, and during a warm-up, nothing is skipped."""
-    model = make(residual, noise=0, dtype=torch.float32, mod_rate=rate).train()
-    optimizer, skipped, steps = torch.optim.Adam(model.parameters(), 3e-3), [], 160
+    model = make("nag:warmup=0.2", noise=0, dtype=torch.float32, mod_rate=0.4).train()
+    optimizer, skipped, steps = torch.optim.Adam(model.parameters(), 3e-3), [], 140
     for step in range(steps):
         model.before_step((step + 1) / steps)
-        text, kept = ids(4, 17, seed=step), []
+        assert (model.tau.max() > 0) == (step + 1 > 0.25 * steps)   # 5 % of the training, and the warm-up
+        text, kept = ids(2, 17, seed=step), []
         model(text[:, :-1], text[:, 1:], kept=kept)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
         model.after_step(M.ran_shares(kept))
         skipped.append(1 - sum(M.ran_shares(kept)) / len(kept))
-    assert not any(skipped[:int(0.2 * steps if "warmup" in residual else 0.05 * steps)])
-    assert sum(skipped[-40:]) / 40 == pytest.approx(rate, abs=0.04)
-    tau = model.state_dict()["tau"]   # It is saved: a resumed run and a sample skip alike.
-    assert tau.shape == (6,) and tau.max() > 0
+    assert not any(skipped[:35]) and sum(skipped[-40:]) / 40 == pytest.approx(0.4, abs=0.04)
+    assert torch.equal(model.state_dict()["tau"], model.tau)   # A resumed run and a sample skip alike.
 
 def test_attentions_that_few_tokens_would_skip_run_whole():
     model, tried = make("nag", mod_rate=0.3, n_layer=2), []
@@ -311,21 +286,21 @@ def test_attentions_that_few_tokens_would_skip_run_whole():
         tried.append(model.tau[0].item() > 0)
     assert 1 <= sum(tried) <= 2
 
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.75])
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
 def test_calibrate(rate):
-    model, batches = nag(shut=0.9, block_size=32), list(ids(8, 32).split(4))
+    model, batches = nag(shut=0.9, block_size=32), list(ids(6, 32).split(3))
     tau = sample.calibrate(model, batches, rate)
-    assert tau.shape == (8,) and torch.equal(tau, sample.calibrate(model, batches, rate))
     ran = torch.cat([forward(model, idx, M.by_threshold(tau))[1] for idx in batches], dim=1)
     skipped = 1 - ran.double().mean((1, 2))
-    assert skipped.mean() == pytest.approx(rate, abs=0.01)
-    if rate < 0.75:   # An attention runs whole unless about a quarter of the tokens skip it.
-        assert all(share == 0 or share > 0.2 for share in skipped[::2])
+    assert tau.shape == (8,) and skipped.mean() == pytest.approx(rate, abs=0.01)
+    # An attention runs whole unless about a quarter of the tokens skip it.
+    assert all(share == 0 or share > 0.2 for share in skipped[::2])
 
 @pytest.mark.parametrize("residual, can", [
-    ("pre", "exit remove"), ("nag", "skip exit remove"), ("x0", "exit remove"), ("ngpt", "exit remove"),
-    ("attnres", "remove"), ("denseformer", "remove"), ("hyper", "remove"), ("siamese", "remove")])
+    ("pre", "exit remove"), ("nag", "skip exit remove"), ("ngpt", "exit remove"), ("attnres", "remove"),
+    ("denseformer", "remove"), ("hyper", "remove"), ("siamese", "remove"), ("router", "remove")])
 def test_a_model_says_what_it_can_not(residual, can):
+    model = routed() if residual == "router" else make(residual)
     for what in ("skip", "exit", "remove"):
-        sentence = make(residual).why_not(what)
-        assert sentence is None if what in can.split() else residual in sentence and "use a run of" in sentence
+        sentence = model.why_not(what)
+        assert sentence is None if what in can else residual in sentence and "use a run of" in sentence

@@ -1,0 +1,288 @@
+"""
+What results/run.py measures on a run, and what it makes of that: a yardstick, intervals, verdicts, figures.
+
+finals: {(variant, steps): {seed: run}}, the runs at their best rate. lines: {steps: bits per byte of the tables
+of 1- to 4-grams}.
+"""
+import math
+import re
+import statistics
+from types import SimpleNamespace
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+import analyze
+import prepare
+from model import by_threshold, ran_shares, without
+from runs import read_metrics
+from sample import EarlyExit, calibrate
+from train import train_batch
+
+# ----------------------------------------------------------------------------- what is measured on a run
+
+WINDOWS, GROUPS = 1024, 32   # validation windows of a final number, and groups of neighbours among them
+
+def rounded(values):
+    return [round(float(value), 4) for value in values]
+
+@torch.no_grad()
+def score(model, config, decide=None):
+    """-> bits per byte of the validation windows, of each group of them, share of tokens that ran a sublayer"""
+    windows = prepare.val_windows(config["data"], config["block_size"], WINDOWS)
+    x, y = (part.to(model.device) for part in windows)
+    sizes = prepare.token_bytes(config, config["vocab_size"]).to(model.device)
+    bits, n_bytes, kept = [], [], []
+    for idx, targets in zip(x.chunk(GROUPS), y.chunk(GROUPS)):
+        bits.append(model(idx, targets, decide=decide, kept=kept)[1].item() / math.log(2) * targets.numel())
+        n_bytes.append(sizes[targets].sum().item())
+    ran = [False if keep is False else float(keep) for keep in mean_shares(kept, 2 * len(model.order))]
+    return sum(bits) / sum(n_bytes), [b / n for b, n in zip(bits, n_bytes)], ran
+
+def mean_shares(kept, n):
+    """The keeps of some passes of n sublayers -> share of the tokens that ran each of them"""
+    shares = ran_shares(kept)
+    return [shares[l] is not False and statistics.mean(shares[l::n]) for l in range(n)]
+
+@torch.no_grad()
+def skip(model, config, dense, groups):
+    """{who skips: [[share of FLOPs saved, bits lost, those of groups], ...]}, with a sixth, a quarter, a third
+    and half of the sublayer runs skipped. All choices are made on training windows."""
+    shards = prepare.open_split(config["data"], "train", config["block_size"])
+    x, y = train_batch(shards, config["block_size"], config["seed"], 10 ** 9, 64)   # No run has this step.
+    x, y = x.to(model.device), y.to(model.device)
+    n, rng, curves = 2 * len(model.order), torch.Generator().manual_seed(0), {}
+
+    def add(name, decide):
+        bits, parts, ran = score(model, config, decide)
+        looks = 2 * model.lm_head.weight.numel() * getattr(decide, "looks", 0) / GROUPS
+        saved = 1 - (model.flops_per_token(ran=ran) + looks) / model.flops_per_token()
+        lost = [after - before for after, before in zip(parts, groups)]
+        curves.setdefault(name, []).append([round(saved, 4), round(bits - dense, 5), rounded(lost)])
+        return ran
+
+    if model.why_not("skip"):
+        for confidence in (0.98, 0.95, 0.9, 0.8, 0.6):
+            add("early exit", EarlyExit(model, confidence))
+        return curves
+    gains = [residual.gain(before).abs().mean().item() for (_, before, *_), (_, residual, _) in
+             zip(model.walk(x), model.sublayers(x))]
+    least, greedy = sorted(range(1, n + 1), key=lambda l: gains[l - 1]), []
+    for share in (1 / 6, 1 / 4, 1 / 3, 1 / 2):
+        ran = add("by gain", by_threshold(calibrate(model, list(x.split(16)), share)))
+        add("random tokens", lambda l, residual, stream: (
+            torch.rand(stream[0].shape[:2], generator=rng).to(stream[0].device) < ran[l - 1], None))
+        while len(greedy) < round(share * n):
+            greedy.append(min({*range(1, n + 1)} - {*greedy}, key=lambda l: model(
+                x, y, decide=without({*greedy, l}))[1].item()))
+        add("greedy sublayers", without({*greedy}))
+        add("least-gain sublayers", without({*least[:round(share * n)]}))
+    return curves
+
+def inside(model, config, *_):
+    """Lines of analyze.py's figures, on 512 windows, and what a line in the fan-in leaves of the variance."""
+    windows, curves = prepare.val_windows(config["data"], config["block_size"], 512), {}
+    run = analyze.Run(model, config, read_metrics(config["out"]), SimpleNamespace(skip=0.25), windows)
+    for stat in analyze.prune_curve, analyze.fan_in, analyze.sink, analyze.outliers:
+        for panel, lines in stat(run).items():
+            for label, values in lines.items():
+                curves[f"{panel} {label}".strip()] = [[i, round(value, 4)] for i, value in enumerate(values)]
+    line, share = (np.array(curves[label])[:, 1] for label in ("predicted", "measured"))
+    curves["1 - R2"] = []
+    for i in (0, 1):   # with the first block, and without it. A fit to the prediction is a fit to the count.
+        error = share[i:] - np.polyval(np.polyfit(line[i:], share[i:], 1), line[i:])
+        curves["1 - R2"].append([i, round(float((error ** 2).mean() / share[i:].var()), 4)])
+    return curves
+
+MEASURES = dict(skip=skip, inside=inside)
+
+# ----------------------------------------------------------------------------- the yardstick: counting
+
+class WittenBell:
+    """n-grams of order 1 to 4, smoothed by Witten and Bell. With c counts, and T(h) the number of different
+    tokens after a history h, p(w | h) = (c(h w) + T(h) p(w | shorter h)) / (c(h) + T(h)). The last: 1 / V."""
+    def __init__(self, tokens, seen, V):
+        """tokens, seen (n,): an n-gram counts if all of its tokens have been seen"""
+        self.V, self.tables = V, []
+        code, whole = np.zeros(len(tokens), np.int64), np.ones(len(tokens), bool)
+        for shift in range(4):   # code: a token and the `shift` ones before it, as one number
+            code[shift:] += tokens[:len(tokens) - shift].astype(np.int64) * V ** shift
+            whole[:shift] = False
+            whole[shift:] &= seen[:len(tokens) - shift]
+            grams, counts = np.unique(code[whole], return_counts=True)
+            # The newest token is the lowest digit, so n-grams with the same history stand side by side.
+            histories, first, types = np.unique(grams // V, return_index=True, return_counts=True)
+            self.tables.append((grams, counts, histories, np.add.reduceat(counts, first), types))
+
+    def probability(self, rows):
+        """rows (N, n) of tokens, n at most 4 -> p(last one | those before), (N,)"""
+        n = rows.shape[1]
+        lower = 1 / self.V if n == 1 else self.probability(rows[:, 1:])
+        grams, counts, histories, totals, types = self.tables[n - 1]
+        code = rows @ self.V ** np.arange(n - 1, -1, -1, dtype=np.int64)
+        total = look_up(histories, totals, code // self.V)
+        different = look_up(histories, types, code // self.V)
+        share = (look_up(grams, counts, code) + different * lower) / np.maximum(1, total + different)
+        return np.where(total > 0, share, lower)
+
+    def bits(self, rows, n):
+        """rows (N, T + 1) -> bits of the last T tokens of all rows, by at most n - 1 tokens before them"""
+        parts = [rows[:, max(0, t + 1 - n):t + 1] for t in range(1, rows.shape[1])]
+        return -sum(np.log2(self.probability(part)).sum() for part in parts)
+
+def look_up(keys, values, wanted):
+    place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[place] == wanted, values[place], 0)
+
+# ----------------------------------------------------------------------------- intervals and verdicts
+
+def t95(df):
+    """The 97.5 % point of Student's t distribution: a table, then an expansion (error below 0.1 %)"""
+    if df < 10:
+        return (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)[df - 1]
+    z = 1.95996
+    return z + (z ** 3 + z) / (4 * df) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * df ** 2)
+
+def interval(values):
+    """-> mean, half of its 95 % interval (inf for one value)"""
+    if len(values) < 2:
+        return sum(values), math.inf
+    return statistics.mean(values), t95(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+
+def values_of(what, steps, finals):
+    """what: see run.Claim -> {seed: (value, values of the groups of windows)}"""
+    variant, *curve = what.split(" | ")
+    if re.fullmatch("[0-9.]+", variant):
+        return {seed: (float(variant), []) for seed in (1, 2, 3)}
+    found = {}
+    for seed, run in finals.get((variant, steps), {}).items():
+        if not curve:
+            found[seed] = run["bits"], run["groups"]
+        elif curve[1] in ("mean", "max"):
+            summary = dict(mean=statistics.mean, max=max)[curve[1]]
+            found[seed] = summary(y for _, y in run["curves"][curve[0]]), []
+        else:
+            _, value, *groups = run["curves"][curve[0]][int(curve[1])]
+            found[seed] = value, groups[0] if groups else []
+    return found
+
+def gap(of, against, steps, finals):
+    """-> paired differences of the seeds, and of the groups of windows (means over seeds)"""
+    ours, theirs = values_of(of, steps, finals), values_of(against, steps, finals)
+    seeds = sorted(ours.keys() & theirs.keys())
+    groups = [[a - b for a, b in zip(ours[seed][1], theirs[seed][1])] for seed in seeds]
+    means = [statistics.mean(each) for each in zip(*groups)]
+    return [ours[seed][0] - theirs[seed][0] for seed in seeds], means
+
+def in_words(seeds, groups):
+    mean, half = interval(seeds)
+    text = f"{mean:+.3f} for one seed"
+    if len(seeds) > 1:
+        text = f"{mean:+.3f} ± {half:.3f} over {len(seeds)} seeds"
+    return text + (f", ± {interval(groups)[1]:.3f} over windows" if groups else "")
+
+def judge(experiment, claim, finals, lines):
+    """The rule, one for all claims -> verdict, number. It looks at the longest runs with three seeds (if there
+    are none, at those with most seeds), and at the control that does best there."""
+    lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
+    for steps in lengths:
+        gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
+        if all(seeds for seeds, *_ in gaps):
+            found[steps] = max(gaps, key=lambda each: interval(each[0])[0])
+    if not found:
+        return "cannot be tested here", "no runs yet"
+    last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
+    seeds, groups, control = found[last]
+    (mean, half), early = interval(seeds), interval(found[min(found)][0])[0]
+    sure = mean + half < 0 and (not groups or mean + interval(groups)[1] < 0)
+    order, margin = experiment.line
+    base = [run["bits"] for run in finals.get((control.split(" | ")[0], last), {}).values()]
+    too_weak = base and statistics.mean(base) > lines.get(str(last), [0, 0, 0, 0])[order - 1] - margin
+    if len(seeds) < 3 or too_weak:
+        word = "cannot be tested here"
+    elif sure and max(seeds) <= -claim.least:
+        word = "holds against a control"
+    elif abs(mean) < 0.02 and early <= -0.03:
+        word = "start-up effect"
+    else:
+        word = "direction only" if mean < 0 else "contradicted"
+    return word, f"{in_words(seeds, groups)}, against {control}, {last} of {lengths[-1]} steps"
+
+# ----------------------------------------------------------------------------- figures and tables
+
+def points(experiment, run):
+    """What a figure shows of a run: (label, x, y), ..."""
+    variant, bits = run["variant"], run["bits"]
+    if experiment.measure != "loss":
+        shown = experiment.curves or run["curves"]
+        return [(f"{variant}: {curve}", x, y) for curve in shown for x, y, *_ in run["curves"].get(curve, ())]
+    label = re.sub(" --(n_layer|mod_rate) [0-9.]+", "", variant)
+    if experiment.x == "blocks":
+        return [(label, int(re.search("--n_layer ([0-9]+)", variant)[1]), bits)]
+    if experiment.x == "FLOPs per token":
+        how = "skipping" if "mod" in variant or "drop" in variant else "dense"
+        return [(f"{label}, {how}", run["flops"] / run["tokens"] / 3, bits)]
+    if experiment.x == "variant":
+        return [(f"{run['tokens'] / 1e6:.1f}M tokens", variant, bits)]
+    return [(variant, run["tokens"], bits)]
+
+def draw(path, experiment, finals, lines):
+    """Left: a dot per run, a line through the means, n-grams dashed. Right: paired gaps to the first label,
+    with 95 % intervals over seeds."""
+    lengths, places = {steps for _, steps in finals}, {}   # places: {label: {x: {seed: y}}}
+    if experiment.x not in ("training tokens", "variant"):
+        lengths = {max(lengths)}
+    for (_, steps), runs in finals.items():
+        for seed, run in runs.items() if steps in lengths else ():
+            for label, x, y in points(experiment, run):
+                places.setdefault(label, {}).setdefault(x, {})[seed] = y
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    base = next(iter(places.values()))
+    for i, (label, found) in enumerate(places.items()):
+        color, shift = f"C{i % 10}", 1.03 ** (i - len(places) / 2)   # Intervals at one x stand side by side.
+        means = [statistics.mean(ys.values()) for ys in found.values()]
+        left.plot(list(found), means, "-" if i < 10 else ":", color=color, label=label)
+        for x, ys in found.items():
+            left.plot([x] * len(ys), list(ys.values()), ".", color=color)
+            both = ys.keys() & base.get(x, {}).keys()
+            if i and len(both) > 1:
+                mean, half = interval([ys[seed] - base[x][seed] for seed in both])
+                at = x if isinstance(x, str) else x * shift
+                right.errorbar(at, mean, half, fmt="o", capsize=3, color=color)
+    if experiment.measure == "loss":
+        draw_lines(left, experiment, {str(run["steps"]): run["tokens"] for runs in finals.values()
+                                      for run in runs.values() if run["steps"] in lengths}, lines)
+    ylabel = dict(loss="bits per byte", skip="bits per byte lost").get(experiment.measure, "")
+    left.set(xlabel=experiment.x, ylabel=ylabel)
+    right.set(xlabel=experiment.x, ylabel=f"gap to {next(iter(places))}")
+    right.axhline(0, color="0.3")
+    for axis in left, right:
+        axis.set_xscale("log" if experiment.x == "training tokens" else axis.get_xscale())
+        axis.grid(alpha=0.3)
+    left.legend(fontsize=8)
+    figure.suptitle(experiment.question)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+def draw_lines(axis, experiment, tokens, lines):
+    """tokens: {steps: training tokens}"""
+    known = sorted((steps for steps in tokens if steps in lines), key=int)
+    for n, name in enumerate(("unigrams", "bigrams", "trigrams", "4-grams")) if known else ():
+        ys = [lines[steps][n] for steps in known]
+        if experiment.x == "training tokens" and len(known) > 1:
+            axis.plot([tokens[steps] for steps in known], ys, "--", color="0.6")
+        else:
+            axis.axhline(ys[-1], linestyle="--", color="0.6")
+        axis.annotate(name, (0.01, ys[0]), xycoords=("axes fraction", "data"), color="0.4")
+
+def table(experiment, finals):
+    """Rows of Markdown: each variant at each length, and its gap to the first variant"""
+    rows = ["variant | steps | rate | bits per byte, by seed | gap", "--- | --- | --- | --- | ---"]
+    first = experiment.stages[0].variants[0]
+    for (variant, steps), runs in sorted(finals.items(), key=lambda item: item[0][1]):
+        bits = ", ".join(f"{runs[seed]['bits']:.3f}" for seed in sorted(runs))
+        seeds, groups = gap(variant, first, steps, finals)
+        text = in_words(seeds, groups) if seeds and variant != first else ""
+        rows.append(f"{variant} | {steps} | {next(iter(runs.values()))['lr']:.6g} | {bits} | {text}")
+    return rows

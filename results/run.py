@@ -1,0 +1,446 @@
+"""
+Every experiment is a row of a table. Its runs, its numbers, its verdict and its figure come from here.
+
+    python results/run.py tokens            # train what is missing, two runs at a time; after Ctrl-C, again
+    python results/run.py tokens --dry      # only print the commands that are missing, and estimated minutes
+    python results/run.py all --draw        # only judge and draw what the JSON files hold
+
+What is finished is kept in results/NAME.json, a line per run: settings, bits per byte on 1,024 validation
+windows and on 32 groups of them, seconds. Run folders lie below runs/results, and are only a cache. So an
+experiment that was begun on one machine goes on on another one, if its data are the same.
+"""
+import concurrent.futures
+import fcntl
+import functools
+import json
+import math
+import multiprocessing
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path[:0] = [str(ROOT), str(HERE)]
+import judge
+import prepare
+from model import GPT, GPTConfig
+from runs import fingerprint, parse, read_metrics, reading, refuse, say, start, write_file
+from train import TrainConfig, open_run, train_batch
+
+# ----------------------------------------------------------------------------- experiments
+
+@dataclass(eq=False)
+class Scale:
+    """The size of all runs. steps: what a stage's number of steps becomes; rates: where a sweep begins;
+    flops_per_second: of one run"""
+    shape: str
+    data: str
+    vocab_size: int
+    steps: dict
+    rates: tuple
+    flops_per_second: float
+    folder: Path
+
+SCALES = {
+    "cpu": Scale("--n_layer 6 --n_head 4 --n_embd 64 --block_size 64 --batch_size 16 --device cpu",
+                 "data/stdlib", 320, {}, (6e-3, 1.2e-2), 3.9e10, HERE),
+    # 12 x 512 has 89M parameters: 2,000 steps are 524M tokens, 6 per parameter.
+    "gpu": Scale("--n_layer 12 --n_head 8 --n_embd 512 --block_size 512 --batch_size 512 --grad_accum 4 "
+                 "--device cuda", "data/fineweb", 50304, {300: 250, 1200: 1000, 4800: 2000, 19200: 8000},
+                 (1.5e-3, 3e-3), 1.5e14, HERE / "gpu"),
+}
+
+@dataclass
+class Stage:
+    """Variants that are trained equally long. A variant is what follows --residual on the command line.
+
+    sweep: which learning rates seed 1 has. grow: the two best ones of the stage before, or the scale's, then
+    more of them until the best is inside. check: the best one of the stage before and, after the other seeds,
+    the second best. best: the best one alone. The other seeds have the best rate."""
+    steps: int
+    variants: list
+    seeds: tuple = (1, 2, 3)
+    sweep: Literal["grow", "check", "best"] = "grow"
+
+@dataclass
+class Claim:
+    """of is better (lower) than each of the controls `against`, by `least` or more. An entry is a variant, or
+    "variant | curve | number of a point, mean or max" for a curve that was measured on it, or a number."""
+    text: str
+    of: str
+    against: tuple
+    least: float = 0.03
+
+@dataclass
+class Experiment:
+    """x: what the figure has on its x axis. line: a claim can't be tested before its control is so far below
+    the table of 4-grams (order, bits). budget: all runs have as many FLOPs as this variant."""
+    question: str
+    stages: list
+    claims: list
+    x: str = "training tokens"
+    measure: str = "loss"
+    line: tuple = (4, 0.0)
+    budget: str = ""
+    curves: tuple = ()   # of those measured on a run, which ones a figure shows; without them all
+
+def each(names, *flags):
+    return [f"{name} {flag}" for flag in flags for name in names]
+
+STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
+OTHERS = ["pre --init gpt2", "nag --init gpt2", "attnres:block=3", "ngpt", "highway", "review"]
+WATERFALL = ["pre --init gpt2", "pre", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
+DEEP = ["pre", "nag", "skipinit", "lns", "completep"]
+DEPTHS = [f"--n_layer {n}" for n in (6, 12, 24, 48)]
+DENSE = each(["nag", "pre"], *(f"--n_layer {n}" for n in (12, 9, 6, 4)))
+SKIPPING = ["nag --n_layer 12 --mod_rate 0.25", "nag --n_layer 12 --mod_rate 0.5",
+            "nag --n_layer 12 --mod_rate 0.125", "pre --n_layer 12 --mod router --mod_rate 0.25",
+            "pre --n_layer 12 --layer_drop 0.25"]
+TWELVE = ["pre --n_layer 12", "nag --n_layer 12"]
+TAPERS = ["pre --n_layer 12", "pre --n_layer 12 --taper cosine --taper_on both",
+          "pre --n_layer 12 --taper cosine --taper_on both --taper_start 0.5 --taper_end 1.5"]
+FAN_IN = ["pre --n_layer 12", "pre --n_layer 12 --equalize_grads", "pre --n_layer 12 --deep_supervision",
+          "pre --n_layer 12 --repeat 9-12:2"]
+SINKS = ["pre --n_layer 12", "nag --n_layer 12", "pre --n_layer 12 --norm single"]
+GATES = each(["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3"],
+             *(f"--n_layer {n}" for n in (4, 8, 16, 32)))
+EXPERIMENTS = {
+    "tokens": Experiment(
+        "Does a lead at the start last?",
+        [Stage(300, STARTS), Stage(1200, STARTS[:2]), Stage(300, OTHERS), Stage(1200, STARTS[2:] + OTHERS),
+         Stage(4800, STARTS, sweep="check"), Stage(4800, OTHERS, sweep="check"),
+         Stage(19200, STARTS[:2], sweep="best"),
+         Stage(19200, STARTS[2:], (1, 2), "best")],
+        [Claim("NAG beats PreNorm with equal first weights", "nag", ("pre",)),
+         Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
+         Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
+         Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
+        line=(4, 0.2)),
+    "waterfall": Experiment(
+        "Where does an early lead come from: first weights, the write, its gates, or the head?",
+        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL, sweep="check")],
+        [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
+         Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))], x="variant"),
+    "depth": Experiment(
+        "Does a lead grow with depth?",
+        [Stage(300, each(DEEP, *DEPTHS)), Stage(1200, each(DEEP, *DEPTHS), sweep="check"),
+         Stage(4800, each(DEEP, *DEPTHS[:2]), sweep="check")],
+        [Claim("At 48 blocks, NAG beats every additive remedy", "nag --n_layer 48",
+               tuple(f"{name} --n_layer 48" for name in DEEP if name != "nag"))], x="blocks", line=(3, 0.0)),
+    "mod": Experiment(
+        "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
+        [Stage(1200, DENSE + SKIPPING)],
+        [Claim("NAG that skips beats every dense depth", "nag --n_layer 12 --mod_rate 0.25",
+               tuple(name for name in DENSE if name[:3] == "nag")),
+         Claim("A router on PreNorm beats every dense depth", SKIPPING[3],
+               tuple(name for name in DENSE if name[:3] == "pre"))], x="FLOPs per token",
+        budget="nag --n_layer 12"),
+    "skip": Experiment(
+        "What does skipping cost a model that was trained without it?",
+        [Stage(steps, ["nag", "pre"], sweep="best") for steps in (1200, 4800)],
+        [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
+               ("nag | random tokens | 1",)),
+         Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
+               ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
+        x="share of forward FLOPs saved", measure="skip"),
+    "widths": Experiment(
+        "Does it pay to have wide blocks first, at equal size and FLOPs?",
+        [Stage(300, TAPERS), Stage(1200, TAPERS), Stage(4800, TAPERS, sweep="check")],
+        [Claim("A falling taper beats a uniform and a rising one", TAPERS[1], (TAPERS[0], TAPERS[2]), 0.01)]),
+    "prune": Experiment(
+        "Which order of removing blocks costs least?", [Stage(4800, TWELVE, sweep="best")],
+        [Claim("CascadeFlow's order beats the last blocks first", 
+               "pre --n_layer 12 | CascadeFlow this order | 3",
+               ("pre --n_layer 12 | last first this order | 3",
+                "pre --n_layer 12 | CascadeFlow random blocks | 3"))],
+        x="blocks removed", measure="inside",
+        curves=("CascadeFlow this order", "influence this order", "last first this order",
+                "CascadeFlow random blocks")),
+    "fan_in": Experiment(
+        "Is the gradient of a block a line in the number of paths that reach it?",
+        [Stage(4800, FAN_IN, sweep="best")],
+        [Claim("Without the first block, a line leaves under a fifth of the variance",
+               "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
+         Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block", measure="inside",
+        curves=("measured", "predicted")),
+    "sinks": Experiment(
+        "Does a residual without growing norms have smaller sinks and outliers?",
+        [Stage(4800, SINKS, sweep="best")],
+        [Claim("NAG attends less to the first token", 
+               "nag --n_layer 12 | to the first token | mean",
+               ("pre --n_layer 12 | to the first token | mean",)),
+         Claim("One scale for all channels has smaller outliers", 
+               SINKS[2] + " | stream | max", ("pre --n_layer 12 | stream | max",), 0.5)], x="block",
+        measure="inside", curves=("to the first token", "stream")),
+    "gates": Experiment(
+        "Does a convex gate fail with depth, or with its first bias?",
+        [Stage(300, GATES), Stage(1200, GATES, sweep="check")],
+        [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32",
+               ("convex --n_layer 32",)),
+         Claim("It also beats a convex one that starts closed", "review --n_layer 32",
+               ("convex:bias=-3 --n_layer 32",))], x="blocks", line=(3, 0.0)),
+}
+
+# ----------------------------------------------------------------------------- what to run next
+
+@dataclass(frozen=True)
+class Job:
+    variant: str
+    steps: int
+    lr: float
+    seed: int
+
+def ranked(losses, variant, steps):
+    """The rates that a variant has had with seed 1, the best first. losses: {Job: bits per byte}"""
+    tried = {job.lr: bits for job, bits in losses.items()
+             if (job.variant, job.steps, job.seed) == (variant, steps, 1)}
+    return sorted(tried, key=lambda lr: (tried[lr], lr))
+
+def sweep(stages, i, variant, losses, rates, hints):
+    """-> rates for seed 1 in stage i, those that come after the other seeds, the best one once the first ones
+    are known. hints: losses of other experiments, which may know a good rate"""
+    here, how = ranked(losses, variant, stages[i].steps), stages[i].sweep
+    before = [j for j in range(i) if variant in stages[j].variants]
+    if before:
+        if sweep(stages, before[-1], variant, losses, rates, hints)[2] is None:
+            return [], [], None
+        earlier = ranked(losses, variant, stages[before[-1]].steps)
+    else:
+        earlier = list(rates) if how == "grow" else ranked(hints, variant, stages[i].steps) or [rates[0]]
+    now, later = earlier[:1], earlier[1:2] if how == "check" else []
+    if how == "grow":
+        now = earlier[:2] if before else earlier
+        if {*now} <= {*here}:
+            now = sorted({*now, here[0] / 2, here[0] * 2})
+    return now, later, here[0] if {*now} <= {*here} else None
+
+def plan(stages, losses, rates, hints):
+    """-> the jobs that are missing, in their order, as far as the losses known so far tell."""
+    jobs = []
+    for i, stage in enumerate(stages):
+        first, seeds, checks = [], [], []
+        for variant in stage.variants:
+            now, later, best = sweep(stages, i, variant, losses, rates, hints)
+            first += [Job(variant, stage.steps, lr, 1) for lr in now]
+            checks += [Job(variant, stage.steps, lr, 1) for lr in later]
+            if best is not None:
+                seeds += [Job(variant, stage.steps, best, seed) for seed in stage.seeds]
+        jobs += first + seeds + checks
+    return [job for job in dict.fromkeys(jobs) if job not in losses]
+
+# ----------------------------------------------------------------------------- a run, and what is measured
+
+def flags(experiment, scale, job):
+    end = f"--max_iters {scale.steps.get(job.steps, job.steps)}"
+    if experiment.budget:
+        end = f"--max_flops {flops_of(scale, experiment.budget, job.steps):.6g}"
+    return shlex.split(f"{scale.shape} --residual {job.variant} {end} --lr {job.lr:.6g} --seed {job.seed}")
+
+def flops_of(scale, variant, steps):
+    """Training FLOPs of so many steps, if no token skips"""
+    return scale.steps.get(steps, steps) * flops_per_step(scale, variant)
+
+@functools.cache
+def flops_per_step(scale, variant):
+    gpt, config = parse((GPTConfig, TrainConfig), shlex.split(f"{scale.shape} --residual {variant}"))
+    gpt.vocab_size = scale.vocab_size
+    with torch.device("meta"):   # takes no memory, and no time
+        return 3 * config.batch_size * gpt.block_size * GPT(gpt).flops_per_token()
+
+def work(name, scale, job):
+    """Trains one run and measures it -> what the JSON keeps of it. Runs in a process of its own."""
+    torch.set_num_threads(1)
+    wanted = flags(EXPERIMENTS[name], scale, job)
+    title = re.sub(r"[^\w.]+", "-", f"{job.variant} {job.steps} {job.lr:.6g} {job.seed}")
+    out = ROOT / "runs" / "results" / f"{title}-{zlib.crc32(' '.join(wanted).encode()):08x}"
+    begin = ["--resume"] if (out / "ckpt.pt").exists() else [*wanted, "--data", scale.data, "--overwrite"]
+    command = [sys.executable, str(ROOT / "train.py"), "--out", str(out), *begin, "--eval_interval", "1000",
+               "--eval_windows", "64", "--log_interval", "50"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"), text=True,
+                          capture_output=True)
+    record = vars(job) | dict(bits=None)
+    if re.search(r"^step \d+: (validation )?loss", done.stderr, re.M):   # It has diverged: a result, too.
+        return record
+    if done.returncode:
+        refuse(f"{shlex.join(command)}: exit status {done.returncode}, {done.stderr.strip()[-300:]}")
+    model, config = open_run(out, "cuda" if "cuda" in scale.shape else "cpu")
+    history = [entry for entry in read_metrics(out).values() if "tok_s" in entry]
+    seconds = history[-1]["tokens"] / statistics.median(entry["tok_s"] for entry in history)
+    bits, groups, _ = judge.score(model, config)
+    record |= dict(bits=round(bits, 5), groups=judge.rounded(groups), seconds=round(seconds),
+                   params=model.num_params(), tokens=history[-1]["tokens"], flops=history[-1]["flops"])
+    measure = judge.MEASURES.get(EXPERIMENTS[name].measure)
+    return record | (dict(curves=measure(model, config, bits, groups)) if measure else {})
+
+# ----------------------------------------------------------------------------- what is kept
+
+def load(name, scale):
+    """-> what NAME.json holds: data (their mark), lines {steps: bits per byte of n-grams}, runs"""
+    path, empty = scale.folder / f"{name}.json", dict(data="", lines={}, runs=[])
+    if not path.exists():
+        return empty
+    with reading(path):
+        kept = json.loads(path.read_text())
+        return {key: type(value)(kept[key]) for key, value in empty.items()}
+
+def save(name, scale, kept):
+    rows = ",\n".join(json.dumps(run) for run in kept["runs"])
+    text = f'{{"data": "{kept["data"]}",\n"lines": {json.dumps(kept["lines"])},\n"runs": [\n{rows}]}}\n'
+    scale.folder.mkdir(exist_ok=True)
+    write_file(scale.folder / f"{name}.json", lambda f: f.write(text.encode()))
+
+def job_of(run):
+    return Job(run["variant"], run["steps"], run["lr"], run["seed"])
+
+def known_runs(name, scale):
+    """The runs of an experiment, and those that others have in common with it. {Job: run}"""
+    found, own = {}, EXPERIMENTS[name]
+    wanted = {(stage.steps, variant) for stage in own.stages for variant in stage.variants}
+    for other in [*EXPERIMENTS, name]:   # Its own come last and count.
+        if (EXPERIMENTS[other].measure, EXPERIMENTS[other].budget) == (own.measure, own.budget):
+            found |= {job_of(run): run for run in load(other, scale)["runs"]
+                      if (run["steps"], run["variant"]) in wanted}
+    return found
+
+def bits_of(runs):
+    return {job_of(run): math.inf if run["bits"] is None else run["bits"] for run in runs}
+
+def all_losses(scale):
+    return bits_of([run for other in EXPERIMENTS for run in load(other, scale)["runs"]])
+
+def final(name, scale):
+    """The runs at their best rate, as soon as that is known: {(variant, steps): {seed: run}}"""
+    runs, hints, found = known_runs(name, scale), all_losses(scale), {}
+    losses, stages = bits_of(runs.values()), EXPERIMENTS[name].stages
+    for i, stage in enumerate(stages):
+        for variant in stage.variants:
+            best = sweep(stages, i, variant, losses, scale.rates, hints)[2]
+            jobs = [Job(variant, stage.steps, best, seed) for seed in stage.seeds]
+            of_seed = {job.seed: runs[job] for job in jobs if losses.get(job, math.inf) < math.inf}
+            if of_seed:
+                found[variant, stage.steps] = of_seed
+    return found
+
+def n_gram_lines(scale, steps):
+    """Bits per byte of 1- to 4-grams, counted on the windows that seed 1 sees. A token counts once."""
+    gpt, config = parse((GPTConfig, TrainConfig), shlex.split(scale.shape))
+    meta, shards = prepare.load_meta(scale.data), prepare.open_split(scale.data, "train", gpt.block_size)
+    ends = np.cumsum([len(shard) for shard in shards])
+    places = [np.arange(end - len(shard), end) for end, shard in zip(ends, shards)]   # in the place of tokens
+    seen = np.zeros(ends[-1], bool)
+    for step in range(scale.steps.get(steps, steps)):
+        x, y = train_batch(places, gpt.block_size, 1, step, config.batch_size)
+        seen[x], seen[y] = True, True
+    grams = judge.WittenBell(np.concatenate(shards), seen, meta["vocab_size"])
+    x, y = prepare.val_windows(scale.data, gpt.block_size, judge.WINDOWS)
+    rows = torch.cat((x, y[:, -1:]), dim=1).numpy()
+    n_bytes = prepare.token_bytes(meta, scale.vocab_size)[y].sum().item()
+    return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 5))
+
+def train_missing(name, scale, workers):
+    """Trains what is missing, in the plan's order, and keeps each result as it comes."""
+    mark = fingerprint(scale.data, prepare.load_meta(scale.data))[:16]
+    folder = ROOT / "runs" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / f"{name}.lock", "w")   # The system frees it when this process ends.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        refuse(f"{name}: another process is at it; wait for that one, or end it")
+    kept, pending = load(name, scale), {}
+    if kept["data"] not in ("", mark):
+        refuse(f"{scale.folder / name}.json: its runs had other data than {scale.data} has here; prepare it "
+               f"as it was (stdlib: with the same Python), or move that file away to begin anew")
+    kept["data"] = mark
+    with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        while True:
+            losses = bits_of(known_runs(name, scale).values())
+            wanted = plan(EXPERIMENTS[name].stages, losses, scale.rates, all_losses(scale))
+            wanted = [job for job in wanted if job not in pending.values()]
+            for job in wanted[:workers - len(pending)]:
+                pending[pool.submit(work, name, scale, job)] = job
+            if not pending:
+                break
+            for future in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
+                job = pending.pop(future)
+                kept["runs"].append(future.result())
+                save(name, scale, kept)
+                say(f"{name}: {job.variant}, {job.steps} steps, rate {job.lr:.6g}, seed {job.seed}: "
+                    f"{kept['runs'][-1]['bits']} bits per byte")
+
+def dry(name, scale):
+    """Prints what is missing. Where a rate hangs on a sweep it takes the first, so this is an estimate."""
+    losses, hints, total = bits_of(known_runs(name, scale).values()), all_losses(scale), 0.0
+    while jobs := plan(EXPERIMENTS[name].stages, losses, scale.rates, hints):
+        for job in jobs:
+            variant = EXPERIMENTS[name].budget or job.variant
+            minutes = flops_of(scale, variant, job.steps) / scale.flops_per_second / 60
+            command = shlex.join(flags(EXPERIMENTS[name], scale, job))
+            print(f"python train.py --data {scale.data} {command}   # {minutes:.1f} minutes")
+            total += minutes
+            losses[job] = 99.0 + abs(math.log2(job.lr / scale.rates[0]))   # No rate beats one that was tried.
+    print(f"{name}: {total:.0f} minutes of one idle thread (or GPU) are missing")
+
+# ----------------------------------------------------------------------------- main
+
+def report(scale, names):
+    """Draws, prints tables, and writes the scoreboard into README.md."""
+    board = ["claim | verdict | gap, in bits per byte | experiment", "--- | --- | --- | ---"]
+    for name, experiment in EXPERIMENTS.items():
+        kept, finals = load(name, scale), final(name, scale)
+        new = {str(steps) for _, steps in finals} - kept["lines"].keys()
+        if new and kept["runs"] and Path(scale.data).is_dir():
+            kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
+            save(name, scale, kept)
+        for claim in experiment.claims:
+            word, number = judge.judge(experiment, claim, finals, kept["lines"])
+            board.append(f"{claim.text} | {word} | {number} | [{name}](#{name})")
+        if name in names and finals:
+            judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
+            print("\n".join(judge.table(experiment, finals)) + "\n")
+    print("\n".join(board))
+    page = scale.folder / "README.md"
+    text = page.read_text() if page.exists() else ""
+    before, mark, rest = text.partition("<!-- scoreboard -->\n")
+    if mark:
+        text = before + mark + "\n".join(board) + rest[rest.index("\n\n"):]
+        write_file(page, lambda f: f.write(text.encode()))
+
+@dataclass
+class ResultsConfig:
+    names: list                     # experiments, or all
+    dry: bool = False               # only print the commands that are missing, and estimated minutes
+    draw: bool = False              # only judge and draw what the JSON files hold
+    scale: Literal["cpu", "gpu"] = "cpu"  # gpu: 12 x 512 on FineWeb, below results/gpu
+    workers: int = 2                # [1, 64] runs side by side, of one thread each; 1 on a GPU
+
+def main(argv=None):
+    args, = parse((ResultsConfig,), argv, __doc__, positional=("names",))
+    names = list(EXPERIMENTS) if args.names == ["all"] else args.names
+    for name in {*names} - {*EXPERIMENTS}:
+        refuse(f"{name}: no such experiment; choose from {', '.join(EXPERIMENTS)}, or all")
+    scale = SCALES[args.scale]
+    if args.dry:
+        for name in names:
+            dry(name, scale)
+        return
+    os.chdir(ROOT)
+    for name in names if not args.draw else ():
+        train_missing(name, scale, args.workers if args.scale == "cpu" else 1)
+        report(scale, [name])
+    if args.draw:
+        report(scale, names)
+
+if __name__ == "__main__":
+    start(main)

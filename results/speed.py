@@ -1,0 +1,177 @@
+"""
+How fast it is: ratios of two programs that run in turn. DESIGN.md, section 4, has the floors.
+
+    python results/speed.py                                      # 20 minutes on two idle cores
+    python results/speed.py --nanogpt nanoGPT/model.py           # also against a copy of nanoGPT's model
+    python results/speed.py --only training --rounds 5
+
+Protocol. The programs of a comparison run in turn, round after round, so what else the machine does hits all of
+them. Two rounds do not count. A number is the median over rounds of the ratio of two times of one round. Beside
+it stands the range of the middle half: if that is wide, the machine was not idle. "training" is whole steps:
+forward, backward, clipping, AdamW. Models are new, but the one that skips has trained for 60 steps. A predicted
+saving is that of the matmul FLOPs that run. The numbers are written to results/speed.json.
+"""
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import prepare
+from model import GPT, GPTConfig, all_run, by_threshold, pick, ran_shares
+from runs import parse, refuse, say, start, write_file
+from sample import calibrate
+from train import train_batch
+
+@dataclass
+class SpeedConfig:
+    nanogpt: str = ""              # model.py of a copy of nanoGPT; without it that comparison is left out
+    only: str = ""                 # some of training, skipping, decoding, cache, separated by commas
+    rounds: int = 12               # [3, 1000] rounds that count
+    threads: int = 0               # [0, 256] of torch; 0: as many as it takes by itself
+    data: str = "data/stdlib"      # folder of token shards, for the model that skips
+    out: str = "results/speed.json"  # file of the numbers
+
+B, T, V = 16, 128, 320   # sequences, tokens, vocabulary
+
+def times(programs, rounds):
+    """{name: function} -> {name: seconds in each round}"""
+    found = {name: [] for name in programs}
+    for i in range(rounds + 2):
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            program()
+            if i >= 2:
+                found[name].append(time.perf_counter() - begin)
+    return found
+
+def ratio(found, slow, fast):
+    """How many times as fast `fast` is: the median, and the middle half, over rounds"""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(found[slow], found[fast])], n=4)
+    return dict(ratio=round(middle, 3), middle_half=[round(low, 3), round(high, 3)])
+
+def make(residual, n_layer, n_embd, **options):
+    return GPT(GPTConfig(residual, n_layer, n_embd=n_embd, block_size=T, vocab_size=V, **options))
+
+def train_step(model, x, y):
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), fused=True)
+
+    def step():
+        model(x, y)[1].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step
+
+# ----------------------------------------------------------------------------- comparisons
+
+def training(args):
+    """Training steps of 12 blocks against nanoGPT's, and of other residuals against PreNorm's"""
+    x, y = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0))
+    for n_embd in (128, 256):
+        others = "nag", "attnres", "attnres:block=3"
+        programs = {residual: train_step(make(residual, 12, n_embd), x, y) for residual in ("pre", *others)}
+        if args.nanogpt:
+            nano = read_nanogpt(args.nanogpt)
+            model = nano.GPT(nano.GPTConfig(n_layer=12, n_head=4, n_embd=n_embd, block_size=T, vocab_size=V,
+                                            dropout=0.0, bias=False))
+            programs["nanoGPT"] = train_step(model, x, y)
+        found = times(programs, args.rounds)
+        if args.nanogpt:
+            yield f"training 12 x {n_embd}: pre against nanoGPT", ratio(found, "nanoGPT", "pre")
+        for residual in others:
+            yield f"training 12 x {n_embd}: {residual} against pre", ratio(found, "pre", residual)
+    if not args.nanogpt:
+        say("nanoGPT is left out: name a copy of its model.py with --nanogpt")
+
+def read_nanogpt(path):
+    try:
+        spec = importlib.util.spec_from_file_location("nanogpt", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["nanogpt"] = module   # Its dataclass looks itself up there.
+        spec.loader.exec_module(module)
+        return module
+    except (OSError, SyntaxError, AttributeError) as error:
+        refuse(f"--nanogpt {path}: is no Python file that can be read ({error}); name nanoGPT's model.py")
+
+def skipping(args):
+    """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
+    model, shards = make("nag", 12, 256, mod_rate=0.5), prepare.open_split(args.data, "train", T)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    for step in range(60):
+        x, y = train_batch(shards, T, 1, step, B)
+        model.before_step((step + 1) / 60)
+        kept = []
+        model(x, y, kept=kept)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.after_step(ran_shares(kept))
+    decide, kept = by_threshold(calibrate(model.eval(), [x], 0.5)), []
+    with torch.no_grad():
+        model(x, decide=decide, kept=kept)
+    predicted = 1 - model.flops_per_token(ran=ran_shares(kept)) / model.flops_per_token()
+
+    def passes(decide):
+        with torch.no_grad():
+            model(x, decide=decide)
+
+    def both_ways(decide):
+        model(x, y, decide=decide)[1].backward()
+        model.zero_grad(set_to_none=True)
+
+    for name, program in {"forward and backward": both_ways, "prefill": passes}.items():
+        found = times({"dense": lambda: program(all_run), "skips": lambda: program(decide)}, args.rounds)
+        faster = ratio(found, "dense", "skips")
+        saved = (1 - 1 / faster["ratio"]) / predicted
+        yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
+
+def decoding(args):
+    """One sequence of a new nag of 24 x 384, with half of the sublayer runs skipped"""
+    model = make("nag", 24, 384, n_head=6).eval()
+    x = torch.randint(V, (8, T), generator=torch.Generator().manual_seed(0))
+    decide = by_threshold(calibrate(model, [x], 0.5))
+    found = times({"dense": lambda: model.generate(x[:1, :8], 48, decide=all_run),
+                   "skips": lambda: model.generate(x[:1, :8], 48, decide=decide)}, args.rounds)
+    yield "decoding 24 x 384, half skipped against dense", ratio(found, "dense", "skips")
+
+def cache(args):
+    """256 more tokens after 256, by a pre of 12 x 128, against running on the whole text each time"""
+    model = GPT(GPTConfig("pre", 12, n_embd=128, block_size=512)).eval()
+    prompt = torch.randint(256, (1, 256), generator=torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def recompute():
+        idx = prompt
+        for _ in range(256):
+            idx = torch.cat((idx, pick(model(idx)[0][:, -1], temperature=0)), dim=1)
+
+    found = times({"again": recompute, "cached": lambda: model.generate(prompt, 256, temperature=0)}, 3)
+    yield "decoding 256 tokens: cached against recomputed", ratio(found, "again", "cached")
+
+COMPARISONS = dict(training=training, skipping=skipping, decoding=decoding, cache=cache)
+
+def main(argv=None):
+    args, = parse((SpeedConfig,), argv, __doc__)
+    wanted = args.only.split(",") if args.only else [*COMPARISONS]
+    for name in {*wanted} - {*COMPARISONS}:
+        refuse(f"--only {name}: no such comparison; choose from {', '.join(COMPARISONS)}")
+    if "skipping" in wanted:
+        prepare.load_meta(args.data)   # now, not after minutes
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    numbers = dict(threads=torch.get_num_threads(), load=os.getloadavg()[0], rounds=args.rounds)
+    for name in wanted:
+        for line, result in COMPARISONS[name](args):
+            numbers[line] = result
+            say(f"{line}: {json.dumps(result)}")
+    write_file(args.out, lambda f: f.write(json.dumps(numbers, indent=1).encode() + b"\n"))
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,85 @@
+"""results/run.py and results/judge.py: statistics by hand, verdicts on made-up runs, and every command parses."""
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import ROOT
+
+sys.path.append(str(ROOT / "results"))
+import judge
+import run
+
+def finals(**bits):
+    """variant=[bits of seed 1, 2, 3] -> what judge gets. All groups of windows have the run's value."""
+    return {(variant, 300): {seed: dict(bits=value, groups=[value] * 4) for seed, value in enumerate(values, 1)}
+            for variant, values in bits.items()}
+
+def verdict(pre, nag, line=9.0, early=None):
+    experiment = run.Experiment("?", [run.Stage(100, []), run.Stage(300, [])], [])
+    found = finals(pre=pre, nag=nag)
+    if early is not None:
+        found |= {("pre", 100): {1: dict(bits=early, groups=[])}, ("nag", 100): {1: dict(bits=0.0, groups=[])}}
+    return judge.judge(experiment, run.Claim("", "nag", ("pre",)), found, {"300": [line] * 4})
+
+def test_interval_of_t():
+    mean, half = judge.interval([1.0, 2.0, 4.0])   # by hand: s = 1.527525, 4.302653 s / sqrt(3) = 3.794580
+    assert mean == pytest.approx(7 / 3) and half == pytest.approx(3.79458, rel=2e-4)
+    assert judge.t95(31) == pytest.approx(2.03951, rel=1e-3)
+    assert judge.t95(10) == pytest.approx(2.22814, rel=2e-3)
+    assert judge.interval([1.0])[1] == math.inf
+
+@pytest.mark.parametrize("history", [[], [3], [3, 4], [3, 4, 1], [6, 6, 6]])
+def test_witten_bell_sums_to_one(history):
+    tokens = np.random.default_rng(0).integers(0, 6, 500)   # 6 never comes
+    grams = judge.WittenBell(tokens, np.ones(500, bool), 7)
+    p = grams.probability(np.array([[*history, token] for token in range(7)]))
+    assert p.sum() == pytest.approx(1) and (p > 0).all()
+
+def test_witten_bell_by_hand():
+    grams = judge.WittenBell(np.array([0, 1, 0, 1, 1]), np.array([True, True, True, False, True]), 3)
+    one = (2 + 2 * (1 / 3)) / (4 + 2)   # seen: 0 1 0 . 1, so 1 comes twice, among four tokens of two kinds
+    assert grams.probability(np.array([[1]])) == pytest.approx(one)
+    assert grams.probability(np.array([[0, 1]])) == pytest.approx((1 + 1 * one) / (1 + 1))   # 0 1 once
+    assert grams.probability(np.array([[2, 1]])) == pytest.approx(one)                       # 2 never came
+
+@pytest.mark.parametrize("pre, nag, options, word", [
+    ([2.0, 2.1, 2.2], [1.95, 2.05, 2.14], {}, "holds against a control"),
+    ([2.0, 2.1, 2.2], [1.98, 2.09, 2.10], {}, "direction only"),
+    ([2.0, 2.1, 2.2], [1.99, 2.09, 2.19], dict(early=0.3), "start-up effect"),
+    ([2.0, 2.1, 2.2], [2.05, 2.15, 2.25], {}, "contradicted"),
+    ([2.0, 2.1, 2.2], [1.9, 2.0, 2.1], dict(line=2.0), "cannot be tested here"),   # the control is too weak
+    ([2.0, 2.1], [1.9, 2.0], {}, "cannot be tested here")])                        # too few seeds
+def test_verdict_follows_the_rule(pre, nag, options, word):
+    assert verdict(pre, nag, **options)[0] == word
+
+def test_the_strongest_control_counts():
+    claim = run.Claim("", "nag", ("pre", "lns"))
+    found = finals(nag=[1.9] * 3, pre=[2.0] * 3, lns=[1.8] * 3)
+    word, number = judge.judge(run.Experiment("?", [run.Stage(300, [])], []), claim, found, {"300": [9.0] * 4})
+    assert word == "contradicted" and "+0.100" in number and "lns" in number
+
+def test_a_sweep_goes_on_until_the_best_rate_is_inside():
+    stages, tried = [run.Stage(300, ["pre"])], {}
+    while jobs := run.plan(stages, tried, (1e-3, 2e-3), {}):
+        tried |= {job: abs(math.log(job.lr / 8e-3)) for job in jobs[:1]}
+    rates = {job.lr for job in tried if job.seed == 1}
+    assert rates == {1e-3, 2e-3, 4e-3, 8e-3, 16e-3}
+    assert {job.seed for job in tried if job.lr == 8e-3} == {1, 2, 3} and len(tried) == 7
+
+@pytest.mark.parametrize("name, scale", [(name, "cpu") for name in run.EXPERIMENTS] + [("mod", "gpu")])
+def test_dry_prints_commands_that_parse(name, scale, capsys, tmp_path):
+    sizes = run.SCALES[scale]
+    run.dry(name, run.Scale(**vars(sizes) | dict(folder=tmp_path)))   # where nothing has been trained
+    *commands, last = capsys.readouterr().out.splitlines()
+    assert len(commands) >= 2 and all(line.startswith("python train.py --data") for line in commands)
+    assert last.startswith(f"{name}: ") and "minutes" in last
+
+def test_bad_input_is_one_sentence(tmp_path):
+    with pytest.raises(SystemExit, match="^nope: no such experiment; choose from tokens, "):
+        run.main(["nope", "--dry"])
+    (tmp_path / "tokens.json").write_text(json.dumps(["not ours"]))
+    with pytest.raises(SystemExit, match="tokens.json: can't be read"):
+        run.load("tokens", run.Scale(**vars(run.SCALES["cpu"]) | dict(folder=tmp_path)))
