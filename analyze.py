@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import prepare
 from model import all_run, by_threshold, ran_shares, without
 from sample import calibrate
-from runs import parse, pick_device, read_metrics, refuse, start, write_file
+from runs import parse, pick_device, read_metrics, refuse, start, write_file, writing
 from train import evaluate, open_run
 
 @dataclass
@@ -218,8 +218,6 @@ def removal(run):
     What is removed does not run, and the stream passes unchanged, an outer norm (post) included. With
     attnres there is a source less. A block that --repeat runs several times is removed wherever it runs.
     Nothing is trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
-    if why := run.model.why_not("remove"):
-        raise NotHere(why)
     one = [run.loss_without({l + 1}) - run.loss for l in range(2 * len(run.model.order))]
     block = [run.loss_without(sublayers_of(run.model, i)) - run.loss for i in range(len(run.model.blocks))]
     return {"one sublayer": by_kind(one), "one block": {"block": block}}
@@ -230,7 +228,7 @@ def sublayers_of(model, block):
 
 @stat("What can go", "Removing more and more", "loss (nats per token)", start=0, x="removed", same_y=True)
 def prune_curve(run):
-    """Blocks, attentions or MLPs go in a method's order, which must beat random blocks and `last first`.
+    """Blocks, attentions or MLPs go in a method's order, which must beat a random one, and last first.
 
     Lowest score first, no training after. CascadeFlow: gradient norms of a block, summed over the training, /
     sqrt(size), arXiv:2606.26538; magnitude: sum |w|; influence, attention, MLP: 1 - cos(stream before, stream
@@ -248,12 +246,15 @@ def prune_curve(run):
     if sums := gradient_sums(run):
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
         scores = {"CascadeFlow": [norm / size ** 0.5 for norm, size in zip(sums, sizes)]} | scores
-    curves = {method: loss_by_order(run, score, numbers) for method, score in scores.items()}
-    curves["attention"] = loss_by_order(run, stays[::2], [{2 * i + 1} for i in range(len(blocks))])
-    curves["MLP"] = loss_by_order(run, stays[1::2], [{2 * i + 2} for i in range(len(blocks))])
-    random = [loss_by_order(run, torch.rand(len(blocks), generator=generator), numbers) for _ in range(3)]
-    random = torch.tensor(random).mean(0).tolist()
-    return {method: {"this order": curve, "random blocks": random} for method, curve in curves.items()}
+    scores |= {"attention": stays[::2], "MLP": stays[1::2]}
+    groups = {"block": numbers, "attention": [{min(own)} for own in numbers],
+              "MLP": [{max(own)} for own in numbers]}
+    chance = {}
+    for kind, group in groups.items():
+        three = [loss_by_order(run, torch.rand(len(blocks), generator=generator), group) for _ in range(3)]
+        chance[kind] = torch.tensor(three).mean(0).tolist()
+    return {method: {"this order": loss_by_order(run, score, groups.get(method, numbers)),
+                     "at random": chance.get(method, chance["block"])} for method, score in scores.items()}
 
 def stay(x):
     return (1 - F.cosine_similarity(x[:-1], x[1:], dim=-1)).mean((1, 2))
@@ -275,7 +276,7 @@ def loss_by_order(run, scores, groups):
 def fan_in(run):
     """How strongly the training has pulled on each block, beside a count of the gradients that reach it.
 
-    Gradient norms of a block, summed over the training, / the sum of all. Predicted: a + b F, F = L - l + 1,
+    Gradient norms of a block, summed over the training, / the sum of all. a and b are fitted. F = L - l + 1,
     or F (F + 1) / 2 under deep supervision; repeated blocks sum over places. Source: arXiv:2606.26538."""
     share, count = torch.tensor(gradient_sums(run)), torch.zeros(len(run.model.blocks))
     if len(share) == 0:
@@ -284,7 +285,7 @@ def fan_in(run):
         count[block] += F_l * (F_l + 1) / 2 if run.model.config.deep_supervision else F_l
     share, design = share / share.sum(), torch.stack((torch.ones_like(count), count), dim=1)
     fit = design @ torch.linalg.lstsq(design, share[:, None], driver="gelsd").solution
-    return {"": {"measured": share.tolist(), "predicted": fit[:, 0].tolist()}}
+    return {"": {"measured": share.tolist(), "best a + b F": fit[:, 0].tolist()}}
 
 @stat("NAG", "Gain", "mean |gain|", log=True, x="block")
 def gain(run):
@@ -301,9 +302,9 @@ def all_gains(run, idx):
         raise NotHere("only nag has gains, directions and norms apart from each other")
     return torch.stack([residual.gain(before).abs()[..., 0] for residual, _, before, *_ in run.visits(idx)])
 
-@stat("NAG", "Preferred directions", "sublayer", "heat", x="sublayer", label="cosine", vmin=-1, cmap="RdBu_r")
+@stat("NAG", "Where sublayers write", "sublayer", "heat", x="sublayer", label="cosine", vmin=-1, cmap="PiYG")
 def direction_similarity(run):
-    """Cosines of the directions at which sublayers write most; at 1, two of them serve the same tokens.
+    """Cosines of the directions at which sublayers write most; at 1, two write at the same mean direction.
 
     Of v = sum over tokens of |gain| times direction. Source: arXiv:2606.16112, figure 6."""
     def measure(idx):
@@ -328,7 +329,7 @@ def norm_confidence(run):
     return {"": {"loss": [part.mean().item() for part in tenths]}}
 
 @stat("Reading", "Attention over depth", "reading sublayer", "heat", x="source (0: embedding)",
-      label="mean weight", vmin=0, first_row=2, first_column=0)
+      label="mean weight", first_row=2, first_column=0)
 def depth_attention(run):
     """A row says what a sublayer reads, from the embedding to the newest source; one colour: PreNorm's sum.
 
@@ -342,7 +343,7 @@ def depth_attention(run):
         return torch.nn.utils.rnn.pad_sequence(rows, True, math.nan)
     return {"": run.mean(measure).tolist()}
 
-@stat("Reading", "Gates", "sublayer", "heat", x="gate", label="share", vmin=0, first_column=0.025, step=0.05)
+@stat("Reading", "Gates", "sublayer", "heat", x="gate", label="share", first_column=0.025, step=0.05)
 def gate(run):
     """A row says how a sublayer's gates are spread over tokens and channels; in one bin: a constant would do.
 
@@ -462,8 +463,8 @@ def could_skip(run):
     """The loss if each token leaves out the blocks that hardly lengthen its stream, more and more of them.
 
     LAC, arXiv:2505.14467: with d the growth of the stream's norm in a block, a token needs the first block
-    and those with d >= a (max - min of d before). One pass finds them, a second one leaves out the others. It
-    saves no time, and means little where a norm bounds the stream (post, ngpt)."""
+    and those with d >= a (max - min of d before); from left to right a = 0.05, 0.1, .. 0.8. A second pass
+    leaves out the others. It saves no time, and means little where a norm bounds the stream (post, ngpt)."""
     if not run.model.ends.can_skip:
         raise NotHere("its tokens can't pass by a block")
     points = [[0.0, run.loss]]
@@ -474,8 +475,7 @@ def could_skip(run):
             span = growth.cummax(0).values - growth.cummin(0).values
             needed = torch.cat((torch.ones_like(growth[:1]) > 0, growth[1:] >= a * span[:-1]))
             keeps = {l: needed[(l - 1) // 2] for l in range(3, 2 * len(needed) + 1)}
-            decide = keep_only(keeps, run.model.decide)
-            loss += mean_loss(run.model, [(idx, targets)], decide) / len(run.some)
+            loss += mean_loss(run.model, [(idx, targets)], keep_only(keeps, run.model.decide)) / len(run.some)
             left_out += (1 - needed.float().mean().item()) / len(run.some)
         points.append([left_out, loss])
     return {"": {"by growth": points}}
@@ -501,7 +501,8 @@ def layer_parallel(run):
                     after = residual(after, f)
                 updates.append(after - x)
             ends = inputs[-n] + torch.stack(updates).cumsum(0)
-            errors.append(F.cross_entropy(model.head(ends[-1]).flatten(0, 1), targets.flatten()).item() - full)
+            loss = F.cross_entropy(model.head(ends[-1]).flatten(0, 1), targets.flatten())
+            errors.append(loss.item() - full)
         found[f"last {n}"] = errors
     return {"": found}
 
@@ -554,8 +555,8 @@ def draw_heat(stat, results, colors):
         left, step = how.get("first_column", 1), how.get("step", 1)
         left, bottom, (rows, columns) = left - step / 2, how.get("first_row", 1) - 0.5, values.shape
         image = axes.imshow(values.numpy(), origin="lower", aspect="auto", interpolation="nearest",
-                            extent=(left, left + columns * step, bottom, bottom + rows), vmin=how.get("vmin"),
-                            vmax=how.get("vmax"), cmap=how.get("cmap", "viridis"))
+                            extent=(left, left + columns * step, bottom, bottom + rows),
+                            vmin=how.get("vmin", 0), vmax=how.get("vmax"), cmap=how.get("cmap", "viridis"))
         axes.set(xlabel=how["x"], ylabel=stat.ylabel, facecolor="0.85")
         axes.set_title(f"{run} {title}", color=colors[run])
         figure.colorbar(image, ax=axes, label=how["label"])
@@ -584,13 +585,9 @@ def main(argv=None):
     wanted = args.only.split(",") if args.only else [*STATS]
     for name in {*wanted} - {*STATS}:
         refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
-    if not args.out:
-        refuse("--out: is empty; name a folder, or leave it out")
     args.text = Path(args.text).read_text("utf-8", "replace") if os.path.isfile(args.text) else args.text
-    try:   # now, not after minutes of measuring
+    with writing(args.out):   # now, not after minutes of measuring
         Path(args.out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        refuse(f"--out {args.out}: can't make that folder ({error.strerror}); name another one")
     runs = open_runs(args)
     results = {name: {} for name in wanted}
     for run_name, run in runs.items():
@@ -604,8 +601,7 @@ def main(argv=None):
     print(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
-    """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
-    # A name that is not UTF-8 can't be drawn.
+    """-> {name: Run}, where the name is the folder's as UTF-8, or its whole path if two have the same"""
     names, runs = [Path(path).resolve().name.encode("utf-8", "replace").decode() for path in args.runs], {}
     for path, name in zip(args.runs, names):
         model, config = open_run(path, pick_device(args.device))

@@ -66,7 +66,7 @@ def load_meta(data):
             return meta
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise SystemExit(f"{path}: missing or wrong; delete all and run prepare.py stdlib --out {data}")
+    raise SystemExit(f"--data {data}: no good meta.json there; name a folder that prepare.py has made")
 
 def token_bytes(meta, vocab_size):
     """How many bytes of text each token stands for: (vocab_size,) int64; end-of-text and padding 0."""

@@ -42,8 +42,8 @@ def refuse(sentence):
     raise SystemExit(1 if re.fullmatch("[1-9][0-9]*", os.environ.get("RANK", "0")) else printable)
 
 def start(main):
-    """Runs a script: main() -> exit status, or None. Ctrl-C gives no traceback, nor does a stdout that is full
-    or whose reader, such as head, has had enough."""
+    """Runs a script: main() -> exit status, or None. Ctrl-C gives no traceback, nor does a stdout that is
+    full or whose reader, such as head, has had enough."""
     sys.stdout = sys.stdout or open(os.devnull, "w")    # None: it is closed
     sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
@@ -116,6 +116,8 @@ def parse(configs, argv=None, doc=None, positional=(), under=None):
         flag = next((word for word in unknown if word.startswith("--")), unknown[0]).split("=")[0]
         near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
         parser.error(f"{flag}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
+    if getattr(given, "out", None) == "":
+        refuse("--out: is empty; name a folder, or leave it out")
     values = (under(vars(given)) if under else {}) | vars(given)
     made = [config(**{key: values[key] for key in config.__dataclass_fields__ if key in values})
             for config in configs]
@@ -242,11 +244,12 @@ class RunFolder:
             old = ["ckpt.pt", "best.pt", "metrics.jsonl"] if self.overwrite else []
             for path in [*self.out.glob(UNFINISHED + "*"), *(self.out / name for name in old)]:
                 path.unlink(missing_ok=True)
+        text = json.dumps(self.settings, indent=2) + "\n"
+        write_file(self.out / "config.json", lambda f: f.write(text.encode()))
+        with writing(self.out):
             self.metrics = open_own(self.out / "metrics.jsonl")
             # A crash may have cut the last line short.
             self.metrics.truncate((self.out / "metrics.jsonl").read_bytes().rfind(b"\n") + 1)
-        text = json.dumps(self.settings, indent=2) + "\n"
-        write_file(self.out / "config.json", lambda f: f.write(text.encode()))
 
     def log(self, **values):
         if self.is_writer:

@@ -363,8 +363,6 @@ def check_memory(gpt, config, world_size):
 
 def settings_below(given):
     """What counts where there is no flag: settings of the run to resume or to replay, or those for a GPU."""
-    if given.get("out") == "":
-        refuse("--out: is empty; name a folder, or leave it out")
     if given.get("resume") and ("config" in given or "out" not in given):
         refuse("--resume: continues the run in --out with its own settings; give --out, and no --config")
     values = {}

@@ -1,8 +1,8 @@
 """
 What results/run.py measures on a run, and what it makes of that: a yardstick, intervals, verdicts, figures.
 
-finals: {(variant, steps): {seed: run}}, the runs at their best rate. lines: {steps: bits per byte of the tables
-of 1- to 4-grams}.
+finals: {(variant, steps): {seed: run}}, the runs at the best rate of their variant.
+lines: {steps: bits per byte of the tables of 1- to 4-grams}.
 """
 import math
 import re
@@ -29,7 +29,7 @@ def rounded(values):
 
 @torch.no_grad()
 def score(model, config, decide=None):
-    """-> bits per byte of the validation windows, of each group of them, share of tokens that ran a sublayer"""
+    """-> bits per byte of the validation windows, of each group; share of tokens that ran each sublayer"""
     windows = prepare.val_windows(config["data"], config["block_size"], WINDOWS)
     x, y = (part.to(model.device) for part in windows)
     sizes = prepare.token_bytes(config, config["vocab_size"]).to(model.device)
@@ -47,8 +47,8 @@ def mean_shares(kept, n):
 
 @torch.no_grad()
 def skip(model, config, dense, groups):
-    """{who skips: [[share of FLOPs saved, bits lost, those of groups], ...]}, with a sixth, a quarter, a third
-    and half of the sublayer runs skipped. All choices are made on training windows."""
+    """{who skips: [[share of FLOPs saved, bits lost, those of groups], ...]}, with a sixth, a quarter, a
+    third and half of the sublayer runs skipped. All choices are made on training windows."""
     shards = prepare.open_split(config["data"], "train", config["block_size"])
     x, y = train_batch(shards, config["block_size"], config["seed"], 10 ** 9, 64)   # No run has this step.
     x, y = x.to(model.device), y.to(model.device)
@@ -183,15 +183,15 @@ def in_words(seeds, groups):
     return text + (f", ± {interval(groups)[1]:.3f} over windows" if groups else "")
 
 def judge(experiment, claim, finals, lines):
-    """The rule, one for all claims -> verdict, number. It looks at the longest runs with three seeds (if there
-    are none, at those with most seeds), and at the control that does best there."""
+    """The rule, one for all claims -> verdict, number; None without runs. It looks at the longest runs with
+    three seeds (if there are none, at those with most seeds), and at the control that does best there."""
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
     for steps in lengths:
         gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
         if all(seeds for seeds, *_ in gaps):
             found[steps] = max(gaps, key=lambda each: interval(each[0])[0])
     if not found:
-        return "cannot be tested here", "no runs yet"
+        return None
     last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
     seeds, groups, control = found[last]
     (mean, half), early = interval(seeds), interval(found[min(found)][0])[0]
@@ -258,8 +258,12 @@ def draw(path, experiment, finals, lines):
     right.set(xlabel=experiment.x, ylabel=f"gap to {next(iter(places))}")
     right.axhline(0, color="0.3")
     for axis in left, right:
-        axis.set_xscale("log" if experiment.x == "training tokens" else axis.get_xscale())
         axis.grid(alpha=0.3)
+        if experiment.x == "training tokens":
+            xs = sorted({x for found in places.values() for x in found})
+            axis.set(xscale="log", xlim=(xs[0] / 1.5, xs[-1] * 1.5))
+            axis.set_xticks(xs, [f"{x / 1e6:.1f}M" for x in xs])
+            axis.minorticks_off()
     left.legend(fontsize=8)
     figure.suptitle(experiment.question)
     figure.savefig(path, dpi=110)

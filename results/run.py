@@ -163,10 +163,10 @@ EXPERIMENTS = {
         [Claim("CascadeFlow's order beats the last blocks first", 
                "pre --n_layer 12 | CascadeFlow this order | 3",
                ("pre --n_layer 12 | last first this order | 3",
-                "pre --n_layer 12 | CascadeFlow random blocks | 3"))],
+                "pre --n_layer 12 | CascadeFlow at random | 3"))],
         x="blocks removed", measure="inside",
         curves=("CascadeFlow this order", "influence this order", "last first this order",
-                "CascadeFlow random blocks")),
+                "CascadeFlow at random")),
     "fan_in": Experiment(
         "Is the gradient of a block a line in the number of paths that reach it?",
         [Stage(4800, FAN_IN, sweep="best")],
@@ -379,42 +379,46 @@ def train_missing(name, scale, workers):
                 say(f"{name}: {job.variant}, {job.steps} steps, rate {job.lr:.6g}, seed {job.seed}: "
                     f"{kept['runs'][-1]['bits']} bits per byte")
 
-def dry(name, scale):
-    """Prints what is missing. Where a rate hangs on a sweep it takes the first, so this is an estimate."""
-    losses, hints, total = bits_of(known_runs(name, scale).values()), all_losses(scale), 0.0
+def estimate(name, scale):
+    """-> [(command, minutes), ...] of what is missing. Where a rate hangs on a sweep, it takes the first."""
+    losses, hints, found = bits_of(known_runs(name, scale).values()), all_losses(scale), []
     while jobs := plan(EXPERIMENTS[name].stages, losses, scale.rates, hints):
         for job in jobs:
-            variant = EXPERIMENTS[name].budget or job.variant
-            minutes = flops_of(scale, variant, job.steps) / scale.flops_per_second / 60
-            command = shlex.join(flags(EXPERIMENTS[name], scale, job))
-            print(f"python train.py --data {scale.data} {command}   # {minutes:.1f} minutes")
-            total += minutes
+            command = ["python", "train.py", "--data", scale.data, *flags(EXPERIMENTS[name], scale, job)]
+            flops = flops_of(scale, EXPERIMENTS[name].budget or job.variant, job.steps)
+            found.append((shlex.join(command), flops / scale.flops_per_second / 60))
             losses[job] = 99.0 + abs(math.log2(job.lr / scale.rates[0]))   # No rate beats one that was tried.
-    print(f"{name}: {total:.0f} minutes of one idle thread (or GPU) are missing")
+    return found
 
 # ----------------------------------------------------------------------------- main
 
 def report(scale, names):
-    """Draws, prints tables, and writes the scoreboard into README.md."""
-    board = ["claim | verdict | gap, in bits per byte | experiment", "--- | --- | --- | ---"]
+    """Draws figures, prints tables, and writes them into README.md, each behind its mark."""
+    tables = {"scoreboard": ["claim | verdict | gap, in bits per byte | experiment", "--- | --- | --- | ---"],
+              "missing": ["experiment | question | runs | minutes", "--- | --- | --- | ---"]}
     for name, experiment in EXPERIMENTS.items():
-        kept, finals = load(name, scale), final(name, scale)
+        kept, finals, left = load(name, scale), final(name, scale), estimate(name, scale)
         new = {str(steps) for _, steps in finals} - kept["lines"].keys()
         if new and kept["runs"] and Path(scale.data).is_dir():
             kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
             save(name, scale, kept)
         for claim in experiment.claims:
-            word, number = judge.judge(experiment, claim, finals, kept["lines"])
-            board.append(f"{claim.text} | {word} | {number} | [{name}](#{name})")
+            verdict = judge.judge(experiment, claim, finals, kept["lines"])
+            if verdict:
+                tables["scoreboard"].append(" | ".join((claim.text, *verdict, f"`{name}`")))
+        if left:
+            minutes = sum(minutes for _, minutes in left)
+            tables["missing"].append(f"`{name}` | {experiment.question} | {len(left)} | {minutes:.0f}")
         if name in names and finals:
             judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
-            print("\n".join(judge.table(experiment, finals)) + "\n")
-    print("\n".join(board))
+            tables[name] = judge.table(experiment, finals)
     page = scale.folder / "README.md"
     text = page.read_text() if page.exists() else ""
-    before, mark, rest = text.partition("<!-- scoreboard -->\n")
-    if mark:
-        text = before + mark + "\n".join(board) + rest[rest.index("\n\n"):]
+    for mark, rows in tables.items():
+        rows = "\n".join(f"| {row} |" for row in rows)
+        print(rows + "\n")
+        text = re.sub(f"(?s)(<!-- {mark} -->\n).*?(\n\n)", lambda found: found[1] + rows + found[2], text)
+    if text:
         write_file(page, lambda f: f.write(text.encode()))
 
 @dataclass
@@ -433,7 +437,11 @@ def main(argv=None):
     scale = SCALES[args.scale]
     if args.dry:
         for name in names:
-            dry(name, scale)
+            left = estimate(name, scale)
+            for command, minutes in left:
+                print(f"{command}   # {minutes:.1f} minutes")
+            total = sum(minutes for _, minutes in left)
+            print(f"{name}: {total:.0f} minutes of one idle thread (or GPU) are missing")
         return
     os.chdir(ROOT)
     for name in names if not args.draw else ():

@@ -5,11 +5,11 @@ How fast it is: ratios of two programs that run in turn. DESIGN.md, section 4, h
     python results/speed.py --nanogpt nanoGPT/model.py           # also against a copy of nanoGPT's model
     python results/speed.py --only training --rounds 5
 
-Protocol. The programs of a comparison run in turn, round after round, so what else the machine does hits all of
-them. Two rounds do not count. A number is the median over rounds of the ratio of two times of one round. Beside
-it stands the range of the middle half: if that is wide, the machine was not idle. "training" is whole steps:
-forward, backward, clipping, AdamW. Models are new, but the one that skips has trained for 60 steps. A predicted
-saving is that of the matmul FLOPs that run. The numbers are written to results/speed.json.
+Protocol. The programs of a comparison run in turn, round after round, so what else the machine does hits all
+of them. Two rounds do not count. A number is the median over rounds of the ratio of two times of one round.
+Beside it stands the range of the middle half: if that is wide, the machine was not idle. "training" is whole
+steps: forward, backward, clipping, AdamW. Models are new, but the one that skips has trained for 60 steps. A
+predicted saving is that of the matmul FLOPs that run. The numbers are written to results/speed.json.
 """
 import importlib.util
 import json
@@ -57,8 +57,8 @@ def ratio(found, slow, fast):
     low, middle, high = statistics.quantiles([a / b for a, b in zip(found[slow], found[fast])], n=4)
     return dict(ratio=round(middle, 3), middle_half=[round(low, 3), round(high, 3)])
 
-def make(residual, n_layer, n_embd, **options):
-    return GPT(GPTConfig(residual, n_layer, n_embd=n_embd, block_size=T, vocab_size=V, **options))
+def make(residual, n_layer, n_embd, block_size=T, **options):
+    return GPT(GPTConfig(residual, n_layer, n_embd=n_embd, block_size=block_size, vocab_size=V, **options))
 
 def train_step(model, x, y):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), fused=True)
@@ -73,7 +73,6 @@ def train_step(model, x, y):
 # ----------------------------------------------------------------------------- comparisons
 
 def training(args):
-    """Training steps of 12 blocks against nanoGPT's, and of other residuals against PreNorm's"""
     x, y = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0))
     for n_embd in (128, 256):
         others = "nag", "attnres", "attnres:block=3"
@@ -86,20 +85,19 @@ def training(args):
         found = times(programs, args.rounds)
         if args.nanogpt:
             yield f"training 12 x {n_embd}: pre against nanoGPT", ratio(found, "nanoGPT", "pre")
+        else:
+            say("nanoGPT is left out: name a copy of its model.py with --nanogpt")
         for residual in others:
             yield f"training 12 x {n_embd}: {residual} against pre", ratio(found, "pre", residual)
-    if not args.nanogpt:
-        say("nanoGPT is left out: name a copy of its model.py with --nanogpt")
 
 def read_nanogpt(path):
-    try:
-        spec = importlib.util.spec_from_file_location("nanogpt", path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["nanogpt"] = module   # Its dataclass looks itself up there.
-        spec.loader.exec_module(module)
-        return module
-    except (OSError, SyntaxError, AttributeError) as error:
-        refuse(f"--nanogpt {path}: is no Python file that can be read ({error}); name nanoGPT's model.py")
+    """Its model.py as a module"""
+    if not path.endswith(".py") or not Path(path).is_file():
+        refuse(f"--nanogpt {path}: is not a Python file; name model.py of a copy of nanoGPT")
+    spec = importlib.util.spec_from_file_location("nanogpt", path)
+    sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)   # Its dataclass looks itself up there.
+    spec.loader.exec_module(sys.modules["nanogpt"])
+    return sys.modules["nanogpt"]
 
 def skipping(args):
     """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
@@ -107,8 +105,8 @@ def skipping(args):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
         x, y = train_batch(shards, T, 1, step, B)
-        model.before_step((step + 1) / 60)
         kept = []
+        model.before_step((step + 1) / 60)
         model(x, y, kept=kept)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,22 +116,18 @@ def skipping(args):
         model(x, decide=decide, kept=kept)
     predicted = 1 - model.flops_per_token(ran=ran_shares(kept)) / model.flops_per_token()
 
-    def passes(decide):
-        with torch.no_grad():
-            model(x, decide=decide)
-
     def both_ways(decide):
         model(x, y, decide=decide)[1].backward()
         model.zero_grad(set_to_none=True)
 
-    for name, program in {"forward and backward": both_ways, "prefill": passes}.items():
+    prefill = torch.no_grad()(lambda decide: model(x, decide=decide))
+    for name, program in {"forward and backward": both_ways, "prefill": prefill}.items():
         found = times({"dense": lambda: program(all_run), "skips": lambda: program(decide)}, args.rounds)
         faster = ratio(found, "dense", "skips")
         saved = (1 - 1 / faster["ratio"]) / predicted
         yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
 
 def decoding(args):
-    """One sequence of a new nag of 24 x 384, with half of the sublayer runs skipped"""
     model = make("nag", 24, 384, n_head=6).eval()
     x = torch.randint(V, (8, T), generator=torch.Generator().manual_seed(0))
     decide = by_threshold(calibrate(model, [x], 0.5))
@@ -143,7 +137,7 @@ def decoding(args):
 
 def cache(args):
     """256 more tokens after 256, by a pre of 12 x 128, against running on the whole text each time"""
-    model = GPT(GPTConfig("pre", 12, n_embd=128, block_size=512)).eval()
+    model = make("pre", 12, 128, block_size=512).eval()
     prompt = torch.randint(256, (1, 256), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()

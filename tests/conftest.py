@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")   # before anything imports triton, as the next lines do
+
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -16,8 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")   # before anything imports triton
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
 

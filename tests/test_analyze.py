@@ -106,7 +106,7 @@ def test_prune_curve_removes_what_a_method_scores_lowest():
     assert {*curves} == {"CascadeFlow", "magnitude", "influence", "worth", "last first", "attention", "MLP"}
     for name in "CascadeFlow", "magnitude", "influence", "attention", "MLP":   # The silent block goes first.
         assert curves[name]["this order"][1] == pytest.approx(run.loss, abs=1e-12)
-        assert len(curves[name]["this order"]) == L // 2 + 1 == len(curves[name]["random blocks"])
+        assert len(curves[name]["this order"]) == L // 2 + 1 == len(curves[name]["at random"])
     assert curves["last first"]["this order"][1] == pytest.approx(run.loss + increase(run, {7, 8}))
     assert curves["CascadeFlow"]["this order"][2] == pytest.approx(run.loss + increase(run, {5, 6, 1, 2}))
     assert "CascadeFlow" not in analyze.prune_curve(run_of())
@@ -127,7 +127,7 @@ def test_fan_in_fits_its_own_law():
     for norms, config in (([11.0, 9.0, 7.0, 5.0], {}), ([10.0, 6.0, 3.0, 1.0], dict(deep_supervision=True))):
         found = analyze.fan_in(run_of(history=history_of(norms), **config))[""]
         assert found["measured"] == pytest.approx([norm / sum(norms) for norm in norms])
-        assert found["predicted"] == pytest.approx(found["measured"])
+        assert found["best a + b F"] == pytest.approx(found["measured"])
 
 @torch.no_grad()
 def test_nag_by_hand():

@@ -65,7 +65,7 @@ def test_read_shard(tmp_path):
         assert "bad.bin" in refused(write(tmp_path / "bad.bin", content), call=prepare.read_shard)
 
 def test_meta(tmp_path):
-    assert "prepare.py stdlib" in refused(tmp_path / "nowhere", call=prepare.load_meta)
+    assert "meta.json" in refused(tmp_path / "nowhere", call=prepare.load_meta)
     for i in (2, 1):   # a folder from modded-nanogpt
         write(tmp_path / f"fineweb_train_{i:06d}.bin", shard([i]))
     assert prepare.load_meta(str(tmp_path)) == dict(name="fineweb", tokenizer="gpt2", vocab_size=50257)

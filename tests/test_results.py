@@ -1,12 +1,14 @@
-"""results/run.py and results/judge.py: statistics by hand, verdicts on made-up runs, and every command parses."""
+"""results/run.py and judge.py: statistics by hand, verdicts on made-up runs, and every command parses."""
 import json
 import math
+import shlex
 import sys
 
 import numpy as np
 import pytest
 
 from conftest import ROOT
+from train import settings_below
 
 sys.path.append(str(ROOT / "results"))
 import judge
@@ -14,14 +16,15 @@ import run
 
 def finals(**bits):
     """variant=[bits of seed 1, 2, 3] -> what judge gets. All groups of windows have the run's value."""
-    return {(variant, 300): {seed: dict(bits=value, groups=[value] * 4) for seed, value in enumerate(values, 1)}
+    return {(variant, 300): {seed: dict(bits=each, groups=[each] * 4) for seed, each in enumerate(values, 1)}
             for variant, values in bits.items()}
 
 def verdict(pre, nag, line=9.0, early=None):
     experiment = run.Experiment("?", [run.Stage(100, []), run.Stage(300, [])], [])
     found = finals(pre=pre, nag=nag)
     if early is not None:
-        found |= {("pre", 100): {1: dict(bits=early, groups=[])}, ("nag", 100): {1: dict(bits=0.0, groups=[])}}
+        for variant, bits in dict(pre=early, nag=0.0).items():
+            found[variant, 100] = {1: dict(bits=bits, groups=[])}
     return judge.judge(experiment, run.Claim("", "nag", ("pre",)), found, {"300": [line] * 4})
 
 def test_interval_of_t():
@@ -58,7 +61,8 @@ def test_verdict_follows_the_rule(pre, nag, options, word):
 def test_the_strongest_control_counts():
     claim = run.Claim("", "nag", ("pre", "lns"))
     found = finals(nag=[1.9] * 3, pre=[2.0] * 3, lns=[1.8] * 3)
-    word, number = judge.judge(run.Experiment("?", [run.Stage(300, [])], []), claim, found, {"300": [9.0] * 4})
+    experiment = run.Experiment("?", [run.Stage(300, [])], [])
+    word, number = judge.judge(experiment, claim, found, {"300": [9.0] * 4})
     assert word == "contradicted" and "+0.100" in number and "lns" in number
 
 def test_a_sweep_goes_on_until_the_best_rate_is_inside():
@@ -70,12 +74,15 @@ def test_a_sweep_goes_on_until_the_best_rate_is_inside():
     assert {job.seed for job in tried if job.lr == 8e-3} == {1, 2, 3} and len(tried) == 7
 
 @pytest.mark.parametrize("name, scale", [(name, "cpu") for name in run.EXPERIMENTS] + [("mod", "gpu")])
-def test_dry_prints_commands_that_parse(name, scale, capsys, tmp_path):
-    sizes = run.SCALES[scale]
-    run.dry(name, run.Scale(**vars(sizes) | dict(folder=tmp_path)))   # where nothing has been trained
+def test_dry_prints_commands_that_parse(name, scale, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(run.SCALES[scale], "folder", tmp_path)   # Nothing has been trained there.
+    run.main([name, "--dry", "--scale", scale])
     *commands, last = capsys.readouterr().out.splitlines()
-    assert len(commands) >= 2 and all(line.startswith("python train.py --data") for line in commands)
-    assert last.startswith(f"{name}: ") and "minutes" in last
+    assert last.startswith(f"{name}: ") and len(commands) == len({*commands}) >= 2
+    for command in commands[:3]:
+        flags = shlex.split(command.replace("cuda", "cpu"), comments=True)[2:]
+        gpt, config = run.parse((run.GPTConfig, run.TrainConfig), flags, under=settings_below)
+        assert config.data == run.SCALES[scale].data and f"--seed {gpt.seed}" in command
 
 def test_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(SystemExit, match="^nope: no such experiment; choose from tokens, "):
