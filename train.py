@@ -1,7 +1,7 @@
 """
 Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
-    python train.py                                          # a small default, two minutes on a laptop
+    python train.py                                          # a small default, minutes on a CPU
     python train.py --residual nag --out runs/nag            # every field of both configs is a flag
     python train.py --out runs/nag --resume                  # go on from the last checkpoint, bit for bit
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # the same run, another seed

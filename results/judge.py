@@ -84,13 +84,16 @@ def inside(model, config, *_):
     """Lines of analyze.py's figures, on 512 windows, and what a line in the fan-in leaves of the variance."""
     windows, curves = prepare.val_windows(config["data"], config["block_size"], 512), {}
     run = analyze.Run(model, config, read_metrics(config["out"]), SimpleNamespace(skip=0.25), windows)
-    for stat in analyze.prune_curve, analyze.fan_in, analyze.sink, analyze.outliers:
+    stats = [analyze.fan_in, analyze.sink, analyze.outliers]
+    if not model.config.repeat:   # Repeated blocks don't stand alone.
+        stats.append(analyze.prune_curve)
+    for stat in stats:
         for panel, lines in stat(run).items():
             for label, values in lines.items():
                 curves[f"{panel} {label}".strip()] = [[i, round(value, 4)] for i, value in enumerate(values)]
-    line, share = (np.array(curves[label])[:, 1] for label in ("predicted", "measured"))
+    share, line = (np.array(values) for values in analyze.fan_in(run)[""].values())
     curves["1 - R2"] = []
-    for i in (0, 1):   # with the first block, and without it. A fit to the prediction is a fit to the count.
+    for i in (0, 1):   # with the first block, and without it. A fit to a line in F is a fit to F.
         error = share[i:] - np.polyval(np.polyfit(line[i:], share[i:], 1), line[i:])
         curves["1 - R2"].append([i, round(float((error ** 2).mean() / share[i:].var()), 4)])
     return curves

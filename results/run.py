@@ -160,7 +160,7 @@ EXPERIMENTS = {
         [Claim("A falling taper beats a uniform and a rising one", TAPERS[1], (TAPERS[0], TAPERS[2]), 0.01)]),
     "prune": Experiment(
         "Which order of removing blocks costs least?", [Stage(4800, TWELVE, sweep="best")],
-        [Claim("CascadeFlow's order beats the last blocks first", 
+        [Claim("CascadeFlow's order beats the last blocks first",
                "pre --n_layer 12 | CascadeFlow this order | 3",
                ("pre --n_layer 12 | last first this order | 3",
                 "pre --n_layer 12 | CascadeFlow at random | 3"))],
@@ -173,14 +173,14 @@ EXPERIMENTS = {
         [Claim("Without the first block, a line leaves under a fifth of the variance",
                "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
          Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block", measure="inside",
-        curves=("measured", "predicted")),
+        curves=("measured", "best a + b F")),
     "sinks": Experiment(
         "Does a residual without growing norms have smaller sinks and outliers?",
         [Stage(4800, SINKS, sweep="best")],
-        [Claim("NAG attends less to the first token", 
+        [Claim("NAG attends less to the first token",
                "nag --n_layer 12 | to the first token | mean",
                ("pre --n_layer 12 | to the first token | mean",)),
-         Claim("One scale for all channels has smaller outliers", 
+         Claim("One scale for all channels has smaller outliers",
                SINKS[2] + " | stream | max", ("pre --n_layer 12 | stream | max",), 0.5)], x="block",
         measure="inside", curves=("to the first token", "stream")),
     "gates": Experiment(
@@ -266,7 +266,7 @@ def work(name, scale, job):
     out = ROOT / "runs" / "results" / f"{title}-{zlib.crc32(' '.join(wanted).encode()):08x}"
     begin = ["--resume"] if (out / "ckpt.pt").exists() else [*wanted, "--data", scale.data, "--overwrite"]
     command = [sys.executable, str(ROOT / "train.py"), "--out", str(out), *begin, "--eval_interval", "1000",
-               "--eval_windows", "64", "--log_interval", "50"]
+               "--eval_windows", "64", "--log_interval", "20"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"), text=True,
                           capture_output=True)
     record = vars(job) | dict(bits=None)
@@ -292,6 +292,7 @@ def load(name, scale):
         return empty
     with reading(path):
         kept = json.loads(path.read_text())
+        bits_of(kept["runs"])
         return {key: type(value)(kept[key]) for key, value in empty.items()}
 
 def save(name, scale, kept):

@@ -299,7 +299,7 @@ def test_depths_1_and_64_run(residual, depth):
 @pytest.mark.parametrize("residual", NAMES)
 def test_autocast_leaves_the_stream_alone(residual):
     """model.half rounds what sublayers and head compute. In the stream, roundings would add up over depth."""
-    model = make(residual, noise=0, dtype=torch.float32, n_layer=6)
+    model = make(residual, noise=0.05, dtype=torch.float32, n_layer=6)
     exact, right = streams(model), logits(model)
     model.half = torch.bfloat16
     rounded, out = streams(model), logits(model)
@@ -363,6 +363,7 @@ def test_no_two_parameters_have_the_same_draws():
     drawn = {name: p for name, p in model.named_parameters() if p.dim() == 2}
     seen = {tuple((p / p.std()).flatten()[:4].tolist()) for p in drawn.values()}
     assert len(drawn) == 50 + 24 == len(seen)
+    assert not torch.equal(make(noise=0, seed=7).wte.weight, make(noise=0).wte.weight)
 
 def test_hyper_reads_its_streams_in_turn():
     for l, residual, _ in make("hyper:n=3", noise=0).sublayers(ids()):
@@ -461,6 +462,7 @@ def test_tapers_have_the_published_profiles():
     size = dict(n_layer=4, n_embd=64, n_head=4)   # 256 hidden units on average
     assert hidden_units(make(taper="cosine", **size)) == [384, 320, 192, 128]
     assert hidden_units(make(taper="linear", **(size | dict(n_layer=5)))) == [384, 320, 256, 192, 128]
+    assert hidden_units(make(activation="swiglu", **size)) == [171] * 4   # two thirds, for three matrices
     back = make(taper="cosine", taper_start=0.5, taper_end=1.5, taper_on="both", **size)
     assert hidden_units(back) == [128, 192, 320, 384]
     assert [block.attn.n_head for block in back.blocks] == [2, 3, 5, 6]
