@@ -46,7 +46,6 @@ TINY = 1e-10   # The same, where a weak vector has to come out at full size all 
 HALF = torch.bfloat16, torch.float16
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret   # Kernels run on a CPU, slowly.
 
-
 def why_no_triton():
     """-> None where --kernels on can work, else a sentence that says why not."""
     if triton is None:
@@ -54,7 +53,6 @@ def why_no_triton():
     if not (torch.cuda.is_available() or INTERPRETED):
         return "needs a CUDA GPU, or TRITON_INTERPRET=1 to try kernels on a CPU; use --kernels auto"
     return None
-
 
 def use_triton(x, kernels):
     """Whether to run Triton kernels on the tensor x. kernels: auto (on a GPU), on (there, and on a CPU in the
@@ -65,10 +63,8 @@ def use_triton(x, kernels):
         return kernels == "on" and x.device.type == "cpu" and not torch.compiler.is_compiling()
     return x.is_cuda
 
-
 def jit(function):
     return triton.jit(function) if triton else function
-
 
 def launch(kernel, rows, *arguments, **constants):
     """Run one program of the kernel per row of rows (N, C), on the arguments, C and the constants."""
@@ -84,11 +80,9 @@ def launch(kernel, rows, *arguments, **constants):
         with torch.cuda.device_of(rows):
             kernel[(N,)](*arguments, C, **constants)
 
-
 def as_rows(x):
     """(..., C) -> (N, C), row after row in memory, which is how kernels find them"""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
 
 def check_rows(op, rows, numbers=()):
     """Raise ValueError unless rows are (..., C) and alike, and numbers (..., 1), of the rows' dtype or fp32.
@@ -104,7 +98,6 @@ def check_rows(op, rows, numbers=()):
             raise ValueError(f"{op}: got {tuple(x.shape)} {x.dtype} on {x.device} where the rows need "
                              f"{(*first.shape[:-1], 1)} {first.dtype} or torch.float32 on {first.device}")
 
-
 # ----------------------------------------------------------------------------- NAG's write
 
 def nag_write_definition(r, log_rms, u, gain):
@@ -113,7 +106,6 @@ def nag_write_definition(r, log_rms, u, gain):
     size = gain * (o.square().mean(-1, keepdim=True) + TINY).rsqrt()
     out = torch.addcmul(r, o, size) * (1 + gain * gain).rsqrt()
     return out.to(r.dtype), log_rms + (0.5 * torch.log1p(gain * gain)).to(log_rms.dtype)
-
 
 @jit
 def nag_row(r_ptr, u_ptr, gain_ptr, row, cols, C, TINY: tl.constexpr):
@@ -130,7 +122,6 @@ def nag_row(r_ptr, u_ptr, gain_ptr, row, cols, C, TINY: tl.constexpr):
     shrink = tl.rsqrt(1.0 + gain * gain)
     return r, o, t, gain, scale, shrink
 
-
 @jit
 def nag_write_forward(r_ptr, log_rms_ptr, u_ptr, gain_ptr, out_ptr, log_rms_out_ptr, C,
                       TINY: tl.constexpr, BLOCK: tl.constexpr):
@@ -140,7 +131,6 @@ def nag_write_forward(r_ptr, log_rms_ptr, u_ptr, gain_ptr, out_ptr, log_rms_out_
     tl.store(out_ptr + row * C + cols, (r + o * (gain * scale)) * shrink, mask=cols < C)
     log_rms = tl.load(log_rms_ptr + row).to(tl.float32)
     tl.store(log_rms_out_ptr + row, log_rms + 0.5 * tl.log(1.0 + gain * gain))
-
 
 @jit
 def nag_write_backward(g_ptr, g_log_rms_ptr, r_ptr, u_ptr, gain_ptr, d_r_ptr, d_u_ptr, d_gain_ptr, C,
@@ -167,7 +157,6 @@ def nag_write_backward(g_ptr, g_log_rms_ptr, r_ptr, u_ptr, gain_ptr, d_r_ptr, d_
     tl.store(d_u_ptr + row * C + cols, d_u, mask=inside)
     tl.store(d_gain_ptr + row, d_gain)
 
-
 class NagWrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx, r, log_rms, u, gain):   # (N, C), (N, 1), (N, C), (N, 1)
@@ -188,7 +177,6 @@ class NagWrite(torch.autograd.Function):
                TINY=TINY)
         return d_r, g_log_rms, d_u, d_gain
 
-
 def nag_write(r, log_rms, u, gain, kernels="auto"):
     """
     Turn the direction r by the angle atan(gain) towards the part of the update u that is orthogonal to r.
@@ -205,7 +193,6 @@ def nag_write(r, log_rms, u, gain, kernels="auto"):
     out, log_rms_out = NagWrite.apply(as_rows(r), as_rows(log_rms), as_rows(u), as_rows(gain))
     return out.view(r.shape), log_rms_out.view(log_rms.shape)
 
-
 # ----------------------------------------------------------------------------- a sum over depth
 
 def depth_sum_definition(weights, sources):
@@ -213,7 +200,6 @@ def depth_sum_definition(weights, sources):
     for weight, source in zip(weights[1:], sources[1:]):
         total = torch.addcmul(total, weight, source)
     return total.to(sources[0].dtype)
-
 
 @jit
 def depth_sum_forward(table_ptr, weight_ptr, out_ptr, n, N, C, BLOCK: tl.constexpr):
@@ -228,7 +214,6 @@ def depth_sum_forward(table_ptr, weight_ptr, out_ptr, n, N, C, BLOCK: tl.constex
         weight = tl.load(weight_ptr + tl.cast(i, tl.int64) * N + row).to(tl.float32)
         total += v * weight
     tl.store(out_ptr + row * C + cols, total, mask=inside)
-
 
 @jit
 def depth_sum_backward(table_ptr, weight_ptr, g_ptr, d_weight_ptr, d_sources_ptr, n, N, C,
@@ -245,7 +230,6 @@ def depth_sum_backward(table_ptr, weight_ptr, g_ptr, d_weight_ptr, d_sources_ptr
         weight = tl.load(weight_ptr + place).to(tl.float32)
         tl.store(d_weight_ptr + place, tl.sum(g * v))
         tl.store(d_sources_ptr + place * C + cols, g * weight, mask=inside)
-
 
 class DepthSum(torch.autograd.Function):
     @staticmethod
@@ -266,16 +250,13 @@ class DepthSum(torch.autograd.Function):
         launch(depth_sum_backward, g, table(sources), weights, g.contiguous(), d_weights, d_sources, n, N)
         return d_weights, *d_sources.unbind()
 
-
 def table(sources):
     """The addresses of tensors, as a tensor beside them"""
     return to_device(tuple(source.data_ptr() for source in sources), sources[0].device)
 
-
 @functools.lru_cache(maxsize=4096)   # Tensors come back to the same places step after step.
 def to_device(addresses, device):
     return torch.tensor(addresses, dtype=torch.int64, device=device)
-
 
 def depth_sum(weights, sources, kernels="auto"):
     """
@@ -302,12 +283,10 @@ def depth_sum(weights, sources, kernels="auto"):
     out = DepthSum.apply(weights, *(aligned(as_rows(source)) for source in sources))
     return out.view(sources[0].shape)
 
-
 def aligned(x):
     """At an address from which 16 bytes can be loaded at a time: Triton can't see in a table whether it is.
     (Whole tensors are, parts of tensors may not be.)"""
     return x.clone() if x.data_ptr() % 16 else x
-
 
 # ----------------------------------------------------------------------------- python kernels.py
 
@@ -324,13 +303,11 @@ def inputs_of(op, N=6, C=20, n=4, dtype=torch.float32, device="cpu"):
         inputs = [torch.randn(n, N, 1), *torch.randn(n, N, C, dtype=torch.float64).to(dtype).unbind()]
     return [x.to(device).clone().requires_grad_() for x in inputs]
 
-
 def run(op, inputs, kernels):
     """-> a tuple of what the op returns"""
     if op is nag_write:
         return nag_write(*inputs, kernels=kernels)
     return (depth_sum(inputs[0], inputs[1:], kernels),)
-
 
 def errors(op, N, C, n, dtype, device="cpu"):
     """-> the largest relative RMS errors of the kernels to the definition in float64: forward, backward"""
@@ -343,13 +320,11 @@ def errors(op, N, C, n, dtype, device="cpu"):
     exact_gradients = torch.autograd.grad(exact, exact_inputs, [g.double() for g in upstream])
     return largest_error(ours, exact), largest_error(our_gradients, exact_gradients)
 
-
 def largest_error(tensors, exact_tensors):
     found = []
     for ours, exact in zip(tensors, exact_tensors):
         found.append((ours.double() - exact).square().sum() / exact.square().sum().clamp_min(1e-30))
     return torch.stack(found).max().sqrt().item()   # A NaN comes through.
-
 
 def check(device, shapes):
     """Print the errors of both ops. SystemExit if one is larger than rounding makes it."""
@@ -362,7 +337,6 @@ def check(device, shapes):
                       f"{forward:.1e}, backward {backward:.1e}, bound {bound:.0e}")
                 if not (forward < bound and backward < bound):   # A NaN is an error, too.
                     raise SystemExit("kernels.py: this error is too large")
-
 
 def bench(device="cuda", N=16384, C=1024, n=9):
     """Print milliseconds, and which share of the speed of a plain copy the kernels reach. The timer replays
@@ -383,13 +357,11 @@ def bench(device="cuda", N=16384, C=1024, n=9):
             speeds = [row * N * C * dtype.itemsize / time for row, time in zip(rows, (forward, backward))]
             print(f"ours: {speeds[0] / copy_speed:.0%} and {speeds[1] / copy_speed:.0%} of the copy's speed")
 
-
 def both_ways(function, op, inputs, kernels):
     outputs = function(op, inputs, kernels)
     torch.autograd.grad(outputs, inputs, outputs)   # Any gradients by the outputs will do.
 
-
-if __name__ == "__main__":
+def main():
     if triton is None:
         raise SystemExit(f"kernels.py: {why_no_triton()}")
     if torch.cuda.is_available():
@@ -397,3 +369,7 @@ if __name__ == "__main__":
         bench()
     else:
         check("cpu", [(7, 123, 5), (16, 256, 40)])
+
+if __name__ == "__main__":
+    from runs import start   # here, as runs needs the model, which needs this file
+    start(main)
