@@ -524,6 +524,7 @@ def draw_lines(stat, results, colors):
                 pairs = [y if type(y) is list else (x, y) for x, y in enumerate(line, how.get("start", 1))]
                 x, y = zip(*pairs) if pairs else ((), ())
                 axes.plot(x, y, styles[name], color=colors[run], ms=3.5, lw=1.3)
+        axes.xaxis.get_major_locator().set_params(integer=all(isinstance(value, int) for value in x))
         if how.get("log") and (axes.dataLim.y0 > 0 or axes.dataLim.y1 > 0.1):   # A removal may help: below 0.
             axes.set_yscale("log") if axes.dataLim.y0 > 0 else axes.set_yscale("symlog", linthresh=0.01)
             axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))

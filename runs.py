@@ -39,7 +39,8 @@ def refuse(sentence):
     """Ends the program with a sentence, which only the first of several processes says."""
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in
                         re.sub(r"\S{300,}", lambda word: word[0][:60] + "...", sentence))
-    raise SystemExit(1 if re.fullmatch("[1-9][0-9]*", os.environ.get("RANK", "0")) else printable)
+    other = re.fullmatch("[1-9][0-9]*", os.environ.get("RANK", "0"))   # It leaves with 1 and says nothing.
+    raise SystemExit(1 if other else printable)
 
 def start(main):
     """Runs a script: main() -> exit status, or None. Ctrl-C gives no traceback, nor does a stdout that is

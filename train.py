@@ -186,14 +186,16 @@ def main(argv=None):
 
 def train(gpt, config, data, folder, device, rank, world_size):
     # setup: model, optimizers, and what a checkpoint says of them
+    meta, shards, val, token_bytes = data
     T, parts = gpt.block_size, config.grad_accum * world_size    # parts: of a batch
-    tokens_per_step, (meta, shards, val, token_bytes) = config.batch_size * T, data
+    tokens_per_step = config.batch_size * T
     path, data_mark = folder.out / "ckpt.pt", fingerprint(config.data, meta)
     ckpt, model = read_checkpoint(path, gpt) if config.resume else (None, GPT(gpt))
     model.to(device)
     if "cuda" in device and torch.cuda.get_device_capability()[0] >= 8:
         model.half = torch.bfloat16
-    optimizers, step, flops, best_loss = make_optimizers(model, config), 0, 0.0, math.inf
+    optimizers = make_optimizers(model, config)
+    step, flops, best_loss = 0, 0.0, math.inf
     grad_norms = torch.zeros(len(model.blocks), dtype=torch.float64, device=device)   # sums over the steps
     if ckpt:
         step, flops = restore(path, ckpt, optimizers, grad_norms, data_mark)
@@ -216,7 +218,8 @@ def train(gpt, config, data, folder, device, rank, world_size):
     say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; "
         f"steps {step} to {n_steps} of {tokens_per_step:,} tokens on {world_size} x {name}")
     folder.begin()
-    clock, since, first, loss = time.perf_counter(), step, step, torch.zeros((), device=device)
+    clock, since, first = time.perf_counter(), step, step
+    loss = torch.zeros((), device=device)
     signals = note_signals()
     while True:
         progress = flops / config.max_flops if config.max_flops else step / n_steps
@@ -260,7 +263,7 @@ def train(gpt, config, data, folder, device, rank, world_size):
             if "cuda" in device:   # Copying from pinned memory doesn't wait for the GPU.
                 x, y = x.pin_memory(), y.pin_memory()
             x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-            # Coins are a pure function, too.
+            # LayerDrop's coins depend only on seed, step and part, as the batch does.
             torch.manual_seed(int(np.random.SeedSequence((gpt.seed, step, part)).generate_state(1)[0]))
             if world_size > 1:   # Processes exchange gradients once a step.
                 ddp.require_backward_grad_sync = micro == config.grad_accum - 1

@@ -4,9 +4,7 @@ What results/run.py measures on a run, and what it makes of that: a yardstick, i
 finals: {(variant, steps): {seed: run}}, the runs at the best rate of their variant.
 lines: {steps: bits per byte of the tables of 1- to 4-grams}.
 """
-import math
-import re
-import statistics
+import math, re, statistics
 from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
@@ -208,62 +206,69 @@ def judge(experiment, claim, finals, lines):
         word = "holds against a control"
     elif abs(mean) < 0.02 and early <= -0.03:
         word = "start-up effect"
-    else:
-        word = "direction only" if mean < 0 else "contradicted"
+    elif mean - half > -claim.least and not sure:   # A lead of that size is outside the interval.
+        word = "contradicted"
+    else:   # Without a lead, and with a wide interval, it says nothing.
+        word = "direction only" if mean < 0 else "cannot be tested here"
+    control = control.replace(" | ", ", ")   # In a table of Markdown, a bar ends a column.
     return word, f"{in_words(seeds, groups)}, against {control}, {last} of {lengths[-1]} steps"
 
 # ----------------------------------------------------------------------------- figures and tables
 
 def points(experiment, run):
-    """What a figure shows of a run: (label, x, y), ..."""
+    """What a figure shows of a run: (label, place, x, y), ... Runs are compared at equal places."""
     variant, bits = run["variant"], run["bits"]
     if experiment.measure != "loss":
-        shown = experiment.curves or run["curves"]
-        return [(f"{variant}: {curve}", x, y) for curve in shown for x, y, *_ in run["curves"].get(curve, ())]
-    label = re.sub(" --(n_layer|mod_rate) [0-9.]+", "", variant)
+        return [(f"{variant}: {curve}", i, x, y) for curve in experiment.curves or run["curves"]
+                for i, (x, y, *_) in enumerate(run["curves"].get(curve, ()))]
+    label, x = variant, run["tokens"]
     if experiment.x == "blocks":
-        return [(label, int(re.search("--n_layer ([0-9]+)", variant)[1]), bits)]
-    if experiment.x == "FLOPs per token":
+        label, x = re.sub(" --n_layer .*", "", variant), int(re.search("--n_layer ([0-9]+)", variant)[1])
+    elif experiment.x == "FLOPs per token":
         how = "skipping" if "mod" in variant or "drop" in variant else "dense"
-        return [(f"{label}, {how}", run["flops"] / run["tokens"] / 3, bits)]
-    if experiment.x == "variant":
-        return [(f"{run['tokens'] / 1e6:.1f}M tokens", variant, bits)]
-    return [(variant, run["tokens"], bits)]
+        label, x = f"{variant.split()[0]}, {how}", run["flops"] / run["tokens"] / 3
+    elif experiment.x == "variant":
+        label, x = f"{run['tokens'] / 1e6:.1f}M tokens", variant
+    return [(label, x, x, bits)]
 
 def draw(path, experiment, finals, lines):
     """Left: a dot per run, a line through the means, n-grams dashed. Right: paired gaps to the first label,
     with 95 % intervals over seeds."""
-    lengths, places = {steps for _, steps in finals}, {}   # places: {label: {x: {seed: y}}}
+    lengths, found = {steps for _, steps in finals}, {}   # found: {label: {place: {seed: (x, y)}}}
     if experiment.x not in ("training tokens", "variant"):
         lengths = {max(lengths)}
     for (_, steps), runs in finals.items():
         for seed, run in runs.items() if steps in lengths else ():
-            for label, x, y in points(experiment, run):
-                places.setdefault(label, {}).setdefault(x, {})[seed] = y
+            for label, place, x, y in points(experiment, run):
+                found.setdefault(label, {}).setdefault(place, {})[seed] = x, y
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
-    base = next(iter(places.values()))
-    for i, (label, found) in enumerate(places.items()):
-        color, shift = f"C{i % 10}", 1.03 ** (i - len(places) / 2)   # Intervals at one x stand side by side.
-        means = [statistics.mean(ys.values()) for ys in found.values()]
-        left.plot(list(found), means, "-" if i < 10 else ":", color=color, label=label)
-        for x, ys in found.items():
-            left.plot([x] * len(ys), list(ys.values()), ".", color=color)
-            both = ys.keys() & base.get(x, {}).keys()
-            if i and len(both) > 1:
-                mean, half = interval([ys[seed] - base[x][seed] for seed in both])
-                at = x if isinstance(x, str) else x * shift
+    first, base = next(iter(found.items()))
+    for i, (label, places) in enumerate(found.items()):
+        color, line = f"C{i % 10}", []
+        for place, seeds in places.items():
+            xs, ys = zip(*seeds.values())
+            left.plot(xs, ys, ".", color=color)
+            line.append((xs[0] if isinstance(xs[0], str) else statistics.mean(xs), statistics.mean(ys)))
+            both = seeds.keys() & base.get(place, {}).keys()
+            same_model = experiment.measure == "loss" or label.split(":")[0] == first.split(":")[0]
+            if i and len(both) > 1 and same_model:
+                mean, half = interval([seeds[seed][1] - base[place][seed][1] for seed in both])
+                at = line[-1][0]
+                if experiment.x == "training tokens":   # Intervals at one x stand side by side.
+                    at *= 1.03 ** (i - len(found) / 2)
                 right.errorbar(at, mean, half, fmt="o", capsize=3, color=color)
+        left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
     if experiment.measure == "loss":
         draw_lines(left, experiment, {str(run["steps"]): run["tokens"] for runs in finals.values()
                                       for run in runs.values() if run["steps"] in lengths}, lines)
     ylabel = dict(loss="bits per byte", skip="bits per byte lost").get(experiment.measure, "")
     left.set(xlabel=experiment.x, ylabel=ylabel)
-    right.set(xlabel=experiment.x, ylabel=f"gap to {next(iter(places))}")
+    right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.axhline(0, color="0.3")
     for axis in left, right:
         axis.grid(alpha=0.3)
         if experiment.x == "training tokens":
-            xs = sorted({x for found in places.values() for x in found})
+            xs = sorted({x for places in found.values() for x in places})
             axis.set(xscale="log", xlim=(xs[0] / 1.5, xs[-1] * 1.5))
             axis.set_xticks(xs, [f"{x / 1e6:.1f}M" for x in xs])
             axis.minorticks_off()

@@ -9,19 +9,8 @@ What is finished is kept in results/NAME.json, a line per run: settings, bits pe
 windows and on 32 groups of them, seconds. Run folders lie below runs/results, and are only a cache. So an
 experiment that was begun on one machine goes on on another one, if its data are the same.
 """
-import concurrent.futures
-import fcntl
-import functools
-import json
-import math
-import multiprocessing
-import os
-import re
-import shlex
-import statistics
-import subprocess
-import sys
-import zlib
+import concurrent.futures, fcntl, functools, json, math, multiprocessing
+import os, re, shlex, statistics, subprocess, sys, zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -118,10 +107,10 @@ GATES = each(["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,
 EXPERIMENTS = {
     "tokens": Experiment(
         "Does a lead at the start last?",
-        [Stage(300, STARTS), Stage(1200, STARTS[:2]), Stage(300, OTHERS), Stage(1200, STARTS[2:] + OTHERS),
-         Stage(4800, STARTS, sweep="check"), Stage(4800, OTHERS, sweep="check"),
-         Stage(19200, STARTS[:2], sweep="best"),
-         Stage(19200, STARTS[2:], (1, 2), "best")],
+        [Stage(300, STARTS), Stage(1200, STARTS[:2]), Stage(4800, STARTS[:2], sweep="check"),
+         Stage(300, OTHERS), Stage(1200, STARTS[2:] + OTHERS),
+         Stage(4800, STARTS[2:] + OTHERS, sweep="check"),
+         Stage(19200, STARTS[:2], sweep="best"), Stage(19200, STARTS[2:], (1, 2), "best")],
         [Claim("NAG beats PreNorm with equal first weights", "nag", ("pre",)),
          Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
          Claim("nGPT beats PreNorm", "ngpt", ("pre",)),

@@ -11,12 +11,7 @@ Beside it stands the range of the middle half: if that is wide, the machine was 
 steps: forward, backward, clipping, AdamW. Models are new, but the one that skips has trained for 60 steps. A
 predicted saving is that of the matmul FLOPs that run. The numbers are written to results/speed.json.
 """
-import importlib.util
-import json
-import os
-import statistics
-import sys
-import time
+import importlib.util, json, os, statistics, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +30,6 @@ class SpeedConfig:
     nanogpt: str = ""              # model.py of a copy of nanoGPT; without it that comparison is left out
     only: str = ""                 # some of training, skipping, decoding, cache, separated by commas
     rounds: int = 12               # [3, 1000] rounds that count
-    threads: int = 0               # [0, 256] of torch; 0: as many as it takes by itself
     data: str = "data/stdlib"      # folder of token shards, for the model that skips
     out: str = "results/speed.json"  # file of the numbers
 
@@ -158,8 +152,6 @@ def main(argv=None):
         refuse(f"--only {name}: no such comparison; choose from {', '.join(COMPARISONS)}")
     if "skipping" in wanted:
         prepare.load_meta(args.data)   # now, not after minutes
-    if args.threads:
-        torch.set_num_threads(args.threads)
     numbers = dict(threads=torch.get_num_threads(), load=os.getloadavg()[0], rounds=args.rounds)
     for name in wanted:
         for line, result in COMPARISONS[name](args):

@@ -1,13 +1,8 @@
 """What the tests share: tiny models whose parameters are all in use, and sublayers written out by hand."""
-import math
-import os
-import signal
-import sys
-import zlib
+import math, os, signal, sys, zlib
 from pathlib import Path
 
-import pytest
-import torch
+import pytest, torch
 import torch.nn.functional as F
 
 if not torch.cuda.is_available():
@@ -20,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+from model import GPT, GPTConfig, KVCache
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
 
@@ -51,7 +48,6 @@ def make(residual="pre", noise=0.2, dtype=torch.float64, **config):
     1 / sqrt(3) need its precision, too. noise moves every parameter away from where it starts, so that a gate
     of zeros can't hide a mistake, by draws that depend on its name alone: parameters that two models share
     stay equal."""
-    from model import GPT, GPTConfig
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -80,7 +76,6 @@ def streams(model, idx=None):
 
 def decode(model, idx, pieces, **options):
     """The logits of all tokens, piece by piece through a KV cache"""
-    from model import KVCache
     cache = KVCache(model, len(idx))
     return torch.cat([logits(model, piece, cache=cache, **options) for piece in idx.split(pieces, dim=1)], 1)
 

@@ -1,19 +1,11 @@
 """The statistics against what they must be for models that we can see through, the page, the command line."""
-import json
-import re
-import shutil
-import subprocess
+import json, re, shutil, subprocess
 from types import SimpleNamespace
 
-import pytest
-import torch
+import pytest, torch
 import torch.nn.functional as F
+import analyze, prepare, runs, train
 from conftest import attention_by_hand, ids, make, mlp_by_hand, streams, sublayers_by_hand, unit
-
-import analyze
-import prepare
-import runs
-import train
 from model import by_threshold, without
 
 L = 4   # blocks
@@ -37,7 +29,7 @@ def increase(run, numbers):
 
 def silent(block, **options):
     run = run_of(**options)
-    for sublayer in run.model.blocks[block].attn, run.model.blocks[block].mlp:
+    for _, sublayer in run.model.blocks[block].pairs():
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     return run
 
@@ -96,12 +88,9 @@ def history_of(norms):
     return {0: dict(grad_norms=[0.0] * L), 5: dict(grad_norms=[1.0, 2.0, 3.0, 4.0]), 9: dict(loss=4.0),
             10: dict(grad_norms=norms, val_loss=3.0)}
 
-def test_loss_curve_counts_tokens():
-    run = run_of(history=history_of([1.0] * L))
-    assert analyze.loss_curve(run)[""] == {"validation": [[640, 3.0]], "training": [[576, 4.0]]}
-
 def test_prune_curve_removes_what_a_method_scores_lowest():
     run = silent(2, history=history_of([3.0, 4.0, 0.5, 5.0]))
+    assert analyze.loss_curve(run)[""] == {"validation": [[640, 3.0]], "training": [[576, 4.0]]}
     curves = analyze.prune_curve(run)
     assert {*curves} == {"CascadeFlow", "magnitude", "influence", "worth", "last first", "attention", "MLP"}
     for name in "CascadeFlow", "magnitude", "influence", "attention", "MLP":   # The silent block goes first.
@@ -109,17 +98,14 @@ def test_prune_curve_removes_what_a_method_scores_lowest():
         assert len(curves[name]["this order"]) == L // 2 + 1 == len(curves[name]["at random"])
     assert curves["last first"]["this order"][1] == pytest.approx(run.loss + increase(run, {7, 8}))
     assert curves["CascadeFlow"]["this order"][2] == pytest.approx(run.loss + increase(run, {5, 6, 1, 2}))
-    assert "CascadeFlow" not in analyze.prune_curve(run_of())
 
-def test_cascade_flow_counts_gradients_per_weight():
+def test_cascade_flow_counts_gradients_per_weight_and_a_repeated_block_everywhere():
     run = run_of(taper="linear", n_embd=64, n_head=8)
     sizes = [sum(p.numel() for p in block.parameters()) for block in run.model.blocks]
     norms = [size ** 0.5 * scale for size, scale in zip(sizes, (1, 1.2, 1.3, 1.1))]
     run.history = history_of(norms)   # The last one has the least, but the first one for its size.
     curve = analyze.prune_curve(run)["CascadeFlow"]["this order"]
     assert norms[3] == min(norms) and curve[1] == pytest.approx(run.loss + increase(run, {1, 2}))
-
-def test_a_repeated_block_is_removed_wherever_it_runs():
     run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
     assert analyze.removal(run)["one block"]["block"][1] == pytest.approx(increase(run, {3, 4, 7, 8}))
 

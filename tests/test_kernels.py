@@ -1,19 +1,15 @@
 """kernels.py. Without a GPU its kernels run in Triton's interpreter (see conftest.py). This file, run as a
 program, compiles and traces them for a GPU that isn't there."""
-import os
-import subprocess
-import sys
+import os, subprocess, sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-
+import pytest, torch
 import kernels
+from conftest import ROOT
 from kernels import depth_sum, errors, inputs_of, nag_write, run, triton
 
-ROOT = Path(__file__).absolute().parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 make_inputs = partial(inputs_of, device=DEVICE)
 each_op = pytest.mark.parametrize("op", [nag_write, depth_sum])

@@ -1,11 +1,8 @@
 """prepare.py on real files. Downloads come through urllib from file:// addresses; kills are real ones."""
 import fcntl, hashlib, os, resource, signal, subprocess, sys
 import numpy as np
-import pytest
-import tiktoken, tiktoken_ext.openai_public
-import torch
+import prepare, pytest, tiktoken, tiktoken_ext.openai_public, torch
 from conftest import ROOT
-import prepare
 
 PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} <|endoftext|> 🙂\n"
                 for i in range(600))
@@ -17,17 +14,15 @@ def write(path, content):
 
 def shard(array):
     header = np.array([20240520, 1, len(array)] + 253 * [0], "<i4")
-    return header.tobytes() + np.asarray(array, "<u2").tobytes()
+    return bytes(header) + bytes(np.asarray(array, "<u2"))
 
 def run(*words):
     prepare.main(list(map(str, words)))
 
 def refused(*words, call=run):
-    """The one sentence with which a call has ended."""
-    with pytest.raises(SystemExit) as e:
+    with pytest.raises(SystemExit, match="^[^\n]{20,}$") as refusal:
         call(*words)
-    assert isinstance(e.value.code, str) and "\n" not in e.value.code
-    return e.value.code
+    return refusal.value.code
 
 def tokens(out, split):
     return np.concatenate(prepare.open_split(out, split))
@@ -35,14 +30,15 @@ def tokens(out, split):
 def contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-@pytest.fixture
-def text(tmp_path):
-    """A data set of PROSE: the command that made it. The last word is its folder."""
-    command = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", tmp_path / "out"]
-    run(*command)
-    return command
-
-def test_windows(tmp_path):
+def test_shards_and_windows(tmp_path):
+    good = shard([1, 2, 65535])
+    a = prepare.read_shard(write(tmp_path / "good.bin", good))
+    assert isinstance(a, np.memmap) and a.dtype == np.uint16 and a.tolist() == [1, 2, 65535]
+    wrong = [b"", good[:100], good[:-2], good[:-1], good + b"00", shard([])]
+    for place, value in (0, 1), (1, 9), (2, -1):   # magic, version, number of tokens
+        wrong.append(good[:4 * place] + np.int32(value).tobytes() + good[4 * place + 4:])
+    for content in wrong:
+        assert "bad.bin" in refused(write(tmp_path / "bad.bin", content), call=prepare.read_shard)
     shards = [np.arange(10, dtype="<u2"), np.arange(100, 107, dtype="<u2")]
     x, y = prepare.read_windows(shards, np.arange(9), 4)   # six in the first shard, three in the second
     assert x.dtype == torch.int64 and x.shape == (9, 4) and torch.equal(y, x + 1)
@@ -53,16 +49,6 @@ def test_windows(tmp_path):
     assert "--block_size 50" in refused(tmp_path, 50, 5, call=prepare.val_windows)
     write(tmp_path / "fineweb_val_000000.bin", shard([1, 2, 3, 50257]))   # a token that gpt2 doesn't have
     assert "50257" in refused(tmp_path, 3, 1, call=prepare.val_windows)
-
-def test_read_shard(tmp_path):
-    good = shard([1, 2, 65535])
-    a = prepare.read_shard(write(tmp_path / "good.bin", good))
-    assert isinstance(a, np.memmap) and a.dtype == np.uint16 and a.tolist() == [1, 2, 65535]
-    wrong = [b"", good[:100], good[:-2], good[:-1], good + b"00", shard([])]
-    for place, value in (0, 1), (1, 9), (2, -1):   # magic, version, number of tokens
-        wrong.append(good[:4 * place] + np.int32(value).tobytes() + good[4 * place + 4:])
-    for content in wrong:
-        assert "bad.bin" in refused(write(tmp_path / "bad.bin", content), call=prepare.read_shard)
 
 def test_meta(tmp_path):
     assert "meta.json" in refused(tmp_path / "nowhere", call=prepare.load_meta)
@@ -87,7 +73,7 @@ def test_tokenizers(tmp_path, monkeypatch):
     assert "TIKTOKEN_CACHE_DIR" in refused("gpt2", call=prepare.get_tokenizer)
 
 def test_stdlib(tmp_path):
-    """As a program, on a terminal that knows ASCII only, into a link to another disk."""
+    """... on a terminal that knows ASCII only, into a link to another disk."""
     link, out = tmp_path / "é", tmp_path / "disk" / "data"
     link.symlink_to(out)
     done = subprocess.run([sys.executable, ROOT / "prepare.py", "stdlib", "--out", link], capture_output=True,
@@ -114,11 +100,10 @@ def merging():
 def test_round_trip(tmp_path, monkeypatch, tokenizer):
     """Two texts longer than a piece. In the second there is no good place to cut."""
     monkeypatch.setattr(prepare, "get_tokenizer", lambda name: tokenizer)
-    out = tmp_path / "out"
     pieces = "xxxx\n" + "line text\n" * 50_000 + PROSE   # A cut at 200,000 would part " text".
     for content, traceless in (pieces, True), (PROSE * 8 + "x" * 400_000 + " " * 300_000, False):
-        run("text", "--input", write(tmp_path / "a.txt", content), "--out", out)
-        train, val = tokens(out, "train").tolist(), tokens(out, "val").tolist()
+        run("text", "--input", write(tmp_path / "a.txt", content), "--out", tmp_path / "out")
+        train, val = (tokens(tmp_path / "out", split).tolist() for split in ("train", "val"))
         assert train.pop() == val.pop() == tokenizer.eot_token not in train + val
         assert tokenizer.decode(train) + tokenizer.decode(val) == content
         assert 0.04 < len(tokenizer.decode(val)) / len(content) < 0.07
@@ -146,8 +131,7 @@ def test_bad_input(tmp_path, capsys, monkeypatch):
     for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
         write(tmp_path / name, content)
     for words, message in {
-            "texts": "stdlib", "stdlib --shard 1": "--shard",
-            "text --input nowhere": "nowhere", "text --input fifo": "fifo",
+            "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
             "text --input one": "too little", "text --input good latin": "latin",
             "text --input good --out good": "good", f"text --input good --out {'x' * 300}": "name too long",
             "fineweb --tokenizer bytes": "--tokenizer gpt2", "fineweb --shards 104": "--shards"}.items():
@@ -159,19 +143,14 @@ def test_bad_input(tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir()) == ["fifo", "good", "latin", "one"]
     assert (tmp_path / "good").read_text() == PROSE
 
-def test_what_is_not_this_data_set_is_kept(text, tmp_path):
-    out, before = text[-1], contents(tmp_path)
+def test_what_ends_a_run_leaves_the_old_data_set(tmp_path, monkeypatch):
+    """A kill in either shard, whose leftovers are cleared up; another prepare.py; a full disk; Ctrl-C"""
+    out = tmp_path / "out"
+    text = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
+    run(*text)
+    before = contents(out)
     for command in (["stdlib", "--out", out], ["fineweb", "--out", out], [*text, "--tokenizer", "gpt2"]):
         assert "another data set" in refused(*command)
-    write(out / "notes.txt", "mine")
-    assert "notes.txt" in refused(*text)
-    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
-    assert "meta.json" in refused(*text[:-1], tmp_path / "theirs")
-    assert contents(tmp_path).items() > before.items() and len(contents(tmp_path)) == len(before) + 2
-
-def test_what_ends_a_run_leaves_the_old_data_set(text, tmp_path, monkeypatch):
-    """A kill in either shard, whose leftovers are cleared up; another prepare.py; a full disk; Ctrl-C"""
-    before = contents(text[-1])
     write(tmp_path / "a.txt", PROSE[::-1])
     for kill_at in (1, 2):
         if os.fork() == 0:
@@ -182,54 +161,54 @@ def test_what_ends_a_run_leaves_the_old_data_set(text, tmp_path, monkeypatch):
             finally:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
-        assert contents(text[-1]) == before and list(tmp_path.glob(".out.tmp/*/new/*.bin"))
+        assert contents(out) == before and list(tmp_path.glob(".out.tmp/*/new/*.bin"))
     other = os.open(tmp_path / ".out.tmp", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_SH)
     assert "another prepare.py" in refused(*text) and (tmp_path / ".out.tmp").exists()
     os.close(other)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
     message = refused(*text)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "File too large" in message
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda f: signal.raise_signal(signal.SIGINT))
         assert "interrupted" in refused(*text)
-    assert contents(text[-1]) == before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
+    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
     (tmp_path / ".out.tmp").symlink_to(tmp_path / "out")   # is not followed
     assert "not written" in refused(*text)
     (tmp_path / ".out.tmp").unlink()
     run(*text)
-    assert contents(text[-1]) != before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
+    assert contents(out) != before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
+    write(out / "notes.txt", "mine")
+    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
+    before = contents(tmp_path)
+    assert "notes.txt" in refused(*text) and "meta.json" in refused(*text[:-1], tmp_path / "theirs")
+    assert contents(tmp_path) == before
 
-@pytest.fixture
-def web(tmp_path, monkeypatch):
-    folder, raw = tmp_path / "web", PROSE.encode() * 10
-    for i, name in enumerate(["val_000000", "train_000001", "train_000002", "train_000003"]):
-        write(folder / f"fineweb_{name}.bin", shard(np.arange(30_000 + i)))
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", write(folder / "input.txt", raw).as_uri())
+def test_shakespeare(tmp_path, monkeypatch):
+    out, raw = tmp_path / "out", PROSE.encode() * 10
+    source = write(tmp_path / "input.txt", raw)
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", source.as_uri())
     monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(raw).hexdigest())
-    monkeypatch.setattr(prepare, "FINEWEB_URL", folder.as_uri() + "/")
-    return folder
-
-def test_shakespeare(web, tmp_path):
-    out = tmp_path / "out"
     run("shakespeare", "--out", out)
     head, tail = (bytes(tokens(out, split)[:-1].astype("u1")) for split in ("train", "val"))
-    assert head + tail == (web / "input.txt").read_bytes() and 0.09 < len(tail) / len(head + tail) < 0.12
+    assert head + tail == raw and 0.09 < len(tail) / len(raw) < 0.12
     before = contents(out)
-    write(web / "input.txt", "<html>please log in</html>")
+    write(source, "<html>please log in</html>")
     assert "hash" in refused("shakespeare", "--out", out)
-    (web / "input.txt").unlink()
+    source.unlink()
     assert "network" in refused("shakespeare", "--out", out)
-    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["out", "web"]
+    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["out"]
 
-def test_fineweb_goes_on_where_it_stopped(web, tmp_path, capsys):
-    out, second = tmp_path / "out", (web / "fineweb_train_000002.bin").read_bytes()
+def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    web, out, second = tmp_path / "web", tmp_path / "out", shard(np.arange(30_002))
+    for i, name in enumerate(["val_000000", "train_000001", "train_000002", "train_000003"]):
+        write(web / f"fineweb_{name}.bin", shard(np.arange(30_000 + i)))
+    monkeypatch.setattr(prepare, "FINEWEB_URL", web.as_uri() + "/")
     write(web / "fineweb_train_000002.bin", second[:-2])   # The connection breaks there.
     assert "fineweb_train_000002.bin" in refused("fineweb", "--shards", 2, "--out", out)
-    assert sorted(os.listdir(out)) == ["fineweb_train_000001.bin", "fineweb_val_000000.bin"]
-    assert len(tokens(out, "train")) == 30_001   # Training can begin.
+    assert len(tokens(out, "train")) == 30_001 and len(os.listdir(out)) == 2   # Training can begin.
     for name in os.listdir(out):
         (web / name).unlink()   # They are not asked for again.
     write(web / "fineweb_train_000002.bin", second)

@@ -53,6 +53,7 @@ def test_witten_bell_by_hand():
     ([2.0, 2.1, 2.2], [1.98, 2.09, 2.10], {}, "direction only"),
     ([2.0, 2.1, 2.2], [1.99, 2.09, 2.19], dict(early=0.3), "start-up effect"),
     ([2.0, 2.1, 2.2], [2.05, 2.15, 2.25], {}, "contradicted"),
+    ([2.0, 2.1, 2.2], [2.3, 1.9, 2.2], {}, "cannot be tested here"),               # too wide an interval
     ([2.0, 2.1, 2.2], [1.9, 2.0, 2.1], dict(line=2.0), "cannot be tested here"),   # the control is too weak
     ([2.0, 2.1], [1.9, 2.0], {}, "cannot be tested here")])                        # too few seeds
 def test_verdict_follows_the_rule(pre, nag, options, word):

@@ -1,23 +1,16 @@
 """train.py and runs.py on real, tiny runs: what they leave, exact resume, several processes, refusals."""
 import fcntl, json, math, multiprocessing, os, re, resource, runpy, shlex, shutil, signal, socket, subprocess
 import sys, time
-from dataclasses import dataclass
 from pathlib import Path
-
+from unittest.mock import Mock
 import numpy as np
-import pytest
-import torch
-
-import prepare
-import runs
-import train
-from conftest import ROOT
+import prepare, pytest, runs, torch, train
+from conftest import ROOT, TINY
 from model import GPT, GPTConfig, RESIDUALS
 
 # On CPUs, because a process that has used CUDA can't be forked.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --eval_windows 8 "
         "--seed 5").split()
-SMALL = dict(n_layer=2, n_embd=16, n_head=2, block_size=16, vocab_size=64)
 LONG = "--max_iters", "99999", "--eval_interval", "99999"
 HALF = runs.UNFINISHED + "*"
 
@@ -40,14 +33,12 @@ def copy(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "copy"))
 
 def go(data, out, *flags):
-    """A run in this process -> its exit status"""
     return train.main([str(word) for word in ("--data", data, *SIZE, "--out", out, *flags)])
 
 def resume(out, *flags):
     return train.main([str(word) for word in ("--out", out, "--resume", *flags)])
 
 def refused(*words, call=train.main):
-    """What train.py says, in one line, when it refuses a command line"""
     with pytest.raises(SystemExit) as refusal:
         call([str(word) for word in words])
     sentence = str(refusal.value)
@@ -56,9 +47,8 @@ def refused(*words, call=train.main):
 
 def metrics(run):
     """What must be equal in two runs: all but the speed"""
-    entries = runs.read_metrics(run)
-    return {step: {key: value for key, value in entries[step].items() if key != "tok_s"}
-            for step in sorted(entries)}
+    return {step: {key: value for key, value in entry.items() if key != "tok_s"}
+            for step, entry in sorted(runs.read_metrics(run).items())}
 
 def losses(run):
     return [entry for entry in metrics(run).values() if "loss" in entry]
@@ -77,8 +67,6 @@ def same_run(a, b):
 def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
-# ----------------------------------------------------------------------------- programs of their own
-
 def child(words, log, stdout, env):
     os.environ.update(env)
     for number, path in (1, stdout or f"{log}.out"), (2, f"{log}.err"):
@@ -95,28 +83,23 @@ def start(log, *words, stdout=None, **env):
     return process
 
 def start_two(tmp_path, *words):
-    """Two processes, as torchrun would start them"""
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
+    with socket.create_server(("localhost", 0)) as s:
         port = s.getsockname()[1]
     return [start(tmp_path / f"process{rank}", *words, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2",
                   MASTER_ADDR="localhost", MASTER_PORT=str(port)) for rank in range(2)]
 
 def wait(*processes):
-    """-> exit statuses, None of a process that had to be killed"""
     for process in processes:
         process.join(60)
-    statuses = [process.exitcode for process in processes]
-    for process in processes:
         process.kill()
-    return statuses
+    return [process.exitcode for process in processes]
 
-# ----------------------------------------------------------------------------- what a run does
-
-def test_a_run_and_its_replay(data, tmp_path, capsys):
-    run = tmp_path / "run"
-    assert go(data, run, "--residual", "hyper:n=2", "--max_iters", 50, "--log_interval", 10,
-              "--eval_interval", 30, "--vocab_size", 1) == 0
+def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "main", lambda argv: shutil.copytree(data, argv[-1]))
+    flags = "--residual hyper:n=2 --max_tokens 6399 --log_interval 10 --eval_interval 30 --vocab_size 1"
+    assert train.main([*SIZE, *flags.split()]) == 0
+    run = Path("runs/hyper-n2")
     entries = metrics(run)
     assert list(entries) == [0, 10, 20, 30, 40, 50]
     assert [step for step in entries if "val_loss" in entries[step]] == [0, 30, 50]
@@ -127,26 +110,17 @@ def test_a_run_and_its_replay(data, tmp_path, capsys):
     assert {*content(run)} == {"config.json", "metrics.jsonl", "ckpt.pt", "best.pt", "lock"}
     assert "sample.py" in capsys.readouterr().out.splitlines()[-1]
     config = json.loads((run / "config.json").read_text())
-    assert config["residual"] == "hyper:n=2" and config["tokenizer"] == "bytes"
-    assert config["vocab_size"] == 320   # 257, rounded up to a multiple of 64
+    assert config["tokenizer"] == "bytes" and config["vocab_size"] == 320   # a multiple of 64
     assert not {"resume", "overwrite", "config"} & config.keys()
-    assert "out" not in train.settings_below(dict(config=run / "config.json"))   # It is a run of its own.
+    assert "out" not in train.settings_below(dict(config=run / "config.json"))
     assert train.main(["--config", str(run / "config.json"), "--out", str(tmp_path / "replay")]) == 0
     same_run(run, tmp_path / "replay")
     model, found = train.open_run(run, which="best.pt")
-    assert found == config and not model.training and model.config.residual == "hyper:n=2"
+    assert found == config and not model.training
     best = min(entry["val_loss"] for entry in entries.values() if "val_loss" in entry)
-    sizes = prepare.token_bytes(found, 320)
-    nats = train.evaluate(model, *prepare.val_windows(data, 32, 8), sizes, 4)[0]
+    nats = train.evaluate(model, *prepare.val_windows(data, 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(best, rel=1e-6)
-
-def test_default_folders_and_an_end_after_tokens(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "main", lambda argv: shutil.copytree(data, argv[-1]))
-    assert train.main([*SIZE, "--residual", "attnres:block=4", "--max_tokens", "1000"]) == 0
-    run = Path("runs/attnres-block4")
-    assert Path("data/stdlib/meta.json").exists() and train.read_config(run / "config.json")["max_iters"] == 0
-    assert resume(run, "--max_iters", 4) == 0 and max(metrics(run)) == 8   # Nothing is left to do.
+    assert resume(run, "--max_iters", 4) == 0 and max(metrics(run)) == 50   # Nothing is left to do.
 
 def test_data_order_is_a_pure_function():
     shards = [np.arange(100, 400, dtype=np.uint16), np.arange(1000, 1050, dtype=np.uint16)]
@@ -158,21 +132,17 @@ def test_data_order_is_a_pure_function():
     assert not torch.equal(x, train.train_batch(shards, 8, 2, 3, 12)[0])
 
 def test_evaluate():
-    model, rng = GPT(GPTConfig(**SMALL)), torch.Generator().manual_seed(0)
+    model, rng = GPT(GPTConfig(**TINY)), torch.Generator().manual_seed(0)
     x, y = torch.randint(64, (2, 5, 16), generator=rng)
     sizes = torch.arange(64)
     nats, bpb, skipped = train.evaluate(model, x, y, sizes, 2)   # 2 + 2 + 1 windows
-    with torch.no_grad():
-        wanted = model(x, y)[1].item()
+    wanted = model(x, y)[1].item()
     assert nats == pytest.approx(wanted, rel=1e-6) and skipped == 0 and model.training
     assert bpb == pytest.approx(wanted * 80 / math.log(2) / sizes[y].sum().item(), rel=1e-6)
-
-    def decide(l, residual, stream):   # Sublayer 1 is removed; the third is run by a quarter of the tokens.
-        keep = torch.zeros(x[:len(residual.read(stream))].shape, dtype=torch.bool)
-        keep[:, :4] = True
-        return {1: (False, None), 3: (keep, None)}.get(l, (None, None))
-
-    assert train.evaluate(model, x, y, sizes, 2, decide)[2] == pytest.approx(0.75 / 3)
+    quarter = (torch.arange(16) < 4).expand(5, 16)
+    def decide(l, residual, stream):   # Sublayer 1 is removed; a quarter of the tokens run the third.
+        return {1: False, 3: quarter[:len(stream)]}.get(l), None
+    assert train.evaluate(model, x, y, sizes, 2, decide)[2] == pytest.approx(0.75 / 5)
 
 def test_steps_by_hand(data, tmp_path):
     """Weights - lr x clipped gradients, and nothing else. The blocks' norms are summed, before clipping."""
@@ -241,14 +211,13 @@ def test_schedule(schedule, shares):
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_optimizer_groups(residual):
-    model = GPT(GPTConfig(**SMALL, residual=residual, tie=residual in ("pre", "nag")))
+    model = GPT(GPTConfig(**TINY, residual=residual, tie=residual in ("pre", "nag")))
     names = {p: name for name, p in model.named_parameters()}
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
     stacked = {id(getattr(r, name)) for r in model.residuals() for name in r.not_matrices if hasattr(r, name)}
     for optimizer in "adamw", "sgd", "muon":
         made = train.make_optimizers(model, train.TrainConfig(optimizer=optimizer, gate_lr=5e-4))
         groups = [group for each in made for group in each.param_groups]
-        assert sorted(names[p] for group in groups for p in group["params"]) == sorted(names.values())
         for group in groups:
             for p in group["params"]:
                 decays = p.dim() >= 2 and id(p) not in own and id(p) not in stacked
@@ -258,10 +227,9 @@ def test_optimizer_groups(residual):
     assert taken >= {name for name in names.values() if re.search("c_(attn|fc|proj).weight$", name)}
     assert all(name.startswith("blocks.") for name in taken)
 
-NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
-
 @pytest.mark.parametrize("flags", ["--checkpoint_blocks", pytest.param(
-    "--compile --checkpoint_blocks", marks=[pytest.mark.slow, NEEDS_COMPILER])])
+    "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
+        not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")])])
 def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
     calls = []
     for name in "checkpoint_blocks", "compile_blocks":
@@ -271,8 +239,6 @@ def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
         go(data, tmp_path / name, "--layer_drop", 0.3, "--max_iters", 4, "--log_interval", 1, *more)
     plain, switched = ([entry["loss"] for entry in losses(tmp_path / name)] for name in ("plain", "switched"))
     assert switched == pytest.approx(plain, rel=1e-4) and len(calls) == len(flags.split())
-
-# ----------------------------------------------------------------------------- exact resume
 
 @pytest.mark.parametrize("number, flags", [
     (signal.SIGHUP, "--residual nag:warmup=0.1 --mod_rate 0.6 --grad_accum 2"),
@@ -284,25 +250,22 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
     flags = [*flags.split(), "--max_iters", 24, "--log_interval", 3, "--eval_interval", 10]
     assert go(data, tmp_path / "whole", *flags) == 0
     before_step, calls = GPT.before_step, []
-
     def interrupted(self, progress):   # at the thirteenth step
         calls.append(progress)
         if len(calls) == 13:
             signal.raise_signal(number)
         before_step(self, progress)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "before_step", interrupted)
-        assert go(data, tmp_path / "parts", *flags) == 128 + number
+    monkeypatch.setattr(GPT, "before_step", interrupted)
+    assert go(data, tmp_path / "parts", *flags) == 128 + number
     assert load(tmp_path / "parts")["step"] == 13 and "--resume" in capsys.readouterr().out.splitlines()[-1]
     assert calls == [pytest.approx((step + 1) / 24) for step in range(13)]
     assert resume(tmp_path / "parts") == 0
     same_run(tmp_path / "whole", tmp_path / "parts")
-    assert ("--mod_rate" in flags) <= (losses(tmp_path / "parts")[-1]["skip_rate"] > 0.1)
+    assert "--mod_rate" not in flags or losses(tmp_path / "parts")[-1]["skip_rate"] > 0.1
 
 def test_kill_9(data, tmp_path):
     """... while the n-th file is written: config.json, then ckpt.pt and best.pt of steps 0, 10 and 20"""
-    flags = ["--residual", "nag:warmup=0.9", "--max_iters", 20, "--log_interval", 5, "--eval_interval", 10]
+    flags = "--residual nag:warmup=0.9 --max_iters 20 --log_interval 5 --eval_interval 10".split()
     go(data, tmp_path / "whole", *flags)
     for n in range(2, 8):   # Before the first one is there, nothing says that the folder is a run's.
         run = tmp_path / f"killed{n}"
@@ -331,11 +294,15 @@ def test_a_finished_run_that_is_extended(data, tmp_path, monkeypatch):
     assert load(tmp_path, "best.pt")["step"] == 34
     assert all(torch.equal(weight, before[name]) for name, weight in load(tmp_path)["model"].items())
 
-def test_metrics_are_appended_and_a_torn_line_is_cut(copy):
+def test_resume_on_another_machine_after_a_crash(copy):
+    """... without kernels. A torn line is cut. Moments of one number, expanded, would crash fused code."""
+    lie = edited(lambda c: moments(c).update(exp_avg=torch.zeros(1).expand(moments(c)["exp_avg"].shape)))
+    lie(copy / "ckpt.pt")
     path = copy / "metrics.jsonl"
     before = path.read_bytes()
     path.write_bytes(before + b'{"step": 9, "loss": 0.0\0\0')
-    resume(copy, "--max_iters", 12, "--log_interval", 1)
+    assert resume(copy, "--max_iters", 12, "--log_interval", 1, "--kernels", "off") == 0
+    assert train.open_run(copy)[0].config.kernels == "auto"
     assert path.read_bytes().startswith(before + b'{"step": 8, "val_loss": ')
     assert metrics(copy)[9]["loss"] > 0.1
     lines = ['{"step": 1, "loss": 5}', "not ours", "[1]", '{"loss": 2}', '{"step": 2, "loss": "x"}',
@@ -344,41 +311,33 @@ def test_metrics_are_appended_and_a_torn_line_is_cut(copy):
     path.write_text("\n".join(lines))
     assert runs.read_metrics(copy) == {1: dict(step=1, loss=4, val_loss=3, grad_norms=[1, 2])}
 
-def test_resume_on_another_machine(copy):
-    """... without its kernels. Moments that are one number, seen as many, fused code would write beyond."""
-    lie = edited(lambda c: moments(c).update(exp_avg=torch.zeros(1).expand(moments(c)["exp_avg"].shape)))
-    lie(copy / "ckpt.pt")
-    assert resume(copy, "--max_iters", 12, "--kernels", "off") == 0
-    assert train.open_run(copy)[0].config.kernels == "auto"
-
-# ----------------------------------------------------------------------------- what must never be lost
-
 def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     """A weight gets infinite in step 8: a status line finds it in the ninth, a checkpoint at once."""
     after_step, calls = GPT.after_step, []
-
     def poisons(self, ran):
         calls.append(ran)
         after_step(self, ran)
         if len(calls) == 8:
             self.blocks[1].mlp.c_proj.weight.data[0, 0] = math.inf
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "after_step", poisons)
-        for run, log, pause, step in (tmp_path / "log", 3, 100, 9), (tmp_path / "pause", 100, 4, 8):
-            calls.clear()
-            with pytest.raises(SystemExit, match=f"step {step}: loss.*ckpt.pt.*--lr"):
-                go(data, run, "--max_iters", 12, "--log_interval", log, "--eval_interval", pause)
+    monkeypatch.setattr(GPT, "after_step", poisons)
+    for run, log, pause, step in (tmp_path / "log", 3, 100, 9), (tmp_path / "pause", 100, 4, 8):
+        calls.clear()
+        with pytest.raises(SystemExit, match=f"step {step}: loss.*ckpt.pt.*--lr"):
+            go(data, run, "--max_iters", 12, "--log_interval", log, "--eval_interval", pause)
     assert load(run)["step"] == 4 and resume(run) == 0 and metrics(run)[12]["val_loss"] > 0
     monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, 1.0, 0.0))
     with pytest.raises(SystemExit, match="step 12: validation loss nan.*best.pt"):
         resume(run, "--max_iters", 16)
 
-def test_a_full_disk_and_ctrl_c_keep_the_old_file(tmp_path):
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A full disk and Ctrl-C keep the old file."""
     folder = runs.RunFolder(GPTConfig(), train.TrainConfig(out=str(tmp_path)), dict(tokenizer="bytes"), 0)
     folder.begin()
-    path = tmp_path / "file"
+    path, order, fsync, replace = tmp_path / "file", [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: order.append(os.stat(file).st_size) or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or replace(*paths))
     runs.write_file(path, lambda f: f.write(b"old"))
+    assert order == [3, "replace"] and path.stat().st_mode & 0o777 == 0o644
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
@@ -394,14 +353,6 @@ def test_a_full_disk_and_ctrl_c_keep_the_old_file(tmp_path):
         runs.write_file(path, lambda f: f.write(b"half") and signal.raise_signal(signal.SIGINT))
     assert {*content(tmp_path)} == {"file", "lock", "config.json", "metrics.jsonl"}
     assert path.read_bytes() == b"old"
-
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    order, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: order.append(os.stat(file).st_size) or fsync(file))
-    monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or replace(*paths))
-    runs.write_file(tmp_path / "file", lambda f: f.write(b"new"))
-    assert order == [3, "replace"] and content(tmp_path) == {"file": b"new"}
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 
 @pytest.mark.parametrize("name", ["lock", "metrics.jsonl"])
 def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, name):
@@ -426,11 +377,7 @@ def test_two_runs_in_one_folder(data, copy, monkeypatch):
     assert resume(copy) == 0
     assert go(data, copy, "--overwrite", "--max_iters", 3) == 0   # The lock is free again after each.
     assert list(metrics(copy)) == [0, 3] and load(copy)["step"] == load(copy, "best.pt")["step"] == 3
-
-    def flock(file, how):
-        raise OSError("a file system without locks")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
     assert resume(copy) == 0
 
 def test_what_a_new_run_may_find(data, tmp_path):
@@ -438,16 +385,14 @@ def test_what_a_new_run_may_find(data, tmp_path):
     run, flags = tmp_path / "run", ["--max_iters", 2, "--eval_interval", 1]
     go(data, run, *flags)
     whole = content(run)
-    first = whole["metrics.jsonl"].splitlines(keepends=True)[0]
-    early = {"config.json": whole["config.json"], "metrics.jsonl": first, "lock": b"", HALF[:-1]: b"half"}
+    early = {"config.json": whole["config.json"], "lock": b"", HALF[:-1]: b"half",
+             "metrics.jsonl": whole["metrics.jsonl"].splitlines(keepends=True)[0]}
     other = whole["config.json"].replace(b'"lr": 0.006', b'"lr": 0.1')
-
     def put(files):
         shutil.rmtree(run)
         run.mkdir()
         for name, raw in files.items():
             (run / name).write_bytes(raw)
-
     for held in (whole, {"notes": b"mine"}, early | {"config.json": b"{}"}, early | {"config.json": other},
                  early | {"best.pt": b""}, early | {"metrics.jsonl": whole["metrics.jsonl"]}):
         put(held)
@@ -473,8 +418,7 @@ def test_a_dead_stdout_ends_no_run(data, tmp_path):
     run = tmp_path / "Läufe"   # which its terminal can't write
     words = ["--data", data, *SIZE, "--out", run, "--max_iters", 6]
     process = start(tmp_path / "log", *words, stdout="/dev/full")
-    assert wait(process) == [0] and max(metrics(run)) == 6
-    assert (tmp_path / "log.err").read_text() == ""
+    assert wait(process) == [0] and max(metrics(run)) == 6 and (tmp_path / "log.err").read_text() == ""
 
 def test_a_second_signal_ends_a_run_at_once_and_nohup_is_heard():
     with pytest.raises(SystemExit, match="^130$"):   # as does the first, before the training
@@ -482,15 +426,11 @@ def test_a_second_signal_ends_a_run_at_once_and_nohup_is_heard():
     signals = train.note_signals()
     signal.raise_signal(signal.SIGHUP)
     assert signals == [signal.SIGHUP]
-    with pytest.raises(SystemExit) as ending:
+    with pytest.raises(SystemExit, match="^143$"):
         signal.raise_signal(signal.SIGTERM)
-    assert ending.value.code == 128 + signal.SIGTERM
     signal.signal(signal.SIGHUP, signal.SIG_IGN)   # nohup
-    signals = train.note_signals()
-    signal.raise_signal(signal.SIGHUP)
-    assert signals == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-# ----------------------------------------------------------------------------- several processes
+    train.note_signals()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 @pytest.mark.parametrize("flags, tolerance", [
     ("--residual nag --mod_rate 0.5", 2e-3),   # A gain may fall on either side of the threshold.
@@ -522,7 +462,6 @@ def test_processes_stop_together(data, tmp_path):
     os.kill(two[1].pid, signal.SIGTERM)
     assert wait(*two) == [128 + signal.SIGTERM] * 2
     assert "--resume" in (tmp_path / "process0.out").read_text()
-    assert (tmp_path / "process1.out").read_text() == ""
     begun = load(run)["step"]
     assert resume(run, "--max_iters", begun + 2) == 0 and max(metrics(run)) == begun + 2
     # So do they if one is refused, or if the loss isn't finite; the first one says why.
@@ -541,8 +480,8 @@ def test_processes_stop_together(data, tmp_path):
 def test_torchrun(data, tmp_path):
     """The real thing: a run, a signal, and two processes that resume it"""
     run = tmp_path / "run"
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2".split()
-    torchrun += ["train.py", "--out", run]
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split(),
+                "train.py", "--out", run]
     process = subprocess.Popen([*torchrun, "--data", data, *SIZE, *LONG], cwd=ROOT)
     while not (run / "best.pt").exists():
         assert process.poll() is None
@@ -551,37 +490,18 @@ def test_torchrun(data, tmp_path):
     process.send_signal(signal.SIGINT)
     process.wait(60)
     end = load(run)["step"] + 3
-    assert end > 3
     subprocess.run([*torchrun, "--resume", "--max_iters", str(end)], cwd=ROOT, timeout=100)
     assert max(metrics(run)) == end
 
-# ----------------------------------------------------------------------------- what is refused
-
 REFUSED = [   # a command line, perhaps after a variable, and the words that its sentence must have
-    ("--n_lay 3", "--n_lay: unknown flag, did you mean --n_layer?"),
-    ("--residual x\x1b[31m", "x?[31m"),
-    ("--residual nag:temp=hot", "temp"),
-    ("nonsense", "nonsense: unknown"),
-    ("--lr nan", "--lr nan: must be from"),
-    ("--n_layer 4096 --n_embd 65536 --n_head 64", "GB of memory"),
-    ("--batch_size 1000000", "GB of memory"),
-    ("--repeat 1:999999999999", "--repeat"),
-    ("--min_lr 6e-5", "share of --lr"),
-    ("--max_iters 5 --max_tokens 10", "--max_iters and --max_tokens"),
-    ("--max_flops 0", "train nothing"),
-    ("--out ''", "--out: is empty"),
-    ("--out {file}", "{file}"),
-    ("--out {long}", "can't be written"),
-    ("--data nowhere", "nowhere"),
-    ("--config nowhere.json", "nowhere.json"),
-    ("--resume", "--out"),
-    ("--resume --config x.json --out x", "--config"),
-    ("--resume --overwrite --out {run}", "contradict"),
-    ("--resume --out {run} --n_embd 64", "n_embd 32 there"),
-    ("--resume --out {run} --batch_size 8", "--batch_size 8"),
-    ("--resume --out {run} --optimizer muon", "ckpt.pt"),
-    ("RANK=abc", "RANK=abc"),
-    ("WORLD_SIZE=2", "torchrun"),
+    ("--n_lay 3", "--n_lay: unknown flag, did you mean --n_layer?"), ("--min_lr 6e-5", "share of --lr"),
+    ("--n_layer 4096 --n_embd 65536 --n_head 64", "GB of memory"), ("--batch_size 1000000", "GB of memory"),
+    ("--max_iters 5 --max_tokens 10", "--max_iters and --max_tokens"), ("--max_flops 0", "train nothing"),
+    ("--out ''", "--out: is empty"), ("--out file", "file: can't"), ("--out {long}", "can't be written"),
+    ("--resume", "--out"), ("--resume --config x.json --out x", "--config"), ("RANK=abc", "RANK=abc"),
+    ("--resume --overwrite --out {run}", "contradict"), ("--repeat 1:999999999999", "--repeat"),
+    ("--resume --out {run} --n_embd 64", "n_embd 32 there"), ("WORLD_SIZE=2", "torchrun"),
+    ("--resume --out {run} --batch_size 8", "--batch_size 8"), ("--residual x\x1b[31m", "x?[31m"),
     ("WORLD_SIZE=2 --grad_accum 2 --batch_size 6", "multiple of grad_accum x processes = 4")]
 
 @pytest.mark.parametrize("line, words", REFUSED, ids=[line for line, _ in REFUSED])
@@ -589,31 +509,27 @@ def test_refusals(data, finished, tmp_path, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     (tmp_path / "file").write_text("mine")
-    names = dict(run=finished, file=tmp_path / "file", long="x" * 300)
-    given, before = shlex.split(line.format(**names)), content(finished)
+    given, before = shlex.split(line.format(run=finished, long="x" * 300)), content(finished)
     if "=" in given[0]:
         monkeypatch.setenv(*given.pop(0).split("="))
-    base = [] if "--resume" in given or "--config" in given else ["--data", str(data), *SIZE]
-    assert words.format(**names) in refused(*base, *given)
+    base = [] if "--resume" in given else ["--data", data, *SIZE]
+    assert words in refused(*base, *given)
     assert content(finished) == before and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 def test_other_refusals():
-    with pytest.raises(SystemExit) as several:
+    with pytest.raises(SystemExit, match="--n_layer.*\n.*--lr.*\n.*--warmup"):
         train.main(["--lr", "-1", "--warmup", "2", "--n_layer", "0"])
-    assert len(str(several.value).splitlines()) == 3
     assert len(refused("x" * 9999)) < 500
     if not torch.cuda.is_available():
         assert "--device cpu" in refused("--device", "cuda")
 
 def edited(change):
-    """A function of a path. What torch or json reads there is changed, or replaced by what change returns."""
+    """A function of a path, which changes what torch or json reads there."""
     def edit(path):
-        if path.suffix == ".json":
-            values = json.loads(path.read_text())
-            path.write_text(json.dumps(change(values) or values))
-        else:
-            values = torch.load(path, weights_only=True)
-            torch.save(change(values) or values, path)
+        is_json = path.suffix == ".json"
+        values = json.loads(path.read_text()) if is_json else torch.load(path, weights_only=True)
+        change(values)
+        path.write_text(json.dumps(values)) if is_json else torch.save(values, path)
     return edit
 
 def flip_a_bit(path):
@@ -631,50 +547,45 @@ def moments(ckpt):
 BROKEN = {   # a file and what is wrong with it -> how that comes about
     "config.json gone": Path.unlink,
     "config.json deep": lambda path: path.write_text("[" * 99999),
-    "config.json unknown": edited(lambda c: c.update({"n_legs\x1b[31m": 4})),
+    "config.json unknown": edited(lambda c: c.update(n_legs=4)),
     "config.json type": edited(lambda c: c.update(n_layer=2.5)),
     "ckpt.pt gone": Path.unlink,
     "ckpt.pt cut": lambda path: os.truncate(path, 1000),
     "ckpt.pt a bit": flip_a_bit,
-    "ckpt.pt list": edited(lambda c: [1]),
     "ckpt.pt code": edited(lambda c: c.update(evil=Evil())),
     "ckpt.pt large": edited(lambda c: c["model_config"].update(n_embd=65536)),
     "ckpt.pt deep": edited(lambda c: c["model_config"].update(n_layer=4096)),
     "ckpt.pt shape": edited(lambda c: c["model"].update({"wte.weight": torch.zeros(2, 2)})),
-    "ckpt.pt nan": edited(lambda c: c["model"].update({"wte.weight": torch.full((320, 32), math.nan)}))}
-BROKEN_TO_RESUME = {   # what open_run does not read
-    "config.json range": edited(lambda c: c.update(n_layer=-2)),
-    "ckpt.pt moments": edited(lambda c: moments(c).update(exp_avg=torch.zeros(3))),
-    "ckpt.pt many": edited(lambda c: c["optimizers"][0]["state"].update({999: moments(c)})),
-    "ckpt.pt optimizer": edited(lambda c: c.update(optimizers=[])),
-    "ckpt.pt step": edited(lambda c: c.update(step="x")),
-    "ckpt.pt norms": edited(lambda c: c.update(grad_norms=torch.zeros(7)))}
+    "ckpt.pt nan": edited(lambda c: c["model"].update({"wte.weight": torch.full((320, 32), math.nan)})),
+    "config.json range": edited(lambda c: c.update(eval_windows=-2)),
+    "ckpt.pt moments, to resume": edited(lambda c: moments(c).update(exp_avg=torch.zeros(3))),
+    "ckpt.pt inf, to resume": edited(lambda c: moments(c)["exp_avg"].fill_(math.inf)),
+    "ckpt.pt many, to resume": edited(lambda c: c["optimizers"][0]["state"].update({999: moments(c)})),
+    "ckpt.pt optimizer, to resume": edited(lambda c: c.update(optimizers=[])),
+    "ckpt.pt step, to resume": edited(lambda c: c.update(step=-1)),
+    "ckpt.pt norms, to resume": edited(lambda c: c.update(grad_norms=torch.zeros(7)))}
 
-@pytest.mark.parametrize("what", BROKEN | BROKEN_TO_RESUME)
+@pytest.mark.parametrize("what", BROKEN)
 def test_broken_run_folders(copy, monkeypatch, what):
     """One sentence, nothing overwritten, no code run, no model built that is larger than its file"""
     monkeypatch.chdir(copy.parent)
-    (BROKEN | BROKEN_TO_RESUME)[what](copy / what.split()[0])
+    BROKEN[what](copy / what.split()[0])
     before = content(copy)
-    name = "--n_layer -2" if what == "config.json range" else what.split()[0]
+    name = "--eval_windows -2" if "range" in what else what.split()[0]
     assert name in refused("--out", copy, "--resume", "--max_iters", 20)
-    if what in BROKEN:
+    if "to resume" not in what:   # Only then is it read.
         sentence = refused(call=lambda words: train.open_run(copy))
         assert name in sentence
         assert ("larger model" in sentence) == (what in ("ckpt.pt large", "ckpt.pt deep"))
     assert content(copy) == before and not Path("evil").exists()
 
-@dataclass
-class Example:
-    share: float = 0.5     # [0, 1] share in %
-
-def test_help_of_a_percentage(capsys):
-    with pytest.raises(SystemExit):
-        runs.parse((Example,), ["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--share SHARE [0, 1] share in % (default 0.5)" in text and "residuals" not in text
-
 def test_help(capsys):
+    parser = runs.Parser()
+    runs.add_flag(parser, train.TrainConfig.__dataclass_fields__["lr"], "in %", False)
+    assert "in % (default 0.006)" in parser.format_help()
+    with pytest.raises(SystemExit):
+        runs.parse((train.TrainConfig,), ["--help"])
+    assert "residuals, with their options" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train.main(["--help"])
     text = capsys.readouterr().out
