@@ -1199,7 +1199,7 @@ def read_residual(text):
 def convert(text, kind):
     if kind is bool:
         return ("0", "false", "1", "true").index(text.lower()) >= 2
-    if kind in (int, float) and not abs(kind(text)) <= 1e4:   # also nan
+    if kind in (int, float) and not abs(kind(text)) <= 1e4:   # or nan
         raise ValueError
     return kind(text)
 
@@ -1216,7 +1216,7 @@ def problems(config):
     except ValueError as error:
         return bad + [str(error)]
     one_tensor = isinstance(stream, torch.Tensor) and stream.dim() == 3
-    rules = [   # (is it wrong, why and what to do)
+    rules = [   # (is it wrong, why, what to do)
         (c.n_embd % (2 * c.n_head), f"--n_embd {c.n_embd}: must be an even multiple of --n_head {c.n_head}"),
         (c.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (c.mod_rate and c.layer_drop, "--mod_rate and --layer_drop: both decide who skips; drop one"),
@@ -1245,6 +1245,6 @@ def field_problems(config):
             bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(map(str, choices))}")
         if field.name in ranges:
             low, high = ranges[field.name].split(", ")
-            if not float(low) <= value <= float(high):   # also nan
+            if not float(low) <= value <= float(high):   # or nan
                 bad.append(f"--{field.name} {value}: must be from {low} to {high}")
     return bad
