@@ -42,8 +42,9 @@ class Scale:
     folder: Path
 
 SCALES = {
-    "cpu": Scale("--n_layer 6 --n_head 4 --n_embd 64 --block_size 64 --batch_size 16 --device cpu",
-                 "data/stdlib", 320, {}, (6e-3, 1.2e-2), 3.9e10, HERE),
+    # Compiled, runs are a fifth faster, and the same but for rounding. It takes a C++ compiler.
+    "cpu": Scale("--n_layer 6 --n_head 4 --n_embd 64 --block_size 64 --batch_size 16 --device cpu --compile",
+                 "data/stdlib", 320, {}, (6e-3, 1.2e-2), 4.7e10, HERE),
     # 12 x 512 has 89M parameters: 2,000 steps are 524M tokens, 6 per parameter.
     "gpu": Scale("--n_layer 12 --n_head 8 --n_embd 512 --block_size 512 --batch_size 512 --grad_accum 4 "
                  "--device cuda", "data/fineweb", 50304, {300: 250, 1200: 1000, 4800: 2000, 19200: 8000},
@@ -87,6 +88,7 @@ class Experiment:
 def each(names, *flags):
     return [f"{name} {flag}" for flag in flags for name in names]
 
+FIVE = (1, 2, 3, 4, 5)
 STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
 OTHERS = ["pre --init gpt2", "nag --init gpt2", "attnres:block=3", "ngpt", "highway", "review"]
 WATERFALL = ["pre --init gpt2", "pre", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
@@ -107,10 +109,10 @@ GATES = each(["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,
 EXPERIMENTS = {
     "tokens": Experiment(
         "Does a lead at the start last?",
-        [Stage(300, STARTS), Stage(1200, STARTS[:2]), Stage(4800, STARTS[:2], sweep="check"),
-         Stage(300, OTHERS), Stage(1200, STARTS[2:] + OTHERS),
-         Stage(4800, STARTS[2:] + OTHERS, sweep="check"),
-         Stage(19200, STARTS[:2], sweep="best"), Stage(19200, STARTS[2:], (1, 2), "best")],
+        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE, "check"),
+         Stage(19200, STARTS[:2], sweep="best"), Stage(1200, STARTS[2:]),
+         Stage(4800, STARTS[2:], sweep="check"), Stage(19200, STARTS[2:], (1, 2), "best"),
+         Stage(300, OTHERS), Stage(1200, OTHERS), Stage(4800, OTHERS, sweep="check")],
         [Claim("NAG beats PreNorm with equal first weights", "nag", ("pre",)),
          Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
          Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
