@@ -9,7 +9,7 @@ What is finished is kept in results/NAME.json, a line per run: settings, bits pe
 windows and on 32 groups of them, seconds. Run folders lie below runs/results, and are only a cache. So an
 experiment that was begun on one machine goes on on another one, if its data are the same.
 """
-import concurrent.futures, fcntl, functools, json, math, multiprocessing
+import concurrent.futures, functools, json, math, multiprocessing
 import os, re, shlex, statistics, subprocess, sys, zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +55,12 @@ SCALES = {
 class Stage:
     """Variants that are trained equally long. A variant is what follows --residual on the command line.
 
-    sweep: which learning rates seed 1 has. grow: the two best ones of the stage before, or the scale's, then
-    more of them until the best is inside. check: the best one of the stage before and, after the other seeds,
-    the second best. best: the best one alone. The other seeds have the best rate."""
+    Seed 1 sweeps the learning rate, the other seeds have the best one. A sweep begins with the two best rates
+    of the stage before, or the scale's, and goes on until the best is inside. rates: only so many of those."""
     steps: int
     variants: list
     seeds: tuple = (1, 2, 3)
-    sweep: Literal["grow", "check", "best"] = "grow"
+    rates: int = 0
 
 @dataclass
 class Claim:
@@ -109,10 +108,10 @@ GATES = each(["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,
 EXPERIMENTS = {
     "tokens": Experiment(
         "Does a lead at the start last?",
-        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE, "check"),
-         Stage(19200, STARTS[:2], sweep="best"), Stage(1200, STARTS[2:]),
-         Stage(4800, STARTS[2:], sweep="check"), Stage(19200, STARTS[2:], (1, 2), "best"),
-         Stage(300, OTHERS), Stage(1200, OTHERS), Stage(4800, OTHERS, sweep="check")],
+        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE, 2),
+         Stage(19200, STARTS[:2], rates=1), Stage(1200, STARTS[2:]),
+         Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
+         Stage(300, OTHERS), Stage(1200, OTHERS), Stage(4800, OTHERS, rates=2)],
         [Claim("NAG beats PreNorm with equal first weights", "nag", ("pre",)),
          Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
          Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
@@ -120,13 +119,13 @@ EXPERIMENTS = {
         line=(4, 0.2)),
     "waterfall": Experiment(
         "Where does an early lead come from: first weights, the write, its gates, or the head?",
-        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL, sweep="check")],
+        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL, rates=2)],
         [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
          Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))], x="variant"),
     "depth": Experiment(
         "Does a lead grow with depth?",
-        [Stage(300, each(DEEP, *DEPTHS)), Stage(1200, each(DEEP, *DEPTHS), sweep="check"),
-         Stage(4800, each(DEEP, *DEPTHS[:2]), sweep="check")],
+        [Stage(300, each(DEEP, *DEPTHS)), Stage(1200, each(DEEP, *DEPTHS), rates=2),
+         Stage(4800, each(DEEP, *DEPTHS[:2]), rates=2)],
         [Claim("At 48 blocks, NAG beats every additive remedy", "nag --n_layer 48",
                tuple(f"{name} --n_layer 48" for name in DEEP if name != "nag"))], x="blocks", line=(3, 0.0)),
     "mod": Experiment(
@@ -139,7 +138,7 @@ EXPERIMENTS = {
         budget="nag --n_layer 12"),
     "skip": Experiment(
         "What does skipping cost a model that was trained without it?",
-        [Stage(steps, ["nag", "pre"], sweep="best") for steps in (1200, 4800)],
+        [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
         [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
                ("nag | random tokens | 1",)),
          Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
@@ -147,10 +146,10 @@ EXPERIMENTS = {
         x="share of forward FLOPs saved", measure="skip"),
     "widths": Experiment(
         "Does it pay to have wide blocks first, at equal size and FLOPs?",
-        [Stage(300, TAPERS), Stage(1200, TAPERS), Stage(4800, TAPERS, sweep="check")],
+        [Stage(300, TAPERS), Stage(1200, TAPERS), Stage(4800, TAPERS, rates=2)],
         [Claim("A falling taper beats a uniform and a rising one", TAPERS[1], (TAPERS[0], TAPERS[2]), 0.01)]),
     "prune": Experiment(
-        "Which order of removing blocks costs least?", [Stage(4800, TWELVE, sweep="best")],
+        "Which order of removing blocks costs least?", [Stage(4800, TWELVE, rates=1)],
         [Claim("CascadeFlow's order beats the last blocks first",
                "pre --n_layer 12 | CascadeFlow this order | 3",
                ("pre --n_layer 12 | last first this order | 3",
@@ -160,14 +159,14 @@ EXPERIMENTS = {
                 "CascadeFlow at random")),
     "fan_in": Experiment(
         "Is the gradient of a block a line in the number of paths that reach it?",
-        [Stage(4800, FAN_IN, sweep="best")],
+        [Stage(4800, FAN_IN, rates=1)],
         [Claim("Without the first block, a line leaves under a fifth of the variance",
                "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
          Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block", measure="inside",
         curves=("measured", "best a + b F")),
     "sinks": Experiment(
         "Does a residual without growing norms have smaller sinks and outliers?",
-        [Stage(4800, SINKS, sweep="best")],
+        [Stage(4800, SINKS, rates=1)],
         [Claim("NAG attends less to the first token",
                "nag --n_layer 12 | to the first token | mean",
                ("pre --n_layer 12 | to the first token | mean",)),
@@ -176,7 +175,7 @@ EXPERIMENTS = {
         measure="inside", curves=("to the first token", "stream")),
     "gates": Experiment(
         "Does a convex gate fail with depth, or with its first bias?",
-        [Stage(300, GATES), Stage(1200, GATES, sweep="check")],
+        [Stage(300, GATES), Stage(1200, GATES, rates=2)],
         [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32",
                ("convex --n_layer 32",)),
          Claim("It also beats a convex one that starts closed", "review --n_layer 32",
@@ -198,37 +197,35 @@ def ranked(losses, variant, steps):
              if (job.variant, job.steps, job.seed) == (variant, steps, 1)}
     return sorted(tried, key=lambda lr: (tried[lr], lr))
 
-def sweep(stages, i, variant, losses, rates, hints):
-    """-> rates for seed 1 in stage i, those that come after the other seeds, the best one once the first ones
-    are known. hints: losses of other experiments, which may know a good rate"""
-    here, how = ranked(losses, variant, stages[i].steps), stages[i].sweep
+def sweep(stages, i, variant, losses, begin):
+    """-> the rates that seed 1 tries in stage i, and the best one as soon as it is known. begin: two rates"""
+    stage, here = stages[i], ranked(losses, variant, stages[i].steps)
     before = [j for j in range(i) if variant in stages[j].variants]
     if before:
-        if sweep(stages, before[-1], variant, losses, rates, hints)[2] is None:
-            return [], [], None
-        earlier = ranked(losses, variant, stages[before[-1]].steps)
-    else:
-        earlier = list(rates) if how == "grow" else ranked(hints, variant, stages[i].steps) or [rates[0]]
-    now, later = earlier[:1], earlier[1:2] if how == "check" else []
-    if how == "grow":
-        now = earlier[:2] if before else earlier
-        if {*now} <= {*here}:
-            now = sorted({*now, here[0] / 2, here[0] * 2})
-    return now, later, here[0] if {*now} <= {*here} else None
+        if sweep(stages, before[-1], variant, losses, begin)[1] is None:
+            return [], None
+        begin = ranked(losses, variant, stages[before[-1]].steps)
+    elif stage.rates:
+        begin = here or begin   # Another experiment may know a good rate.
+    tried = begin[:stage.rates or 2]
+    if not stage.rates and {*tried} <= {*here}:
+        tried = sorted({*tried, here[0] / 2, here[0] * 2})
+    return tried, here[0] if {*tried} <= {*here} else None
 
-def plan(stages, losses, rates, hints):
-    """-> the jobs that are missing, in their order, as far as the losses known so far tell."""
+def plan(stages, losses, measured, begin):
+    """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those of
+    which the experiment has all it wants"""
     jobs = []
     for i, stage in enumerate(stages):
-        first, seeds, checks = [], [], []
+        first, seeds = [], []
         for variant in stage.variants:
-            now, later, best = sweep(stages, i, variant, losses, rates, hints)
-            first += [Job(variant, stage.steps, lr, 1) for lr in now]
-            checks += [Job(variant, stage.steps, lr, 1) for lr in later]
+            tried, best = sweep(stages, i, variant, losses, begin)
+            first += [Job(variant, stage.steps, lr, 1) for lr in tried]
             if best is not None:
                 seeds += [Job(variant, stage.steps, best, seed) for seed in stage.seeds]
-        jobs += first + seeds + checks
-    return [job for job in dict.fromkeys(jobs) if job not in losses]
+        jobs += [job for job in first if job not in losses]
+        jobs += [job for job in seeds if job not in measured]
+    return [*dict.fromkeys(jobs)]
 
 # ----------------------------------------------------------------------------- a run, and what is measured
 
@@ -283,7 +280,7 @@ def load(name, scale):
         return empty
     with reading(path):
         kept = json.loads(path.read_text())
-        bits_of(kept["runs"])
+        {job_of(run): run["bits"] for run in kept["runs"]}   # raises if there is something else
         return {key: type(value)(kept[key]) for key, value in empty.items()}
 
 def save(name, scale, kept):
@@ -295,31 +292,27 @@ def save(name, scale, kept):
 def job_of(run):
     return Job(run["variant"], run["steps"], run["lr"], run["seed"])
 
-def known_runs(name, scale):
-    """The runs of an experiment, and those that others have in common with it. {Job: run}"""
-    found, own = {}, EXPERIMENTS[name]
-    wanted = {(stage.steps, variant) for stage in own.stages for variant in stage.variants}
+def known(name, scale):
+    """-> losses {Job: bits per byte} of all experiments with the same budget, and the runs {Job: run} that
+    were measured as this one wants"""
+    losses, measured, own = {}, {}, EXPERIMENTS[name]
     for other in [*EXPERIMENTS, name]:   # Its own come last and count.
-        if (EXPERIMENTS[other].measure, EXPERIMENTS[other].budget) == (own.measure, own.budget):
-            found |= {job_of(run): run for run in load(other, scale)["runs"]
-                      if (run["steps"], run["variant"]) in wanted}
-    return found
-
-def bits_of(runs):
-    return {job_of(run): math.inf if run["bits"] is None else run["bits"] for run in runs}
-
-def all_losses(scale):
-    return bits_of([run for other in EXPERIMENTS for run in load(other, scale)["runs"]])
+        for run in load(other, scale)["runs"] if EXPERIMENTS[other].budget == own.budget else ():
+            job = job_of(run)
+            losses[job] = math.inf if run["bits"] is None else run["bits"]
+            if own.measure in ("loss", EXPERIMENTS[other].measure):
+                measured[job] = run
+    return losses, measured
 
 def final(name, scale):
     """The runs at their best rate, as soon as that is known: {(variant, steps): {seed: run}}"""
-    runs, hints, found = known_runs(name, scale), all_losses(scale), {}
-    losses, stages = bits_of(runs.values()), EXPERIMENTS[name].stages
+    losses, measured = known(name, scale)
+    stages, found = EXPERIMENTS[name].stages, {}
     for i, stage in enumerate(stages):
         for variant in stage.variants:
-            best = sweep(stages, i, variant, losses, scale.rates, hints)[2]
+            best = sweep(stages, i, variant, losses, scale.rates)[1]
             jobs = [Job(variant, stage.steps, best, seed) for seed in stage.seeds]
-            of_seed = {job.seed: runs[job] for job in jobs if losses.get(job, math.inf) < math.inf}
+            of_seed = {job.seed: measured[job] for job in jobs if job in measured and losses[job] < math.inf}
             if of_seed:
                 found[variant, stage.steps] = of_seed
     return found
@@ -342,44 +335,35 @@ def n_gram_lines(scale, steps):
 
 def train_missing(name, scale, workers):
     """Trains what is missing, in the plan's order, and keeps each result as it comes."""
-    mark = fingerprint(scale.data, prepare.load_meta(scale.data))[:16]
-    folder = ROOT / "runs" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / f"{name}.lock", "w")   # The system frees it when this process ends.
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        refuse(f"{name}: another process is at it; wait for that one, or end it")
-    kept, pending = load(name, scale), {}
-    if kept["data"] not in ("", mark):
+    mark, pending = fingerprint(scale.data, prepare.load_meta(scale.data))[:16], {}
+    if load(name, scale)["data"] not in ("", mark):
         refuse(f"{scale.folder / name}.json: its runs had other data than {scale.data} has here; prepare it "
                f"as it was (stdlib: with the same Python), or move that file away to begin anew")
-    kept["data"] = mark
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         while True:
-            losses = bits_of(known_runs(name, scale).values())
-            wanted = plan(EXPERIMENTS[name].stages, losses, scale.rates, all_losses(scale))
+            wanted = plan(EXPERIMENTS[name].stages, *known(name, scale), scale.rates)
             wanted = [job for job in wanted if job not in pending.values()]
             for job in wanted[:workers - len(pending)]:
                 pending[pool.submit(work, name, scale, job)] = job
             if not pending:
                 break
             for future in concurrent.futures.wait(pending, return_when="FIRST_COMPLETED").done:
-                job = pending.pop(future)
+                job, kept = pending.pop(future), load(name, scale)
                 kept["runs"].append(future.result())
-                save(name, scale, kept)
+                save(name, scale, kept | dict(data=mark))
                 say(f"{name}: {job.variant}, {job.steps} steps, rate {job.lr:.6g}, seed {job.seed}: "
                     f"{kept['runs'][-1]['bits']} bits per byte")
 
 def estimate(name, scale):
     """-> [(command, minutes), ...] of what is missing. Where a rate hangs on a sweep, it takes the first."""
-    losses, hints, found = bits_of(known_runs(name, scale).values()), all_losses(scale), []
-    while jobs := plan(EXPERIMENTS[name].stages, losses, scale.rates, hints):
+    (losses, measured), found = known(name, scale), []
+    while jobs := plan(EXPERIMENTS[name].stages, losses, measured, scale.rates):
         for job in jobs:
             command = ["python", "train.py", "--data", scale.data, *flags(EXPERIMENTS[name], scale, job)]
             flops = flops_of(scale, EXPERIMENTS[name].budget or job.variant, job.steps)
             found.append((shlex.join(command), flops / scale.flops_per_second / 60))
-            losses[job] = 99.0 + abs(math.log2(job.lr / scale.rates[0]))   # No rate beats one that was tried.
+            losses.setdefault(job, 99.0 + abs(math.log2(job.lr / scale.rates[0])))   # no better than a known one
+            measured[job] = None
     return found
 
 # ----------------------------------------------------------------------------- main
