@@ -13,7 +13,7 @@ all: figures/index.html
 # Without an NVIDIA device, torch's own index has a build without CUDA, a tenth of the download. Where that index can't
 # be reached, pip takes the build of requirements.txt.
 .venv/installed: requirements.txt
-	@echo "make: installs torch and trains two small models; about 7 minutes on two idle cores"
+	@echo "make: installs torch, once; without a target it trains two small models, too: 7 minutes on two idle cores"
 	$(PYTHON) -m venv .venv
 	@test -e /dev/nvidiactl || $(PIP) --retries 0 --timeout 10 `grep ^torch requirements.txt` \
 	  --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || echo "make: torch's CPU index can't be reached"

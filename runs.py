@@ -195,7 +195,7 @@ def reading(path):
     try:
         yield
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
 
 # ----------------------------------------------------------------------------- writing a run folder
