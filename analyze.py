@@ -136,7 +136,7 @@ def loss_curve(run):
 
 @stat("The stream", "Size of the stream", "root mean square", log=True, start=0, x="sublayers run")
 def stream_norm(run):
-    """If the stream grows, updates of equal size are a smaller and smaller part of it: PreNorm dilution.
+    """A growing stream makes equal updates a smaller part: PreNorm dilution. NAG's sizes are relative.
 
     |x| / sqrt(C) before each sublayer and at the end, mean over tokens, also without first tokens, which can
     be outliers. NAG: e^s, the norm that its direction stands for. Source: NAG, arXiv:2606.16112, figure 3."""
@@ -197,7 +197,7 @@ def logit_lens(run):
     loss, distance = rows.T.tolist()
     return {"loss": {"after each block": loss}, "distance": {"after each block": distance}}
 
-@stat("The blocks", "Who depends on whom", "block left out", "heat", x="later block", label="change", vmax=1)
+@stat("The blocks", "Who depends on whom", "block left out", "heat", x="later block", label="change")
 def causal_score(run):
     """A row says how much the updates of later blocks change without one block; dark: they do without it.
 
@@ -228,7 +228,7 @@ def sublayers_of(model, block):
 
 @stat("What can go", "Removing more and more", "loss (nats per token)", start=0, x="removed", same_y=True)
 def prune_curve(run):
-    """Blocks, attentions or MLPs go in a method's order, which must beat a random one, and last first.
+    """Blocks, attentions or MLPs go in a method's order, which must beat random orders and `last first`.
 
     Lowest score first, no training after. CascadeFlow: gradient norms of a block, summed over the training, /
     sqrt(size), arXiv:2606.26538; magnitude: sum |w|; influence, attention, MLP: 1 - cos(stream before, stream
@@ -276,7 +276,7 @@ def loss_by_order(run, scores, groups):
 def fan_in(run):
     """How strongly the training has pulled on each block, beside a count of the gradients that reach it.
 
-    Gradient norms of a block, summed over the training, / the sum of all. a and b are fitted. F = L - l + 1,
+    Gradient norms of a block, summed over the training, / the sum of all. a and b are fitted. F = L - i + 1,
     or F (F + 1) / 2 under deep supervision; repeated blocks sum over places. Source: arXiv:2606.26538."""
     share, count = torch.tensor(gradient_sums(run)), torch.zeros(len(run.model.blocks))
     if len(share) == 0:
@@ -393,11 +393,11 @@ def outliers(run):
 @stat("Skipping", "Depth of each token", "sublayer", "depth_map", x="token", label="size of the write",
       columns=1, cmap="Blues", first=1)
 def depth_map(run):
-    """How much each sublayer writes for each token of a text; dark: much; grey: the token skips it.
+    """How much each sublayer writes for each token of a text; dark: much; grey: it skips, or would.
 
     Size relative to the stream: NAG's gain, which decides, or else |change| / |stream|. Thresholds are those
-    of the training, or such that the share --skip is skipped. The text is --text, or the start of the first
-    validation window. Source: NAG, arXiv:2606.16112, appendix A."""
+    of the training, or else those at which the share --skip (0.25) skips. The text is --text, or the start of
+    the first validation window. Source: NAG, arXiv:2606.16112, appendix A."""
     encoding, idx = prepare.get_tokenizer(run.config["tokenizer"]), run.batches[0][0][:1, :64]
     if run.args.text:
         idx = idx.new_tensor([encoding.encode_ordinary(run.args.text)[:run.model.config.block_size]])
@@ -431,32 +431,31 @@ def shares_ran(run, decide):
 
 @stat("Skipping", "Loss against compute", "loss (nats per token)", x="executed FLOPs per token", first=1)
 def skip_curve(run):
-    """Tokens skip more and more, from right to left, without further training; lower left is better.
+    """More and more is skipped, from right to left, without further training; lower left is better.
 
-    Matmul FLOPs of what runs in a forward pass. Thresholds for 10, 20, .. 60 %, found on other windows.
-    Control: in each sublayer as many tokens skip, but random ones. Source: arXiv:2606.16112, section VI."""
+    Matmul FLOPs of what runs in a forward pass. Thresholds for 10, 20, .. 60 %, found on other windows, as are
+    the two controls. Random tokens: in each sublayer as many as by gain. Removed: sublayers do not run at all,
+    those first whose removal alone costs least. Source: arXiv:2606.16112, section VI."""
     if why := run.model.why_not("skip"):
         raise NotHere(why)
-    generator, dense = torch.Generator().manual_seed(0), [run.model.flops_per_token(), run.loss_with(all_run)]
-    found = {"by gain": [dense], "random tokens": [dense]}
+    model, generator, dense = run.model, torch.Generator().manual_seed(0), run.loss_with(all_run)
+    found = {name: [[model.flops_per_token(), dense]] for name in ("by gain", "random tokens", "removed")}
     if run.config["mod_rate"] > 0:
-        flops = run.model.flops_per_token(ran=shares_ran(run, run.model.decide))
-        found["as trained"] = [[flops, run.loss]]
+        found["as trained"] = [[model.flops_per_token(ran=shares_ran(run, model.decide)), run.loss]]
+    numbers = range(1, 2 * len(model.order) + 1)
+    cheapest = sorted(numbers, key=lambda l: mean_loss(model, run.others[:1], without({l})))
     for rate in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
-        decide = by_threshold(calibrate(run.model, [run.others[0][0][:4]], rate))
+        decide = by_threshold(calibrate(model, [run.others[0][0][:4]], rate))
         ran = shares_ran(run, decide)
-        flops = run.model.flops_per_token(ran=ran)
+        flops = model.flops_per_token(ran=ran)
         found["by gain"].append([flops, run.loss_with(decide)])
-        coins = torch.rand(len(ran), *run.some[0][0].shape, generator=generator).to(run.model.device)
-        keeps = {l: coin < share for l, (coin, share) in enumerate(zip(coins, ran), start=1)}
-        found["random tokens"].append([flops, run.loss_with(keep_only(keeps, run.model.decide))])
+        coins = torch.rand(len(ran), *run.some[0][0].shape, generator=generator).to(model.device)
+        by_coin = [coin < share for coin, share in zip(coins, ran)]
+        found["random tokens"].append([flops, run.loss_with(lambda l, *_: (by_coin[l - 1], None))])
+        gone = {*cheapest[:round(rate * len(ran))]}
+        flops = model.flops_per_token(ran=[l not in gone and 1.0 for l in numbers])
+        found["removed"].append([flops, run.loss_with(without(gone))])
     return {"": found}
-
-def keep_only(keeps, decide):
-    """A `decide`: the tokens keeps[l] (B, T) run sublayer l. Where keeps has no l, `decide` decides."""
-    def decide_some(l, residual, stream):
-        return (keeps[l], None) if l in keeps else decide(l, residual, stream)
-    return decide_some
 
 @stat("Skipping", "What a token could skip", "loss (nats per token)", x="share of the block runs left out")
 def could_skip(run):
@@ -474,8 +473,8 @@ def could_skip(run):
             growth = run.streams(idx)[::2].norm(dim=-1).diff(dim=0)                         # (L, B, T)
             span = growth.cummax(0).values - growth.cummin(0).values
             needed = torch.cat((torch.ones_like(growth[:1]) > 0, growth[1:] >= a * span[:-1]))
-            keeps = {l: needed[(l - 1) // 2] for l in range(3, 2 * len(needed) + 1)}
-            loss += mean_loss(run.model, [(idx, targets)], keep_only(keeps, run.model.decide)) / len(run.some)
+            decide = lambda l, *_: (needed[(l - 1) // 2] if l > 2 else None, None)
+            loss += mean_loss(run.model, [(idx, targets)], decide) / len(run.some)
             left_out += (1 - needed.float().mean().item()) / len(run.some)
         points.append([left_out, loss])
     return {"": {"by growth": points}}
@@ -557,7 +556,7 @@ def draw_heat(stat, results, colors):
         left, bottom, (rows, columns) = left - step / 2, how.get("first_row", 1) - 0.5, values.shape
         image = axes.imshow(values.numpy(), origin="lower", aspect="auto", interpolation="nearest",
                             extent=(left, left + columns * step, bottom, bottom + rows),
-                            vmin=how.get("vmin", 0), vmax=how.get("vmax"), cmap=how.get("cmap", "viridis"))
+                            vmin=how.get("vmin", 0), cmap=how.get("cmap", "viridis"))
         axes.set(xlabel=how["x"], ylabel=stat.ylabel, facecolor="0.85")
         axes.set_title(f"{run} {title}", color=colors[run])
         figure.colorbar(image, ax=axes, label=how["label"])

@@ -163,7 +163,7 @@ def main(argv=None):
     ran = [False if each[0] is False else sum(each) / len(each) for each in zip(*passes)]
     looks = getattr(decide, "looks", 0) / len(passes) * 2 * model.lm_head.weight.numel()
     saved = 1 - (model.flops_per_token(ran=ran) + looks) / model.flops_per_token()
-    print(f"{speed:,.0f} tokens/s; {1 - share_run(ran):.1%} of the sublayer runs skipped, "
+    print(f"{speed:,.0f} tokens/s; {1 - sum(ran) / len(ran):.1%} of the sublayer runs skipped, "
           f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
 
 if __name__ == "__main__":

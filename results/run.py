@@ -89,6 +89,7 @@ def each(names, *flags):
 
 FIVE = (1, 2, 3, 4, 5)
 STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
+SIZED = "pre --mlp_ratio 4.5"   # as many parameters and FLOPs as nag, whose gates have 7 %
 OTHERS = ["pre --init gpt2", "nag --init gpt2", "attnres:block=3", "ngpt", "highway", "review"]
 WATERFALL = ["pre --init gpt2", "pre", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
 DEEP = ["pre", "nag", "skipinit", "lns", "completep"]
@@ -108,11 +109,12 @@ GATES = each(["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,
 EXPERIMENTS = {
     "tokens": Experiment(
         "Does a lead at the start last?",
-        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE, 2),
-         Stage(19200, STARTS[:2], rates=1), Stage(1200, STARTS[2:]),
+        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
+         Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1), Stage(1200, STARTS[2:]),
          Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
          Stage(300, OTHERS), Stage(1200, OTHERS), Stage(4800, OTHERS, rates=2)],
         [Claim("NAG beats PreNorm with equal first weights", "nag", ("pre",)),
+         Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
          Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
          Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
          Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],

@@ -192,8 +192,11 @@ def test_skipping():
     flops = [flops for flops, _ in curve["by gain"]]
     assert curve["by gain"][0] == pytest.approx([run.model.flops_per_token(), run.loss])
     assert flops == sorted(flops, reverse=True) == [flops for flops, _ in curve["random tokens"]]
-    for by_gain, random in zip(ran[-12::2], ran[-11::2]):   # As many tokens skip each sublayer.
-        assert random == pytest.approx(by_gain, abs=0.25)
+    for by_gain, random, removed, rate in zip(ran[-18::3], ran[-17::3], ran[-16::3], (1, 2, 3, 4, 5, 6)):
+        assert random == pytest.approx(by_gain, abs=0.25)   # As many tokens skip each sublayer.
+        assert sum(removed) == 2 * L - round(2 * L * rate / 10) and {*removed} <= {0, 1}
+    alone = [analyze.mean_loss(run.model, run.others[:1], analyze.without({l})) for l in range(1, 2 * L + 1)]
+    assert ran[-16].index(0) == alone.index(min(alone))
 
 @torch.no_grad()
 def test_could_skip():
