@@ -55,8 +55,9 @@ SCALES = {
 class Stage:
     """Variants that are trained equally long. A variant is what follows --residual on the command line.
 
-    Seed 1 sweeps the learning rate, the other seeds have the best one. A sweep begins with the two best rates
-    of the stage before, or the scale's, and goes on until the best is inside. rates: only so many of those."""
+    Seed 1 sweeps the learning rate, the other seeds have the best one, or all that are close to it. A sweep
+    begins with the two best rates of the stage before, or the scale's, and goes on until the best is inside.
+    rates: only so many of those."""
     steps: int
     variants: list
     seeds: tuple = (1, 2, 3)
@@ -186,6 +187,8 @@ EXPERIMENTS = {
 
 # ----------------------------------------------------------------------------- what to run next
 
+CLOSE = 0.01   # bits per byte; a sweep with one seed can't tell such rates apart
+
 @dataclass(frozen=True)
 class Job:
     variant: str
@@ -194,25 +197,33 @@ class Job:
     seed: int
 
 def ranked(losses, variant, steps):
-    """The rates that a variant has had with seed 1, the best first. losses: {Job: bits per byte}"""
-    tried = {job.lr: bits for job, bits in losses.items()
-             if (job.variant, job.steps, job.seed) == (variant, steps, 1)}
-    return sorted(tried, key=lambda lr: (tried[lr], lr))
+    """-> the rates that a variant has had with seed 1, the best first, and how many of them are close to it.
+    Among those the mean over the seeds that all of them have had decides. losses: {Job: bits per byte}"""
+    found = {}   # {rate: {seed: bits}}
+    for job, bits in losses.items():
+        if (job.variant, job.steps) == (variant, steps):
+            found.setdefault(job.lr, {})[job.seed] = bits
+    order = sorted((lr for lr in found if 1 in found[lr]), key=lambda lr: (found[lr][1], lr))
+    close = [lr for lr in order if found[lr][1] <= found[order[0]][1] + CLOSE]
+    common = set.intersection(*({*found[lr]} for lr in close)) if close else ()
+    best = sorted(close, key=lambda lr: sum(found[lr][seed] for seed in common))
+    return best + order[len(close):], len(close)
 
 def sweep(stages, i, variant, losses, begin):
-    """-> the rates that seed 1 tries in stage i, and the best one as soon as it is known. begin: two rates"""
-    stage, here = stages[i], ranked(losses, variant, stages[i].steps)
+    """-> the rates that seed 1 tries in stage i and, as soon as they are known, those that all seeds have, the
+    best first. begin: two rates"""
+    stage, (here, n_close) = stages[i], ranked(losses, variant, stages[i].steps)
     before = [j for j in range(i) if variant in stages[j].variants]
     if before:
-        if sweep(stages, before[-1], variant, losses, begin)[1] is None:
-            return [], None
-        begin = ranked(losses, variant, stages[before[-1]].steps)
+        if not sweep(stages, before[-1], variant, losses, begin)[1]:
+            return [], []
+        begin = ranked(losses, variant, stages[before[-1]].steps)[0]
     elif stage.rates:
         begin = here or begin   # Another experiment may know a good rate.
     tried = begin[:stage.rates or 2]
     if not stage.rates and {*tried} <= {*here}:
         tried = sorted({*tried, here[0] / 2, here[0] * 2})
-    return tried, here[0] if {*tried} <= {*here} else None
+    return tried, here[:n_close] if {*tried} <= {*here} else []
 
 def plan(stages, losses, measured, begin):
     """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those of
@@ -221,10 +232,9 @@ def plan(stages, losses, measured, begin):
     for i, stage in enumerate(stages):
         first, seeds = [], []
         for variant in stage.variants:
-            tried, best = sweep(stages, i, variant, losses, begin)
+            tried, close = sweep(stages, i, variant, losses, begin)
             first += [Job(variant, stage.steps, lr, 1) for lr in tried]
-            if best is not None:
-                seeds += [Job(variant, stage.steps, best, seed) for seed in stage.seeds]
+            seeds += [Job(variant, stage.steps, lr, seed) for lr in close for seed in stage.seeds]
         jobs += [job for job in first if job not in losses]
         jobs += [job for job in seeds if job not in measured]
     return [*dict.fromkeys(jobs)]
@@ -312,8 +322,8 @@ def final(name, scale):
     stages, found = EXPERIMENTS[name].stages, {}
     for i, stage in enumerate(stages):
         for variant in stage.variants:
-            best = sweep(stages, i, variant, losses, scale.rates)[1]
-            jobs = [Job(variant, stage.steps, best, seed) for seed in stage.seeds]
+            close = sweep(stages, i, variant, losses, scale.rates)[1]
+            jobs = [Job(variant, stage.steps, lr, seed) for lr in close[:1] for seed in stage.seeds]
             of_seed = {job.seed: measured[job] for job in jobs if job in measured and losses[job] < math.inf}
             if of_seed:
                 found[variant, stage.steps] = of_seed

@@ -73,6 +73,15 @@ def test_a_sweep_goes_on_until_the_best_rate_is_inside():
     assert rates == {1e-3, 2e-3, 4e-3, 8e-3, 16e-3}
     assert {job.seed for job in tried if job.lr == 8e-3} == {1, 2, 3} and len(tried) == 7
 
+def test_where_one_seed_cannot_tell_rates_apart_all_seeds_run_both():
+    stages, tried = [run.Stage(300, ["pre"])], {}
+    while jobs := run.plan(stages, tried, tried, (1e-3, 2e-3)):
+        job = jobs[0]
+        bits = {1e-3: 1.505, 2e-3: 1.5}.get(job.lr, 1.6)
+        tried[job] = bits + (0.1 if job.seed > 1 and job.lr == 2e-3 else 0.0)
+    assert {(job.lr, job.seed) for job in tried if job.seed > 1} == {(1e-3, 2), (1e-3, 3), (2e-3, 2), (2e-3, 3)}
+    assert run.sweep(stages, 0, "pre", tried, (1e-3, 2e-3))[1] == [1e-3, 2e-3]
+
 @pytest.mark.parametrize("name, scale", [(name, "cpu") for name in run.EXPERIMENTS] + [("mod", "gpu")])
 def test_dry_prints_commands_that_parse(name, scale, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(run.SCALES[scale], "folder", tmp_path)   # Nothing has been trained there.
