@@ -95,10 +95,10 @@ OTHERS = ["pre --init gpt2", "nag --init gpt2", "attnres:block=3", "ngpt", "high
 WATERFALL = ["pre --init gpt2", "pre", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
 DEEP = ["pre", "nag", "skipinit", "lns", "completep"]
 DEPTHS = [f"--n_layer {n}" for n in (6, 12, 24, 48)]
-DENSE = each(["nag", "pre"], *(f"--n_layer {n}" for n in (12, 9, 6, 4)))
-SKIPPING = ["nag --n_layer 12 --mod_rate 0.25", "nag --n_layer 12 --mod_rate 0.5",
-            "nag --n_layer 12 --mod_rate 0.125", "pre --n_layer 12 --mod router --mod_rate 0.25",
-            "pre --n_layer 12 --layer_drop 0.25"]
+DENSE = each(["nag"], *(f"--n_layer {n}" for n in (12, 9, 6)))
+SKIPPING = [f"nag --n_layer 12 --mod_rate {rate}" for rate in (0.25, 0.5)]
+DENSE_PRE = each(["pre"], *(f"--n_layer {n}" for n in (12, 9, 6, 4)))
+ROUTER = "pre --n_layer 12 --mod router --mod_rate 0.25"
 TWELVE = ["pre --n_layer 12", "nag --n_layer 12"]
 TAPERS = ["pre --n_layer 12", "pre --n_layer 12 --taper cosine --taper_on both",
           "pre --n_layer 12 --taper cosine --taper_on both --taper_start 0.5 --taper_end 1.5"]
@@ -133,11 +133,12 @@ EXPERIMENTS = {
                tuple(f"{name} --n_layer 48" for name in DEEP if name != "nag"))], x="blocks", line=(3, 0.0)),
     "mod": Experiment(
         "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
-        [Stage(1200, DENSE + SKIPPING)],
-        [Claim("NAG that skips beats every dense depth", "nag --n_layer 12 --mod_rate 0.25",
-               tuple(name for name in DENSE if name[:3] == "nag")),
-         Claim("A router on PreNorm beats every dense depth", SKIPPING[3],
-               tuple(name for name in DENSE if name[:3] == "pre"))], x="FLOPs per token",
+        [Stage(1200, DENSE + SKIPPING, rates=2),
+         Stage(1200, ["nag --n_layer 4", "nag --n_layer 12 --mod_rate 0.125"], rates=2),
+         Stage(1200, [*DENSE_PRE, ROUTER, "pre --n_layer 12 --layer_drop 0.25"], rates=2)],
+        [Claim("NAG that skips a quarter beats every dense depth", SKIPPING[0], tuple(DENSE)),
+         Claim("NAG that skips half beats every dense depth", SKIPPING[1], tuple(DENSE)),
+         Claim("A router on PreNorm beats every dense depth", ROUTER, tuple(DENSE_PRE))], x="FLOPs per token",
         budget="nag --n_layer 12"),
     "skip": Experiment(
         "What does skipping cost a model that was trained without it?",
@@ -223,7 +224,7 @@ def sweep(stages, i, variant, losses, begin):
     tried = begin[:stage.rates or 2]
     if not stage.rates and {*tried} <= {*here}:
         tried = sorted({*tried, here[0] / 2, here[0] * 2})
-    return tried, here[:n_close] if {*tried} <= {*here} else []
+    return tried, here[:min(n_close, stage.rates or n_close)] if {*tried} <= {*here} else []
 
 def plan(stages, losses, measured, begin):
     """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those of
