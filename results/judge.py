@@ -174,13 +174,11 @@ def gap(of, against, steps, finals):
 
 def in_words(seeds, groups):
     mean, half = interval(seeds)
-    text = f"{mean:+.3f} for one seed"
-    if len(seeds) > 1:
-        text = f"{mean:+.3f} ± {half:.3f} over {len(seeds)} seeds"
-    return text + (f", ± {interval(groups)[1]:.3f} over windows" if groups else "")
+    text = f"{mean:+.3f}, one seed" if len(seeds) == 1 else f"{mean:+.3f} ± {half:.3f}, {len(seeds)} seeds"
+    return text + (f", windows ± {interval(groups)[1]:.3f}" if groups else "")
 
 def judge(experiment, claim, finals, lines):
-    """The rule, one for all claims -> verdict, number; None without runs. It looks at the longest runs with
+    """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs with
     three seeds (if there are none, at those with most seeds), and at the control that does best there."""
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
     for steps in lengths:
@@ -207,7 +205,7 @@ def judge(experiment, claim, finals, lines):
     else:   # Without a lead, and with a wide interval, it says nothing.
         word = "direction only" if mean < 0 else "cannot be tested here"
     control = control.replace(" | ", ", ")   # In a table of Markdown, a bar ends a column.
-    return word, f"{in_words(seeds, groups)}, against {control}, {last} of {lengths[-1]} steps"
+    return word, in_words(seeds, groups), f"{last} of {lengths[-1]} steps, against {control}"
 
 # ----------------------------------------------------------------------------- figures and tables
 

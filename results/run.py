@@ -383,8 +383,8 @@ def estimate(name, scale):
 
 def report(scale, names):
     """Draws figures, prints tables, and writes them into README.md, each behind its mark."""
-    tables = {"scoreboard": ["claim | verdict | gap, in bits per byte | experiment", "--- | --- | --- | ---"],
-              "missing": ["experiment | question | runs | minutes", "--- | --- | --- | ---"]}
+    tables = {"scoreboard": ["claim | verdict | gap | measured by", "--- | --- | --- | ---"],
+              "minutes": ["experiment | runs kept | minutes | runs missing | minutes", "--- | --- | --- | --- | ---"]}
     for name, experiment in EXPERIMENTS.items():
         kept, finals, left = load(name, scale), final(name, scale), estimate(name, scale)
         new = {str(steps) for _, steps in finals} - kept["lines"].keys()
@@ -394,10 +394,11 @@ def report(scale, names):
         for claim in experiment.claims:
             verdict = judge.judge(experiment, claim, finals, kept["lines"])
             if verdict:
-                tables["scoreboard"].append(" | ".join((claim.text, *verdict, f"`{name}`")))
-        if left:
-            minutes = sum(minutes for _, minutes in left)
-            tables["missing"].append(f"`{name}` | {experiment.question} | {len(left)} | {minutes:.0f}")
+                word, gap, where = verdict
+                anchor = re.sub(r"[^\w -]", "", experiment.question.lower()).replace(" ", "-")
+                tables["scoreboard"].append(f"{claim.text} | {word} | {gap} | [{name}](#{anchor}), {where}")
+        done, missing = sum(run.get("seconds", 0) for run in kept["runs"]) / 60, sum(m for _, m in left)
+        tables["minutes"].append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
         if name in names and finals:
             judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
             tables[name] = judge.table(experiment, finals)

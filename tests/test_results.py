@@ -62,8 +62,8 @@ def test_the_strongest_control_counts():
     claim = run.Claim("", "nag", ("pre", "lns"))
     found = finals(nag=[1.9] * 3, pre=[2.0] * 3, lns=[1.8] * 3)
     experiment = run.Experiment("?", [run.Stage(300, [])], [])
-    word, number = judge.judge(experiment, claim, found, {"300": [9.0] * 4})
-    assert word == "contradicted" and "+0.100" in number and "lns" in number
+    word, gap, where = judge.judge(experiment, claim, found, {"300": [9.0] * 4})
+    assert word == "contradicted" and gap.startswith("+0.100") and where.endswith("against lns")
 
 def test_a_sweep_goes_on_until_the_best_rate_is_inside():
     stages, tried = [run.Stage(300, ["pre"])], {}
