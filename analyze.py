@@ -136,7 +136,7 @@ def loss_curve(run):
 
 @stat("The stream", "Size of the stream", "root mean square", log=True, start=0, x="sublayers run")
 def stream_norm(run):
-    """A growing stream makes equal updates a smaller part: PreNorm dilution. NAG's sizes are relative.
+    """A growing stream makes equal updates a smaller part: PreNorm dilution. NAG's updates grow with it.
 
     |x| / sqrt(C) before each sublayer and at the end, mean over tokens, also without first tokens, which can
     be outliers. NAG: e^s, the norm that its direction stands for. Source: NAG, arXiv:2606.16112, figure 3."""
@@ -166,7 +166,7 @@ def angles(x, y):
 
 @stat("The stream", "Gradient per sublayer", "norm of the gradient", log=True, x="block")
 def gradient_norm(run):
-    """How strongly the loss pulls on the weights of each sublayer: on an even line, all depths learn.
+    """How strongly the loss pulls on the weights of each sublayer; AdamW then divides this size away.
 
     Euclidean norm of d(mean loss) / d(parameters of the sublayer and of its residual)."""
     with torch.enable_grad():
@@ -315,7 +315,7 @@ def direction_similarity(run):
 
 @stat("NAG", "The norm as confidence", "mean loss (nats per token)", x="tenth of the tokens, by rising norm")
 def norm_confidence(run):
-    """Tokens in ten groups by the norm of their last stream: if the line falls, a large norm is a sure model.
+    """Tokens in ten groups by the norm of their last stream; where the line falls, a larger norm errs less.
 
     Norm e^s of the stream that the head reads. Source: zyphra.com/our-work/norm-agnostic-residual-network."""
     all_gains(run, run.batches[0][0][:1])   # says if there are none

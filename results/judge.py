@@ -258,6 +258,9 @@ def draw(path, experiment, finals, lines):
     ylabel = dict(loss="bits per byte", skip="bits per byte lost").get(experiment.measure, "")
     left.set(xlabel=experiment.x, ylabel=ylabel)
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
+    right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
+    right.yaxis.set_major_locator(plt.FixedLocator([-1, -0.3, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.3, 1]))
+    right.yaxis.set_major_formatter("{x:g}")
     right.axhline(0, color="0.3")
     for axis in left, right:
         axis.grid(alpha=0.3)
