@@ -178,8 +178,8 @@ def in_words(seeds, groups):
     return text + (f", windows ± {interval(groups)[1]:.3f}" if groups else "")
 
 def judge(experiment, claim, finals, lines):
-    """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs with
-    three seeds (if there are none, at those with most seeds), and at the control that does best there."""
+    """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs
+    with three seeds (if there are none, at those with most seeds), and at the control that does best there."""
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
     for steps in lengths:
         gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
@@ -204,7 +204,7 @@ def judge(experiment, claim, finals, lines):
         word = "contradicted"
     else:   # Without a lead, and with a wide interval, it says nothing.
         word = "direction only" if mean < 0 else "cannot be tested here"
-    control = control.replace(" | ", ", ")   # In a table of Markdown, a bar ends a column.
+    control = ", ".join(control.split(" | ")[:2])   # In a table of Markdown, a bar ends a column.
     return word, in_words(seeds, groups), f"{last} of {lengths[-1]} steps, against {control}"
 
 # ----------------------------------------------------------------------------- figures and tables
@@ -259,7 +259,8 @@ def draw(path, experiment, finals, lines):
     left.set(xlabel=experiment.x, ylabel=ylabel)
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
-    right.yaxis.set_major_locator(plt.FixedLocator([-1, -0.3, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.3, 1]))
+    ticks = [0.02, 0.05, 0.1, 0.3, 1]
+    right.yaxis.set_major_locator(plt.FixedLocator([0, *ticks, *(-tick for tick in ticks)]))
     right.yaxis.set_major_formatter("{x:g}")
     right.axhline(0, color="0.3")
     for axis in left, right:

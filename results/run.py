@@ -375,7 +375,7 @@ def estimate(name, scale):
             command = ["python", "train.py", "--data", scale.data, *flags(EXPERIMENTS[name], scale, job)]
             flops = flops_of(scale, EXPERIMENTS[name].budget or job.variant, job.steps)
             found.append((shlex.join(command), flops / scale.flops_per_second / 60))
-            losses.setdefault(job, 99.0 + abs(math.log2(job.lr / scale.rates[0])))   # no better than a known one
+            losses.setdefault(job, 99.0 + abs(math.log2(job.lr / scale.rates[0])))   # worse than known ones
             measured[job] = None
     return found
 
@@ -384,7 +384,7 @@ def estimate(name, scale):
 def report(scale, names):
     """Draws figures, prints tables, and writes them into README.md, each behind its mark."""
     tables = {"scoreboard": ["claim | verdict | gap | measured by", "--- | --- | --- | ---"],
-              "minutes": ["experiment | runs kept | minutes | runs missing | minutes", "--- | --- | --- | --- | ---"]}
+              "minutes": ["experiment | runs kept | minutes | runs missing | minutes"] + ["--- |" * 4 + " ---"]}
     for name, experiment in EXPERIMENTS.items():
         kept, finals, left = load(name, scale), final(name, scale), estimate(name, scale)
         new = {str(steps) for _, steps in finals} - kept["lines"].keys()
