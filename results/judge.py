@@ -189,7 +189,7 @@ def judge(experiment, claim, finals, lines):
         return None
     last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
     seeds, groups, control = found[last]
-    (mean, half), early = interval(seeds), interval(found[min(found)][0])[0]
+    (mean, half), early = interval(seeds), min(interval(each[0])[0] for each in found.values())
     sure = mean + half < 0 and (not groups or mean + interval(groups)[1] < 0)
     order, margin = experiment.line
     base = [run["bits"] for run in finals.get((control.split(" | ")[0], last), {}).values()]
