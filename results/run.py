@@ -135,9 +135,9 @@ EXPERIMENTS = {
                tuple(f"{name} --n_layer 48" for name in DEEP if name != "nag"))], x="blocks", line=(3, 0.0)),
     "mod": Experiment(
         "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
-        [Stage(1200, DENSE + SKIPPING, rates=2),
-         Stage(1200, ["nag --n_layer 4", "nag --n_layer 12 --mod_rate 0.125"], rates=2),
-         Stage(1200, [*DENSE_PRE, ROUTER, "pre --n_layer 12 --layer_drop 0.25"], rates=2)],
+        [Stage(1200, DENSE + SKIPPING, rates=1),
+         Stage(1200, ["nag --n_layer 4", "nag --n_layer 12 --mod_rate 0.125"], rates=1),
+         Stage(1200, [*DENSE_PRE, ROUTER, "pre --n_layer 12 --layer_drop 0.25"], rates=1)],
         [Claim("NAG that skips a quarter beats every dense depth", SKIPPING[0], tuple(DENSE)),
          Claim("NAG that skips half beats every dense depth", SKIPPING[1], tuple(DENSE)),
          Claim("A router on PreNorm beats every dense depth", ROUTER, tuple(DENSE_PRE))], x="FLOPs per token",
@@ -221,8 +221,8 @@ def sweep(stages, i, variant, losses, begin):
         if not sweep(stages, before[-1], variant, losses, begin)[1]:
             return [], []
         begin = ranked(losses, variant, stages[before[-1]].steps)[0]
-    elif stage.rates:
-        begin = here or begin   # Another experiment may know a good rate.
+    elif 0 < stage.rates <= len(here):   # Another experiment may know good ones.
+        begin = here
     tried = begin[:stage.rates or 2]
     if not stage.rates and {*tried} <= {*here}:
         tried = sorted({*tried, here[0] / 2, here[0] * 2})

@@ -82,6 +82,12 @@ def test_where_one_seed_cannot_tell_rates_apart_all_seeds_run_both():
     assert {(job.lr, job.seed) for job in tried if job.seed > 1} == {(1e-3, 2), (1e-3, 3), (2e-3, 2), (2e-3, 3)}
     assert run.sweep(stages, 0, "pre", tried, (1e-3, 2e-3))[1] == [1e-3, 2e-3]
 
+def test_two_rates_are_two():
+    tried = {}
+    while jobs := run.plan([run.Stage(300, ["pre"], rates=2)], tried, tried, (1e-3, 2e-3)):
+        tried[jobs[0]] = 1 / jobs[0].lr
+    assert sorted((job.lr, job.seed) for job in tried) == [(1e-3, 1), (2e-3, 1), (2e-3, 2), (2e-3, 3)]
+
 @pytest.mark.parametrize("name, scale", [(name, "cpu") for name in run.EXPERIMENTS] + [("mod", "gpu")])
 def test_dry_prints_commands_that_parse(name, scale, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(run.SCALES[scale], "folder", tmp_path)   # Nothing has been trained there.
