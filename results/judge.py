@@ -218,18 +218,15 @@ def points(experiment, run):
     label, x = variant, run["tokens"]
     if experiment.x == "blocks":
         label, x = re.sub(" --n_layer .*", "", variant), int(re.search("--n_layer ([0-9]+)", variant)[1])
-    elif experiment.x == "FLOPs per token":
-        how = "skipping" if "mod" in variant or "drop" in variant else "dense"
-        label, x = f"{variant.split()[0]}, {how}", run["flops"] / run["tokens"] / 3
-    elif experiment.x == "variant":
-        label, x = f"{run['tokens'] / 1e6:.1f}M tokens", variant
+    elif experiment.x == "FLOPs per token":   # All have as many in all, so all are compared.
+        return [(label, 0, run["flops"] / run["tokens"] / 3, bits)]
     return [(label, x, x, bits)]
 
 def draw(path, experiment, finals, lines):
     """Left: a dot per run, a line through the means, n-grams dashed. Right: paired gaps to the first label,
     with 95 % intervals over seeds."""
     lengths, found = {steps for _, steps in finals}, {}   # found: {label: {place: {seed: (x, y)}}}
-    if experiment.x not in ("training tokens", "variant"):
+    if experiment.x != "training tokens":
         lengths = {max(lengths)}
     for (_, steps), runs in finals.items():
         for seed, run in runs.items() if steps in lengths else ():
@@ -242,7 +239,7 @@ def draw(path, experiment, finals, lines):
         for place, seeds in places.items():
             xs, ys = zip(*seeds.values())
             left.plot(xs, ys, ".", color=color)
-            line.append((xs[0] if isinstance(xs[0], str) else statistics.mean(xs), statistics.mean(ys)))
+            line.append((statistics.mean(xs), statistics.mean(ys)))
             both = seeds.keys() & base.get(place, {}).keys()
             same_model = experiment.measure == "loss" or label.split(":")[0] == first.split(":")[0]
             if i and len(both) > 1 and same_model:
@@ -256,7 +253,8 @@ def draw(path, experiment, finals, lines):
         draw_lines(left, experiment, {str(run["steps"]): run["tokens"] for runs in finals.values()
                                       for run in runs.values() if run["steps"] in lengths}, lines)
     ylabel = dict(loss="bits per byte", skip="bits per byte lost").get(experiment.measure, "")
-    left.set(xlabel=experiment.x, ylabel=ylabel)
+    highest = max(y for places in found.values() for seeds in places.values() for _, y in seeds.values())
+    left.set(xlabel=experiment.x, ylabel=ylabel, ylim=(None, highest + 0.3))   # n-grams out of reach stay out.
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
     ticks = [0.02, 0.05, 0.1, 0.3, 1]
@@ -283,8 +281,9 @@ def draw_lines(axis, experiment, tokens, lines):
         if experiment.x == "training tokens" and len(known) > 1:
             axis.plot([tokens[steps] for steps in known], ys, "--", color="0.6")
         else:
-            axis.axhline(ys[-1], linestyle="--", color="0.6")
-        axis.annotate(name, (0.01, ys[0]), xycoords=("axes fraction", "data"), color="0.4")
+            axis.axhline(ys[0], linestyle="--", color="0.6")
+        axis.annotate(name, (0.01, ys[0]), xycoords=("axes fraction", "data"), color="0.4",
+                      annotation_clip=True)
 
 def table(experiment, finals):
     """Rows of Markdown: each variant at each length, and its gap to the first variant"""

@@ -93,12 +93,12 @@ STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
 SIZED = "pre --mlp_ratio 4.5"   # as many parameters and FLOPs as nag, whose gates have 7 %
 QUICKER = "nag --gate_lr 3e-3"   # Its step sizes still grow at the end of long runs.
 OTHERS = ["pre --init gpt2", "nag --init gpt2", "attnres:block=3", "ngpt", "highway", "review"]
-WATERFALL = ["pre --init gpt2", "pre", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
+WATERFALL = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
 DEEP = ["pre", "nag", "skipinit", "lns", "completep"]
 DEPTHS = [f"--n_layer {n}" for n in (6, 12, 24, 48)]
-DENSE = each(["nag"], *(f"--n_layer {n}" for n in (12, 9, 6)))
+DENSE = each(["nag"], *(f"--n_layer {n}" for n in (6, 9, 12)))
 SKIPPING = [f"nag --n_layer 12 --mod_rate {rate}" for rate in (0.25, 0.5)]
-DENSE_PRE = each(["pre"], *(f"--n_layer {n}" for n in (12, 9, 6, 4)))
+DENSE_PRE = each(["pre"], *(f"--n_layer {n}" for n in (6, 9, 12, 4)))
 ROUTER = "pre --n_layer 12 --mod router --mod_rate 0.25"
 TWELVE = ["pre --n_layer 12", "nag --n_layer 12"]
 TAPERS = ["pre --n_layer 12", "pre --n_layer 12 --taper cosine --taper_on both",
@@ -126,7 +126,7 @@ EXPERIMENTS = {
         "Where does an early lead come from: first weights, the write, its gates, or the head?",
         [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL, rates=2)],
         [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
-         Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))], x="variant"),
+         Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))]),
     "depth": Experiment(
         "Does a lead grow with depth?",
         [Stage(300, each(DEEP, *DEPTHS)), Stage(1200, each(DEEP, *DEPTHS), rates=2),
