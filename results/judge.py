@@ -2,7 +2,7 @@
 What results/run.py measures on a run, and what it makes of that: a yardstick, intervals, verdicts, figures.
 
 finals: {(variant, steps): {seed: run}}, the runs at the best rate of their variant.
-lines: {steps: bits per byte of the tables of 1- to 4-grams}.
+lines: {steps: bits per byte of the tables of 1- to 5-grams}.
 """
 import math, re, statistics
 from types import SimpleNamespace
@@ -101,13 +101,13 @@ MEASURES = dict(skip=skip, inside=inside)
 # ----------------------------------------------------------------------------- the yardstick: counting
 
 class WittenBell:
-    """n-grams of order 1 to 4, smoothed by Witten and Bell. With c counts, and T(h) the number of different
+    """n-grams of order 1 to 5, smoothed by Witten and Bell. With c counts, and T(h) the number of different
     tokens after a history h, p(w | h) = (c(h w) + T(h) p(w | shorter h)) / (c(h) + T(h)). The last: 1 / V."""
     def __init__(self, tokens, seen, V):
         """tokens, seen (n,): an n-gram counts if all of its tokens have been seen"""
         self.V, self.tables = V, []
         code, whole = np.zeros(len(tokens), np.int64), np.ones(len(tokens), bool)
-        for shift in range(4):   # code: a token and the `shift` ones before it, as one number
+        for shift in range(5):   # code: a token and the `shift` ones before it, as one number
             code[shift:] += tokens[:len(tokens) - shift].astype(np.int64) * V ** shift
             whole[:shift] = False
             whole[shift:] &= seen[:len(tokens) - shift]
@@ -117,7 +117,7 @@ class WittenBell:
             self.tables.append((grams, counts, histories, np.add.reduceat(counts, first), types))
 
     def probability(self, rows):
-        """rows (N, n) of tokens, n at most 4 -> p(last one | those before), (N,)"""
+        """rows (N, n) of tokens, n at most 5 -> p(last one | those before), (N,)"""
         n = rows.shape[1]
         lower = 1 / self.V if n == 1 else self.probability(rows[:, 1:])
         grams, counts, histories, totals, types = self.tables[n - 1]
@@ -276,7 +276,7 @@ def draw(path, experiment, finals, lines):
 def draw_lines(axis, experiment, tokens, lines):
     """tokens: {steps: training tokens}"""
     known = sorted((steps for steps in tokens if steps in lines), key=int)
-    for n, name in enumerate(("unigrams", "bigrams", "trigrams", "4-grams")) if known else ():
+    for n, name in enumerate(("unigrams", "bigrams", "trigrams", "4-grams", "5-grams")) if known else ():
         ys = [lines[steps][n] for steps in known]
         if experiment.x == "training tokens" and len(known) > 1:
             axis.plot([tokens[steps] for steps in known], ys, "--", color="0.6")

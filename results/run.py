@@ -116,7 +116,7 @@ EXPERIMENTS = {
          Stage(4800, [QUICKER], rates=1), Stage(1200, STARTS[2:]),
          Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
          Stage(300, OTHERS), Stage(1200, OTHERS), Stage(4800, OTHERS, rates=2)],
-        [Claim("NAG beats PreNorm with equal first weights", "nag", ("pre",)),
+        [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
          Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
          Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
          Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
@@ -333,7 +333,7 @@ def final(name, scale):
     return found
 
 def n_gram_lines(scale, steps):
-    """Bits per byte of 1- to 4-grams, counted on the windows that seed 1 sees. A token counts once."""
+    """Bits per byte of 1- to 5-grams, counted on the windows that seed 1 sees. A token counts once."""
     gpt, config = parse((GPTConfig, TrainConfig), shlex.split(scale.shape))
     meta, shards = prepare.load_meta(scale.data), prepare.open_split(scale.data, "train", gpt.block_size)
     ends = np.cumsum([len(shard) for shard in shards])
@@ -346,7 +346,7 @@ def n_gram_lines(scale, steps):
     x, y = prepare.val_windows(scale.data, gpt.block_size, judge.WINDOWS)
     rows = torch.cat((x, y[:, -1:]), dim=1).numpy()
     n_bytes = prepare.token_bytes(meta, scale.vocab_size)[y].sum().item()
-    return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 5))
+    return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 6))
 
 def train_missing(name, scale, workers):
     """Trains what is missing, in the plan's order, and keeps each result as it comes."""
