@@ -136,7 +136,7 @@ def loss_curve(run):
 
 @stat("The stream", "Size of the stream", "root mean square", log=True, start=0, x="sublayers run")
 def stream_norm(run):
-    """A growing stream makes equal updates a smaller part: PreNorm dilution. NAG's updates grow with it.
+    """A growing stream makes equal updates a smaller part: PreNorm dilution. NAG's are shares of it.
 
     |x| / sqrt(C) before each sublayer and at the end, mean over tokens, also without first tokens, which can
     be outliers. NAG: e^s, the norm that its direction stands for. Source: NAG, arXiv:2606.16112, figure 3."""
@@ -360,7 +360,7 @@ def gate(run):
 
 @stat("Reading", "Attention sink", "mean attention", x="block")
 def sink(run):
-    """How much attention goes to the first tokens, where heads that have nothing to say rest.
+    """Attention to the first tokens. Spread evenly, the first one would get about ln(T) / T. More is a sink.
 
     Means over heads and queries 2 .. T. Sources: arXiv:2506.19697; NAG, arXiv:2606.16112, section IV-E."""
     weights = run.mean(lambda idx: attention_weights(run, idx))[:, 1:]                      # (L, T - 1, T)
