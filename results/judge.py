@@ -79,7 +79,8 @@ def skip(model, config, dense, groups):
     return curves
 
 def inside(model, config, *_):
-    """Lines of analyze.py's figures, on 512 windows, and what a line in the fan-in leaves of the variance."""
+    """Lines of analyze.py's figures, on 512 windows, and what a line that rises with the fan-in leaves of the
+    variance of gradients: all of it, if they fall with the fan-in."""
     windows, curves = prepare.val_windows(config["data"], config["block_size"], 512), {}
     run = analyze.Run(model, config, read_metrics(config["out"]), SimpleNamespace(skip=0.25), windows)
     stats = [analyze.fan_in, analyze.sink, analyze.outliers]
@@ -91,9 +92,10 @@ def inside(model, config, *_):
                 curves[f"{panel} {label}".strip()] = [[i, round(value, 4)] for i, value in enumerate(values)]
     share, line = (np.array(values) for values in analyze.fan_in(run)[""].values())
     curves["1 - R2"] = []
-    for i in (0, 1):   # with the first block, and without it. A fit to a line in F is a fit to F.
-        error = share[i:] - np.polyval(np.polyfit(line[i:], share[i:], 1), line[i:])
-        curves["1 - R2"].append([i, round(float((error ** 2).mean() / share[i:].var()), 4)])
+    fan_in = line if line[0] > line[-1] else -line   # The line is one in F, which is largest in the first block.
+    for i in (0, 1):   # with the first block, and without it
+        r = float(np.corrcoef(fan_in[i:], share[i:])[0, 1])
+        curves["1 - R2"].append([i, round(1 - max(0, r) ** 2, 4)])
     return curves
 
 MEASURES = dict(skip=skip, inside=inside)

@@ -153,17 +153,16 @@ EXPERIMENTS = {
         [Claim("A falling taper beats a uniform and a rising one", TAPERS[1], (TAPERS[0], TAPERS[2]), 0.01)]),
     "prune": Experiment(
         "Which order of removing blocks costs least?", [Stage(4800, TWELVE, rates=1)],
-        [Claim("CascadeFlow's order beats the last blocks first",
-               "pre --n_layer 12 | CascadeFlow this order | 3",
-               ("pre --n_layer 12 | last first this order | 3",
-                "pre --n_layer 12 | CascadeFlow at random | 3"))],
+        [Claim("CascadeFlow's order beats simpler ones", "pre --n_layer 12 | CascadeFlow this order | 3",
+               tuple(f"pre --n_layer 12 | {order} | 3" for order in
+                     ("influence this order", "last first this order", "CascadeFlow at random")))],
         x="blocks removed", measure="inside",
         curves=("CascadeFlow this order", "influence this order", "last first this order",
                 "CascadeFlow at random")),
     "fan_in": Experiment(
         "Is the gradient of a block a line in the number of paths that reach it?",
         [Stage(4800, FAN_IN[:2], rates=1), Stage(4800, FAN_IN[2:], rates=1)],
-        [Claim("Without the first block, a line leaves under a fifth of the variance",
+        [Claim("Without the first block, a rising line leaves under a fifth of the variance",
                "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
          Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block", measure="inside",
         curves=("measured", "best a + b F")),
