@@ -79,8 +79,7 @@ def skip(model, config, dense, groups):
     return curves
 
 def inside(model, config, *_):
-    """Lines of analyze.py's figures, on 512 windows, and what a line that rises with the fan-in leaves of the
-    variance of gradients: all of it, if they fall with the fan-in."""
+    """Lines of analyze.py's figures, on 512 windows; 1 - R2 of fan_in with the first block, and without it"""
     windows, curves = prepare.val_windows(config["data"], config["block_size"], 512), {}
     run = analyze.Run(model, config, read_metrics(config["out"]), SimpleNamespace(skip=0.25), windows)
     stats = [analyze.fan_in, analyze.sink, analyze.outliers]
@@ -91,12 +90,14 @@ def inside(model, config, *_):
             for label, values in lines.items():
                 curves[f"{panel} {label}".strip()] = [[i, round(value, 4)] for i, value in enumerate(values)]
     share, line = (np.array(values) for values in analyze.fan_in(run)[""].values())
-    curves["1 - R2"] = []
-    fan_in = line if line[0] > line[-1] else -line   # The line is one in F, which is largest in the first block.
-    for i in (0, 1):   # with the first block, and without it
-        r = float(np.corrcoef(fan_in[i:], share[i:])[0, 1])
-        curves["1 - R2"].append([i, round(1 - max(0, r) ** 2, 4)])
+    curves["1 - R2"] = [[i, round(left_by_fan_in(share[i:], line[i:]), 4)] for i in (0, 1)]
     return curves
+
+def left_by_fan_in(share, line):
+    """line: a + b F, with F largest in the first block -> the part of the variance of gradients that a line
+    leaves which rises with F. It leaves all of it, if they fall with F."""
+    F = line if line[0] > line[-1] else -line
+    return 1 - max(0.0, np.corrcoef(F, share)[0, 1]) ** 2
 
 MEASURES = dict(skip=skip, inside=inside)
 
@@ -215,7 +216,8 @@ def points(experiment, run):
     """What a figure shows of a run: (label, place, x, y), ... Runs are compared at equal places."""
     variant, bits = run["variant"], run["bits"]
     if experiment.measure != "loss":
-        return [(f"{variant}: {curve}", i, x, y) for curve in experiment.curves or run["curves"]
+        first = experiment.x == "block"   # Blocks are counted from 1.
+        return [(f"{variant}: {curve}", i, x + first, y) for curve in experiment.curves or run["curves"]
                 for i, (x, y, *_) in enumerate(run["curves"].get(curve, ()))]
     label, x = variant, run["tokens"]
     if experiment.x == "blocks":
@@ -243,8 +245,8 @@ def draw(path, experiment, finals, lines):
             left.plot(xs, ys, ".", color=color)
             line.append((statistics.mean(xs), statistics.mean(ys)))
             both = seeds.keys() & base.get(place, {}).keys()
-            same_model = experiment.measure == "loss" or label.split(":")[0] == first.split(":")[0]
-            if i and len(both) > 1 and same_model:
+            shared = {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
+            if i and len(both) > 1 and (shared or experiment.measure == "loss"):
                 mean, half = interval([seeds[seed][1] - base[place][seed][1] for seed in both])
                 at = line[-1][0]
                 if experiment.x == "training tokens":   # Intervals at one x stand side by side.
@@ -254,9 +256,9 @@ def draw(path, experiment, finals, lines):
     if experiment.measure == "loss":
         draw_lines(left, experiment, {str(run["steps"]): run["tokens"] for runs in finals.values()
                                       for run in runs.values() if run["steps"] in lengths}, lines)
-    ylabel = dict(loss="bits per byte", skip="bits per byte lost").get(experiment.measure, "")
-    highest = max(y for places in found.values() for seeds in places.values() for _, y in seeds.values())
-    left.set(xlabel=experiment.x, ylabel=ylabel, ylim=(None, highest + 0.3))   # n-grams out of reach stay out.
+        ys = [y for places in found.values() for seeds in places.values() for _, y in seeds.values()]
+        left.set_ylim(min(ys) - 0.05, max(ys) + 0.3)   # n-grams out of reach stay out.
+    left.set(xlabel=experiment.x, ylabel=experiment.y)
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
     ticks = [0.02, 0.05, 0.1, 0.3, 1]
@@ -283,17 +285,16 @@ def draw_lines(axis, experiment, tokens, lines):
         if experiment.x == "training tokens" and len(known) > 1:
             axis.plot([tokens[steps] for steps in known], ys, "--", color="0.6")
         else:
-            axis.axhline(ys[0], linestyle="--", color="0.6")
-        axis.annotate(name, (0.01, ys[0]), xycoords=("axes fraction", "data"), color="0.4",
-                      annotation_clip=True)
+            axis.axhline(ys[-1], linestyle="--", color="0.6")
+        axis.annotate(name, (0.99, ys[-1]), xycoords=("axes fraction", "data"), color="0.4", ha="right",
+                      va="bottom", annotation_clip=True)
 
 def table(experiment, finals):
-    """Rows of Markdown: each variant at each length, and its gap to the first variant"""
-    rows = ["variant | steps | rate | bits per byte, by seed | gap", "--- | --- | --- | --- | ---"]
-    first = experiment.stages[0].variants[0]
+    """Rows: each variant at each length, and its gap to the first variant"""
+    rows, first = [], experiment.stages[0].variants[0]
     for (variant, steps), runs in sorted(finals.items(), key=lambda item: item[0][1]):
-        bits = ", ".join(f"{runs[seed]['bits']:.3f}" for seed in sorted(runs))
+        bits = " ".join(f"{runs[seed]['bits']:.3f}" for seed in sorted(runs))
         seeds, groups = gap(variant, first, steps, finals)
         text = in_words(seeds, groups) if seeds and variant != first else ""
-        rows.append(f"{variant} | {steps} | {next(iter(runs.values()))['lr']:.6g} | {bits} | {text}")
+        rows.append([variant, steps, f"{next(iter(runs.values()))['lr']:.6g}", bits, text])
     return rows

@@ -9,7 +9,7 @@ What is finished is kept in results/NAME.json, a line per run: settings, bits pe
 windows and on 32 groups of them, seconds. Run folders lie below runs/results, and are only a cache. So an
 experiment that was begun on one machine goes on on another one, if its data are the same.
 """
-import concurrent.futures, functools, json, math, multiprocessing
+import concurrent.futures, csv, functools, json, math, multiprocessing
 import os, re, shlex, statistics, subprocess, sys, zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +74,13 @@ class Claim:
 
 @dataclass
 class Experiment:
-    """x: what the figure has on its x axis. line: a claim can't be tested before its control is so far below
+    """x, y: what the figure has on its axes. line: a claim can't be tested before its control is so far below
     the table of 4-grams (order, bits). budget: all runs have as many FLOPs as this variant."""
     question: str
     stages: list
     claims: list
     x: str = "training tokens"
+    y: str = "bits per byte"
     measure: str = "loss"
     line: tuple = (4, 0.0)
     budget: str = ""
@@ -94,7 +95,7 @@ SIZED = "pre --mlp_ratio 4.5"   # as many parameters and FLOPs as nag, whose gat
 QUICKER = "nag --gate_lr 3e-3"   # Its step sizes still grow at the end of long runs.
 OTHERS = ["attnres:block=3", "review", "highway", "ngpt"]
 WATERFALL = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
-DEEP = ["pre", "nag", "skipinit", "lns", "completep"]
+DEEP = ["pre", "nag", "skipinit"]
 DENSE = each(["nag"], *(f"--n_layer {n}" for n in (6, 9, 12)))
 SKIPPING = [f"nag --n_layer 12 --mod_rate {rate}" for rate in (0.25, 0.5)]
 DENSE_PRE = each(["pre"], *(f"--n_layer {n}" for n in (6, 9, 12, 4)))
@@ -102,8 +103,8 @@ ROUTER = "pre --n_layer 12 --mod router --mod_rate 0.25"
 TWELVE = ["pre --n_layer 12", "nag --n_layer 12"]
 TAPERS = ["pre --n_layer 12", "pre --n_layer 12 --taper cosine --taper_on both",
           "pre --n_layer 12 --taper cosine --taper_on both --taper_start 0.5 --taper_end 1.5"]
-FAN_IN = ["pre --n_layer 12", "pre --n_layer 12 --equalize_grads", "pre --n_layer 12 --deep_supervision",
-          "pre --n_layer 12 --repeat 9-12:2"]
+FAN_IN = ["pre --n_layer 12", "pre --n_layer 12 --equalize_grads", "pre --n_layer 12 --init gpt2",
+          "pre --n_layer 12 --deep_supervision", "pre --n_layer 12 --repeat 9-12:2"]
 SINKS = ["pre --n_layer 12", "nag --n_layer 12", "pre --n_layer 12 --norm single"]
 GATES = ["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3"]
 EXPERIMENTS = {
@@ -111,8 +112,9 @@ EXPERIMENTS = {
         "Does a lead at the start last?",
         [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
          Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1),
-         Stage(4800, [QUICKER], rates=1), Stage(300, OTHERS), Stage(1200, OTHERS), Stage(4800, OTHERS, rates=2),
-         Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1)],
+         Stage(4800, [QUICKER], rates=1), Stage(19200, [QUICKER], rates=1), *(Stage(4800, [name]) for name in OTHERS),
+         Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
+         Stage(1200, OTHERS), Stage(300, OTHERS)],
         [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
          Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
          Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
@@ -121,14 +123,16 @@ EXPERIMENTS = {
         line=(4, 0.2)),
     "waterfall": Experiment(
         "Where does an early lead come from: first weights, the write, its gates, or the head?",
-        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL, rates=2)],
+        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL[:2], rates=2),
+         Stage(4800, WATERFALL[2:], rates=2)],
         [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
          Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))]),
     "depth": Experiment(
         "Does a lead grow with depth?",
-        [Stage(1200, each(DEEP, f"--n_layer {n}")) for n in (6, 12, 24, 48)],
-        [Claim(f"At {n} blocks, NAG beats every additive remedy", f"nag --n_layer {n}",
-               tuple(f"{name} --n_layer {n}" for name in DEEP if name != "nag")) for n in (12, 24, 48)],
+        [Stage(1200, each(names, f"--n_layer {n}"), rates=2)
+         for n in (24, 12, 6, 48) for names in (DEEP, ["completep"])],
+        [Claim(f"At {n} blocks, NAG beats PreNorm and SkipInit", f"nag --n_layer {n}",
+               tuple(f"{name} --n_layer {n}" for name in DEEP if name != "nag")) for n in (24, 48)],
         x="blocks", line=(3, 0.0)),
     "mod": Experiment(
         "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
@@ -146,7 +150,7 @@ EXPERIMENTS = {
                ("nag | random tokens | 1",)),
          Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
                ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
-        x="share of forward FLOPs saved", measure="skip"),
+        x="share of forward FLOPs saved", y="bits per byte lost", measure="skip"),
     "widths": Experiment(
         "Does it pay to have wide blocks first, at equal size and FLOPs?",
         [Stage(300, TAPERS), Stage(1200, TAPERS), Stage(4800, TAPERS, rates=2)],
@@ -156,15 +160,18 @@ EXPERIMENTS = {
         [Claim("CascadeFlow's order beats simpler ones", "pre --n_layer 12 | CascadeFlow this order | 3",
                tuple(f"pre --n_layer 12 | {order} | 3" for order in
                      ("influence this order", "last first this order", "CascadeFlow at random")))],
-        x="blocks removed", measure="inside",
+        x="blocks removed", y="nats per token", measure="inside",
         curves=("CascadeFlow this order", "influence this order", "last first this order",
                 "CascadeFlow at random")),
     "fan_in": Experiment(
         "Is the gradient of a block a line in the number of paths that reach it?",
-        [Stage(4800, FAN_IN[:2], rates=1), Stage(4800, FAN_IN[2:], rates=1)],
+        [Stage(4800, FAN_IN[:3], rates=1), Stage(4800, FAN_IN[3:], rates=1)],
         [Claim("Without the first block, a rising line leaves under a fifth of the variance",
                "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
-         Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block", measure="inside",
+         Claim("With GPT-2's first weights, it leaves under a fifth",
+               "pre --n_layer 12 --init gpt2 | 1 - R2 | 1", ("0.2",), 0.0),
+         Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block",
+        y="share of the summed gradient norms", measure="inside",
         curves=("measured", "best a + b F")),
     "sinks": Experiment(
         "Does a residual without growing norms have smaller sinks and outliers?",
@@ -174,7 +181,7 @@ EXPERIMENTS = {
                ("pre --n_layer 12 | to the first token | mean",)),
          Claim("One scale for all channels has smaller outliers",
                SINKS[2] + " | stream | max", ("pre --n_layer 12 | stream | max",), 0.5)], x="block",
-        measure="inside", curves=("to the first token", "stream")),
+        y="mean attention", measure="inside", curves=("to the first token",)),
     "gates": Experiment(
         "Does a convex gate fail with depth, or with its first bias?",
         [Stage(1200, each(GATES, f"--n_layer {n}")) for n in (4, 16, 32)],
@@ -380,7 +387,9 @@ def estimate(name, scale):
 # ----------------------------------------------------------------------------- main
 
 def report(scale, names):
-    """Draws figures, prints tables, and writes them into README.md, each behind its mark."""
+    """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind its
+    mark."""
+    losses = [["experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant"]]
     tables = {"scoreboard": ["claim | verdict | gap | measured by", "--- | --- | --- | ---"],
               "minutes": ["experiment | runs kept | minutes | runs missing | minutes"] + ["--- |" * 4 + " ---"]}
     for name, experiment in EXPERIMENTS.items():
@@ -397,9 +406,12 @@ def report(scale, names):
                 tables["scoreboard"].append(f"{claim.text} | {word} | {gap} | [{name}](#{anchor}), {where}")
         done, missing = sum(run.get("seconds", 0) for run in kept["runs"]) / 60, sum(m for _, m in left)
         tables["minutes"].append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
+        losses += [[name, *row] for row in judge.table(experiment, finals)]
         if name in names and finals:
             judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
-            tables[name] = judge.table(experiment, finals)
+    scale.folder.mkdir(exist_ok=True)
+    with open(scale.folder / "losses.csv", "w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(losses)
     page = scale.folder / "README.md"
     text = page.read_text() if page.exists() else ""
     for mark, rows in tables.items():

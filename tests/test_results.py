@@ -65,6 +65,12 @@ def test_the_strongest_control_counts():
     word, gap, where = judge.judge(experiment, claim, found, {"300": [9.0] * 4})
     assert word == "contradicted" and gap.startswith("+0.100") and where.endswith("against lns")
 
+def test_gradients_that_fall_with_the_fan_in_are_not_explained_by_it():
+    F = np.arange(6.0, 0, -1)
+    noise = np.array([0.1, -0.1, 0.1, -0.1, 0.1, -0.1])
+    assert judge.left_by_fan_in(2 * F + noise, 1 + F) < 0.01
+    assert judge.left_by_fan_in(noise - F, 1 - F) == 1
+
 def test_a_sweep_goes_on_until_the_best_rate_is_inside():
     stages, tried = [run.Stage(300, ["pre"])], {}
     while jobs := run.plan(stages, tried, tried, (1e-3, 2e-3)):
