@@ -172,7 +172,7 @@ EXPERIMENTS = {
                "pre --n_layer 12 --init gpt2 | 1 - R2 | 1", ("0.2",), 0.0),
          Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block",
         y="share of the summed gradient norms", measure="inside",
-        curves=("measured", "best a + b F")),
+        curves=("measured",)),
     "sinks": Experiment(
         "Does a residual without growing norms have smaller sinks and outliers?",
         [Stage(4800, SINKS, rates=1)],
