@@ -203,7 +203,7 @@ class Job:
     seed: int
 
 def ranked(losses, variant, steps):
-    """-> the rates that a variant has had with seed 1, the best first, and how many of them are close to it.
+    """-> the rates that a variant has had with seed 1, the best first; those of them that are close to it.
     Among those the mean over the seeds that all of them have had decides. losses: {Job: bits per byte}"""
     found = {}   # {rate: {seed: bits}}
     for job, bits in losses.items():
@@ -213,34 +213,35 @@ def ranked(losses, variant, steps):
     close = [lr for lr in order if found[lr][1] <= found[order[0]][1] + CLOSE]
     common = set.intersection(*({*found[lr]} for lr in close)) if close else ()
     best = sorted(close, key=lambda lr: sum(found[lr][seed] for seed in common))
-    return best + order[len(close):], len(close)
+    return best + order[len(close):], best
 
-def sweep(stages, i, variant, losses, begin):
-    """-> the rates that seed 1 tries in stage i and, as soon as they are known, those that all seeds have, the
-    best first. begin: two rates"""
-    stage, (here, n_close) = stages[i], ranked(losses, variant, stages[i].steps)
-    before = [j for j in range(i) if variant in stages[j].variants]
-    if before:
-        if not sweep(stages, before[-1], variant, losses, begin)[1]:
-            return [], []
-        begin = ranked(losses, variant, stages[before[-1]].steps)[0]
-    elif 0 < stage.rates <= len(here):   # Another experiment may know good ones.
-        begin = here
-    tried = begin[:stage.rates or 2]
-    if not stage.rates and {*tried} <= {*here}:
-        tried = sorted({*tried, here[0] / 2, here[0] * 2})
-    return tried, here[:min(n_close, stage.rates or n_close)] if {*tried} <= {*here} else []
+def sweeps(stages, losses, begin):
+    """-> of each stage {variant: (the rates that seed 1 tries; as soon as they are known, those that all seeds
+    have, the best first)}. begin: two rates"""
+    found, before = [], {}   # before: {variant: rates of its last stage, the best first; none while it is open}
+    for stage in stages:
+        found.append({})
+        for variant in stage.variants:
+            here, close = ranked(losses, variant, stage.steps)
+            first = before.get(variant, begin)
+            if variant not in before and 0 < stage.rates <= len(here):   # Another experiment has them.
+                first = here
+            tried = first[:stage.rates or 2]
+            if tried and not stage.rates and {*tried} <= {*here}:
+                tried = sorted({*tried, here[0] / 2, here[0] * 2})
+            done = tried and {*tried} <= {*here}
+            before[variant] = here if done else []
+            found[-1][variant] = tried, close[:stage.rates or None] if done else []
+    return found
 
 def plan(stages, losses, measured, begin):
     """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those of
     which the experiment has all it wants"""
     jobs = []
-    for i, stage in enumerate(stages):
-        first, seeds = [], []
-        for variant in stage.variants:
-            tried, close = sweep(stages, i, variant, losses, begin)
-            first += [Job(variant, stage.steps, lr, 1) for lr in tried]
-            seeds += [Job(variant, stage.steps, lr, seed) for lr in close for seed in stage.seeds]
+    for stage, rates in zip(stages, sweeps(stages, losses, begin)):
+        first = [Job(variant, stage.steps, lr, 1) for variant, (tried, _) in rates.items() for lr in tried]
+        seeds = [Job(variant, stage.steps, lr, seed) for variant, (_, close) in rates.items()
+                 for lr in close for seed in stage.seeds]
         jobs += [job for job in first if job not in losses]
         jobs += [job for job in seeds if job not in measured]
     return [*dict.fromkeys(jobs)]
@@ -326,13 +327,12 @@ def final(name, scale):
     """The runs at their best rate, as soon as that is known: {(variant, steps): {seed: run}}"""
     losses, measured = known(name, scale)
     stages, found = EXPERIMENTS[name].stages, {}
-    for i, stage in enumerate(stages):
-        for variant in stage.variants:
-            close = sweep(stages, i, variant, losses, scale.rates)[1]
+    for stage, rates in zip(stages, sweeps(stages, losses, scale.rates)):
+        for variant, (_, close) in rates.items():
             jobs = [Job(variant, stage.steps, lr, seed) for lr in close[:1] for seed in stage.seeds]
-            of_seed = {job.seed: measured[job] for job in jobs if job in measured and losses[job] < math.inf}
-            if of_seed:
-                found[variant, stage.steps] = of_seed
+            runs = {job.seed: measured[job] for job in jobs if job in measured and losses[job] < math.inf}
+            if runs:
+                found[variant, stage.steps] = runs
     return found
 
 def n_gram_lines(scale, steps):

@@ -86,7 +86,7 @@ def test_where_one_seed_cannot_tell_rates_apart_all_seeds_run_both():
         bits = {1e-3: 1.505, 2e-3: 1.5}.get(job.lr, 1.6)
         tried[job] = bits + (0.1 if job.seed > 1 and job.lr == 2e-3 else 0.0)
     assert {(job.lr, job.seed) for job in tried if job.seed > 1} == {(1e-3, 2), (1e-3, 3), (2e-3, 2), (2e-3, 3)}
-    assert run.sweep(stages, 0, "pre", tried, (1e-3, 2e-3))[1] == [1e-3, 2e-3]
+    assert run.sweeps(stages, tried, (1e-3, 2e-3))[0]["pre"][1] == [1e-3, 2e-3]
 
 def test_two_rates_are_two():
     tried = {}
