@@ -254,16 +254,14 @@ def flags(experiment, scale, job):
         end = f"--max_flops {flops_of(scale, experiment.budget, job.steps):.6g}"
     return shlex.split(f"{scale.shape} --residual {job.variant} {end} --lr {job.lr:.6g} --seed {job.seed}")
 
-def flops_of(scale, variant, steps):
-    """Training FLOPs of so many steps, if no token skips"""
-    return scale.steps.get(steps, steps) * flops_per_step(scale, variant)
-
 @functools.cache
-def flops_per_step(scale, variant):
+def flops_of(scale, variant, steps):
+    """Training FLOPs of a run, if no token skips"""
     gpt, config = parse((GPTConfig, TrainConfig), shlex.split(f"{scale.shape} --residual {variant}"))
     gpt.vocab_size = scale.vocab_size
     with torch.device("meta"):   # takes no memory, and no time
-        return 3 * config.batch_size * gpt.block_size * GPT(gpt).flops_per_token()
+        per_token = 3 * GPT(gpt).flops_per_token()
+    return per_token * config.batch_size * gpt.block_size * scale.steps.get(steps, steps)
 
 def work(name, scale, job):
     """Trains one run and measures it -> what the JSON keeps of it. Runs in a process of its own."""
@@ -287,8 +285,9 @@ def work(name, scale, job):
     bits, groups, _ = judge.score(model, config)
     record |= dict(bits=round(bits, 5), groups=judge.rounded(groups), seconds=round(seconds),
                    params=model.num_params(), tokens=history[-1]["tokens"], flops=history[-1]["flops"])
-    measure = judge.MEASURES.get(EXPERIMENTS[name].measure)
-    return record | (dict(curves=measure(model, config, bits, groups)) if measure else {})
+    if EXPERIMENTS[name].measure != "loss":
+        record["curves"] = judge.MEASURES[EXPERIMENTS[name].measure](model, config, bits, groups)
+    return record
 
 # ----------------------------------------------------------------------------- what is kept
 
@@ -299,7 +298,8 @@ def load(name, scale):
         return empty
     with reading(path):
         kept = json.loads(path.read_text())
-        {job_of(run): run["bits"] for run in kept["runs"]}   # raises if there is something else
+        for run in kept["runs"]:   # What is none of ours raises.
+            job_of(run), run["bits"] is None or run["bits"] + sum(run["groups"])
         return {key: type(value)(kept[key]) for key, value in empty.items()}
 
 def save(name, scale, kept):
@@ -359,9 +359,9 @@ def train_missing(name, scale, workers):
                f"as it was (stdlib: with the same Python), or move that file away to begin anew")
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         while True:
-            wanted = plan(EXPERIMENTS[name].stages, *known(name, scale), scale.rates)
-            wanted = [job for job in wanted if job not in pending.values()]
-            for job in wanted[:workers - len(pending)]:
+            missing = plan(EXPERIMENTS[name].stages, *known(name, scale), scale.rates)
+            new = [job for job in missing if job not in pending.values()]
+            for job in new[:workers - len(pending)]:
                 pending[pool.submit(work, name, scale, job)] = job
             if not pending:
                 break
