@@ -86,110 +86,112 @@ class Experiment:
     budget: str = ""
     curves: tuple = ()   # of those measured on a run, which ones a figure shows; without them all
 
-def each(names, *flags):
-    return [f"{name} {flag}" for flag in flags for name in names]
-
 FIVE = (1, 2, 3, 4, 5)
+PRE_12, NAG_12 = "pre --n_layer 12", "nag --n_layer 12"
+EXPERIMENTS = {}
+
 STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
 SIZED = "pre --mlp_ratio 4.5"   # as many parameters and FLOPs as nag, whose gates have 7 %
 QUICKER = "nag --gate_lr 3e-3"   # Its step sizes still grow at the end of long runs.
 OTHERS = ["attnres:block=3", "review", "highway", "ngpt"]
-WATERFALL = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
-DEEP = ["pre", "nag", "skipinit"]
-DENSE = each(["nag"], *(f"--n_layer {n}" for n in (6, 9, 12)))
-SKIPPING = [f"nag --n_layer 12 --mod_rate {rate}" for rate in (0.25, 0.5)]
-DENSE_PRE = each(["pre"], *(f"--n_layer {n}" for n in (6, 9, 12, 4)))
-ROUTER = "pre --n_layer 12 --mod router --mod_rate 0.25"
-TWELVE = ["pre --n_layer 12", "nag --n_layer 12"]
-TAPERS = ["pre --n_layer 12", "pre --n_layer 12 --taper cosine --taper_on both",
-          "pre --n_layer 12 --taper cosine --taper_on both --taper_start 0.5 --taper_end 1.5"]
-FAN_IN = ["pre --n_layer 12", "pre --n_layer 12 --equalize_grads", "pre --n_layer 12 --init gpt2",
-          "pre --n_layer 12 --deep_supervision", "pre --n_layer 12 --repeat 9-12:2"]
-SINKS = ["pre --n_layer 12", "nag --n_layer 12", "pre --n_layer 12 --norm single"]
-GATES = ["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3"]
-EXPERIMENTS = {
-    "tokens": Experiment(
-        "Does a lead at the start last?",
-        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
-         Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1),
-         Stage(4800, [QUICKER], rates=1), Stage(19200, [QUICKER], rates=1), *(Stage(4800, [name]) for name in OTHERS),
-         Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
-         Stage(1200, OTHERS), Stage(300, OTHERS)],
-        [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
-         Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
-         Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
-         Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
-         Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
-        line=(4, 0.2)),
-    "waterfall": Experiment(
-        "Where does an early lead come from: first weights, the write, its gates, or the head?",
-        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL[:2], rates=2),
-         Stage(4800, WATERFALL[2:], rates=2)],
-        [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
-         Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))]),
-    "depth": Experiment(
-        "Does a lead grow with depth?",
-        [Stage(1200, each(names, f"--n_layer {n}"), rates=2)
-         for n in (24, 12, 6, 48) for names in (DEEP, ["completep"])],
-        [Claim(f"At {n} blocks, NAG beats PreNorm and SkipInit", f"nag --n_layer {n}",
-               tuple(f"{name} --n_layer {n}" for name in DEEP if name != "nag")) for n in (24, 48)],
-        x="blocks", line=(3, 0.0)),
-    "mod": Experiment(
-        "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
-        [Stage(1200, DENSE + SKIPPING, rates=1),
-         Stage(1200, ["nag --n_layer 4", "nag --n_layer 12 --mod_rate 0.125"], rates=1),
-         Stage(1200, [*DENSE_PRE, ROUTER, "pre --n_layer 12 --layer_drop 0.25"], rates=1)],
-        [Claim("NAG that skips a quarter beats every dense depth", SKIPPING[0], tuple(DENSE)),
-         Claim("NAG that skips half beats every dense depth", SKIPPING[1], tuple(DENSE)),
-         Claim("A router on PreNorm beats every dense depth", ROUTER, tuple(DENSE_PRE))], x="FLOPs per token",
-        budget="nag --n_layer 12"),
-    "skip": Experiment(
-        "What does skipping cost a model that was trained without it?",
-        [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
-        [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
-               ("nag | random tokens | 1",)),
-         Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
-               ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
-        x="share of forward FLOPs saved", y="bits per byte lost", measure="skip"),
-    "widths": Experiment(
-        "Does it pay to have wide blocks first, at equal size and FLOPs?",
-        [Stage(300, TAPERS), Stage(1200, TAPERS), Stage(4800, TAPERS, rates=2)],
-        [Claim("A falling taper beats a uniform and a rising one", TAPERS[1], (TAPERS[0], TAPERS[2]), 0.01)]),
-    "prune": Experiment(
-        "Which order of removing blocks costs least?", [Stage(4800, TWELVE, rates=1)],
-        [Claim("CascadeFlow's order beats simpler ones", "pre --n_layer 12 | CascadeFlow this order | 3",
-               tuple(f"pre --n_layer 12 | {order} | 3" for order in
-                     ("influence this order", "last first this order", "CascadeFlow at random")))],
-        x="blocks removed", y="nats per token", measure="inside",
-        curves=("CascadeFlow this order", "influence this order", "last first this order",
-                "CascadeFlow at random")),
-    "fan_in": Experiment(
-        "Is the gradient of a block a line in the number of paths that reach it?",
-        [Stage(4800, FAN_IN[:3], rates=1), Stage(4800, FAN_IN[3:], rates=1)],
-        [Claim("Without the first block, a rising line leaves under a fifth of the variance",
-               "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
-         Claim("With GPT-2's first weights, it leaves under a fifth",
-               "pre --n_layer 12 --init gpt2 | 1 - R2 | 1", ("0.2",), 0.0),
-         Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block",
-        y="share of the summed gradient norms", measure="inside",
-        curves=("measured", "best a + b F")),
-    "sinks": Experiment(
-        "Does a residual without growing norms have smaller sinks and outliers?",
-        [Stage(4800, SINKS, rates=1)],
-        [Claim("NAG attends less to the first token",
-               "nag --n_layer 12 | to the first token | mean",
-               ("pre --n_layer 12 | to the first token | mean",)),
-         Claim("One scale for all channels has smaller outliers",
-               SINKS[2] + " | stream | max", ("pre --n_layer 12 | stream | max",), 0.5)], x="block",
-        y="mean attention", measure="inside", curves=("to the first token",)),
-    "gates": Experiment(
-        "Does a convex gate fail with depth, or with its first bias?",
-        [Stage(1200, each(GATES, f"--n_layer {n}")) for n in (4, 16, 32)],
-        [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32",
-               ("convex --n_layer 32",)),
-         Claim("It also beats a convex one that starts closed", "review --n_layer 32",
-               ("convex:bias=-3 --n_layer 32",))], x="blocks", line=(3, 0.0)),
-}
+EXPERIMENTS["tokens"] = Experiment(
+    "Does a lead at the start last?",
+    [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
+     Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1),
+     Stage(4800, [QUICKER], rates=1), Stage(19200, [QUICKER], rates=1),
+     *(Stage(4800, [name]) for name in OTHERS),
+     Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
+     Stage(1200, OTHERS), Stage(300, OTHERS)],
+    [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
+     Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
+     Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
+     Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
+     Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
+    line=(4, 0.2))
+
+FROM_PRE_TO_NAG = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
+EXPERIMENTS["waterfall"] = Experiment(
+    "Where does an early lead come from: first weights, the write, its gates, or the head?",
+    [Stage(300, FROM_PRE_TO_NAG), Stage(1200, FROM_PRE_TO_NAG), Stage(4800, FROM_PRE_TO_NAG[:2], rates=2),
+     Stage(4800, FROM_PRE_TO_NAG[2:], rates=2)],
+    [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
+     Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))])
+
+EXPERIMENTS["depth"] = Experiment(
+    "Does a lead grow with depth?",
+    [Stage(1200, [f"{name} --n_layer {n}" for name in names], rates=2)
+     for n in (24, 12, 6, 48) for names in (("pre", "nag", "skipinit"), ("completep",))],
+    [Claim(f"At {n} blocks, NAG beats PreNorm and SkipInit", f"nag --n_layer {n}",
+           (f"pre --n_layer {n}", f"skipinit --n_layer {n}")) for n in (24, 48)],
+    x="blocks", line=(3, 0.0))
+
+DENSE = [f"nag --n_layer {n}" for n in (6, 9, 12)]
+DENSE_PRE = [f"pre --n_layer {n}" for n in (6, 9, 12, 4)]
+QUARTER, HALF = f"{NAG_12} --mod_rate 0.25", f"{NAG_12} --mod_rate 0.5"
+ROUTER = f"{PRE_12} --mod router --mod_rate 0.25"
+EXPERIMENTS["mod"] = Experiment(
+    "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
+    [Stage(1200, [*DENSE, QUARTER, HALF], rates=1),
+     Stage(1200, ["nag --n_layer 4", f"{NAG_12} --mod_rate 0.125"], rates=1),
+     Stage(1200, [*DENSE_PRE, ROUTER, f"{PRE_12} --layer_drop 0.25"], rates=1)],
+    [Claim("NAG that skips a quarter beats every dense depth", QUARTER, tuple(DENSE)),
+     Claim("NAG that skips half beats every dense depth", HALF, tuple(DENSE)),
+     Claim("A router on PreNorm beats every dense depth", ROUTER, tuple(DENSE_PRE))],
+    x="FLOPs per token", budget=NAG_12)
+
+EXPERIMENTS["skip"] = Experiment(
+    "What does skipping cost a model that was trained without it?",
+    [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
+    [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1", ("nag | random tokens | 1",)),
+     Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
+           ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
+    x="share of forward FLOPs saved", y="bits per byte lost", measure="skip")
+
+FALLING = f"{PRE_12} --taper cosine --taper_on both"
+RISING = f"{FALLING} --taper_start 0.5 --taper_end 1.5"
+EXPERIMENTS["widths"] = Experiment(
+    "Does it pay to have wide blocks first, at equal size and FLOPs?",
+    [Stage(steps, [PRE_12, FALLING, RISING], rates=rates) for steps, rates in ((300, 0), (1200, 0), (4800, 2))],
+    [Claim("A falling taper beats a uniform and a rising one", FALLING, (PRE_12, RISING), 0.01)])
+
+ORDERS = ("CascadeFlow this order", "influence this order", "last first this order", "CascadeFlow at random")
+EXPERIMENTS["prune"] = Experiment(
+    "Which order of removing blocks costs least?",
+    [Stage(4800, [PRE_12, NAG_12], rates=1)],
+    [Claim("CascadeFlow's order beats simpler ones", f"{PRE_12} | {ORDERS[0]} | 3",
+           tuple(f"{PRE_12} | {order} | 3" for order in ORDERS[1:]))],
+    x="blocks removed", y="nats per token", measure="inside", curves=ORDERS)
+
+GPT2, EQUALIZED = f"{PRE_12} --init gpt2", f"{PRE_12} --equalize_grads"
+EXPERIMENTS["fan_in"] = Experiment(
+    "Is the gradient of a block a line in the number of paths that reach it?",
+    [Stage(4800, [PRE_12, EQUALIZED, GPT2], rates=1),
+     Stage(4800, [f"{PRE_12} --deep_supervision", f"{PRE_12} --repeat 9-12:2"], rates=1)],
+    [Claim("Without the first block, a rising line leaves under a fifth of the variance",
+           f"{PRE_12} | 1 - R2 | 1", ("0.2",), 0.0),
+     Claim("With GPT-2's first weights, it leaves under a fifth", f"{GPT2} | 1 - R2 | 1", ("0.2",), 0.0),
+     Claim("Equal gradients in all blocks help", EQUALIZED, (PRE_12,))],
+    x="block", y="share of the summed gradient norms", measure="inside", curves=("measured", "best a + b F"))
+
+SINGLE_NORM = f"{PRE_12} --norm single"
+EXPERIMENTS["sinks"] = Experiment(
+    "Does a residual without growing norms have smaller sinks and outliers?",
+    [Stage(4800, [PRE_12, NAG_12, SINGLE_NORM], rates=1)],
+    [Claim("NAG attends less to the first token", f"{NAG_12} | to the first token | mean",
+           (f"{PRE_12} | to the first token | mean",)),
+     Claim("One scale for all channels has smaller outliers", f"{SINGLE_NORM} | stream | max",
+           (f"{PRE_12} | stream | max",), 0.5)],
+    x="block", y="mean attention", measure="inside", curves=("to the first token",))
+
+EXPERIMENTS["gates"] = Experiment(
+    "Does a convex gate fail with depth, or with its first bias?",
+    [Stage(1200, [f"{gate} --n_layer {n}" for gate in
+                  ("review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3")])
+     for n in (4, 16, 32)],
+    [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32", ("convex --n_layer 32",)),
+     Claim("It also beats a convex one that starts closed", "review --n_layer 32",
+           ("convex:bias=-3 --n_layer 32",))],
+    x="blocks", line=(3, 0.0))
 
 # ----------------------------------------------------------------------------- what to run next
 
