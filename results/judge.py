@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 import analyze
 import prepare
@@ -35,13 +36,9 @@ def score(model, config, decide=None):
     for idx, targets in zip(x.chunk(GROUPS), y.chunk(GROUPS)):
         bits.append(model(idx, targets, decide=decide, kept=kept)[1].item() / math.log(2) * targets.numel())
         n_bytes.append(sizes[targets].sum().item())
-    ran = [False if keep is False else float(keep) for keep in mean_shares(kept, 2 * len(model.order))]
+    shares, n = ran_shares(kept), 2 * len(model.order)   # n of each pass
+    ran = [shares[l] is not False and statistics.mean(shares[l::n]) for l in range(n)]
     return sum(bits) / sum(n_bytes), [b / n for b, n in zip(bits, n_bytes)], ran
-
-def mean_shares(kept, n):
-    """The keeps of some passes of n sublayers -> share of the tokens that ran each of them"""
-    shares = ran_shares(kept)
-    return [shares[l] is not False and statistics.mean(shares[l::n]) for l in range(n)]
 
 @torch.no_grad()
 def skip(model, config, dense, groups):
@@ -109,22 +106,27 @@ class WittenBell:
     def __init__(self, tokens, seen, V):
         """tokens, seen (n,): an n-gram counts if all of its tokens have been seen"""
         self.V, self.tables = V, []
-        code, whole = np.zeros(len(tokens), np.int64), np.ones(len(tokens), bool)
-        for shift in range(5):   # code: a token and the `shift` ones before it, as one number
-            code[shift:] += tokens[:len(tokens) - shift].astype(np.int64) * V ** shift
-            whole[:shift] = False
-            whole[shift:] &= seen[:len(tokens) - shift]
-            grams, counts = np.unique(code[whole], return_counts=True)
+        for n in range(1, 6):
+            whole = sliding_window_view(seen, n).all(axis=1)
+            code = self.encode(sliding_window_view(tokens, n)[whole])
+            grams, counts = np.unique(code, return_counts=True)
             # The newest token is the lowest digit, so n-grams with the same history stand side by side.
             histories, first, types = np.unique(grams // V, return_index=True, return_counts=True)
             self.tables.append((grams, counts, histories, np.add.reduceat(counts, first), types))
+
+    def encode(self, rows):
+        """rows (N, n) of tokens -> each as one number, whose digits are the tokens, (N,)"""
+        code = np.zeros(len(rows), np.int64)
+        for column in rows.T:
+            code = code * self.V + column
+        return code
 
     def probability(self, rows):
         """rows (N, n) of tokens, n at most 5 -> p(last one | those before), (N,)"""
         n = rows.shape[1]
         lower = 1 / self.V if n == 1 else self.probability(rows[:, 1:])
         grams, counts, histories, totals, types = self.tables[n - 1]
-        code = rows @ self.V ** np.arange(n - 1, -1, -1, dtype=np.int64)
+        code = self.encode(rows)
         total = look_up(histories, totals, code // self.V)
         different = look_up(histories, types, code // self.V)
         share = (look_up(grams, counts, code) + different * lower) / np.maximum(1, total + different)
@@ -151,29 +153,25 @@ def interval(values):
     return statistics.mean(values), T95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
 
 def values_of(what, steps, finals):
-    """what: see run.Claim -> {seed: (value, values of the groups of windows)}"""
+    """what: see run.Claim -> {seed: [value, values of the groups of windows]}, or {seed: [value]}"""
     variant, *curve = what.split(" | ")
     if re.fullmatch("[0-9.]+", variant):
-        return {seed: (float(variant), []) for seed in (1, 2, 3)}
-    found = {}
-    for seed, run in finals.get((variant, steps), {}).items():
-        if not curve:
-            found[seed] = run["bits"], run["groups"]
-        elif curve[1] in ("mean", "max"):
-            summary = dict(mean=statistics.mean, max=max)[curve[1]]
-            found[seed] = summary(y for _, y in run["curves"][curve[0]]), []
-        else:
-            _, value, *groups = run["curves"][curve[0]][int(curve[1])]
-            found[seed] = value, groups[0] if groups else []
-    return found
+        return {seed: [float(variant)] for seed in (1, 2, 3)}
+    runs = finals.get((variant, steps), {})
+    if not curve:
+        return {seed: [run["bits"], run["groups"]] for seed, run in runs.items()}
+    name, place = curve
+    if place in ("mean", "max"):
+        summary = dict(mean=statistics.mean, max=max)[place]
+        return {seed: [summary(y for _, y in run["curves"][name])] for seed, run in runs.items()}
+    return {seed: run["curves"][name][int(place)][1:] for seed, run in runs.items()}
 
 def gap(of, against, steps, finals):
     """-> paired differences of the seeds, and of the groups of windows (means over seeds)"""
     ours, theirs = values_of(of, steps, finals), values_of(against, steps, finals)
-    seeds = sorted(ours.keys() & theirs.keys())
-    groups = [[a - b for a, b in zip(ours[seed][1], theirs[seed][1])] for seed in seeds]
-    means = [statistics.mean(each) for each in zip(*groups)]
-    return [ours[seed][0] - theirs[seed][0] for seed in seeds], means
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    groups = [np.subtract(a[1], b[1]) for a, b in pairs if len(a) == len(b) == 2]
+    return [a[0] - b[0] for a, b in pairs], np.mean(groups, axis=0).tolist() if groups else []
 
 def in_words(seeds, groups):
     mean, half = interval(seeds)
@@ -187,12 +185,13 @@ def judge(experiment, claim, finals, lines):
     for steps in lengths:
         gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
         if all(seeds for seeds, *_ in gaps):
-            found[steps] = max(gaps, key=lambda each: interval(each[0])[0])
+            found[steps] = max(gaps, key=lambda each: statistics.mean(each[0]))
     if not found:
         return None
     last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
     seeds, groups, control = found[last]
-    (mean, half), early = interval(seeds), min(interval(each[0])[0] for each in found.values())
+    mean, half = interval(seeds)
+    early = min(statistics.mean(seeds) for seeds, *_ in found.values())
     sure = mean + half < 0 and (not groups or mean + interval(groups)[1] < 0)
     order, margin = experiment.line
     base = [run["bits"] for run in finals.get((control.split(" | ")[0], last), {}).values()]

@@ -142,7 +142,8 @@ EXPERIMENTS["mod"] = Experiment(
 EXPERIMENTS["skip"] = Experiment(
     "What does skipping cost a model that was trained without it?",
     [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
-    [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1", ("nag | random tokens | 1",)),
+    [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
+           ("nag | random tokens | 1",)),
      Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
            ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
     x="share of forward FLOPs saved", y="bits per byte lost", measure="skip")
@@ -151,7 +152,7 @@ FALLING = f"{PRE_12} --taper cosine --taper_on both"
 RISING = f"{FALLING} --taper_start 0.5 --taper_end 1.5"
 EXPERIMENTS["widths"] = Experiment(
     "Does it pay to have wide blocks first, at equal size and FLOPs?",
-    [Stage(steps, [PRE_12, FALLING, RISING], rates=rates) for steps, rates in ((300, 0), (1200, 0), (4800, 2))],
+    [Stage(steps, [PRE_12, FALLING, RISING], rates=n) for steps, n in ((300, 0), (1200, 0), (4800, 2))],
     [Claim("A falling taper beats a uniform and a rising one", FALLING, (PRE_12, RISING), 0.01)])
 
 ORDERS = ("CascadeFlow this order", "influence this order", "last first this order", "CascadeFlow at random")
@@ -188,7 +189,8 @@ EXPERIMENTS["gates"] = Experiment(
     [Stage(1200, [f"{gate} --n_layer {n}" for gate in
                   ("review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3")])
      for n in (4, 16, 32)],
-    [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32", ("convex --n_layer 32",)),
+    [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32",
+           ("convex --n_layer 32",)),
      Claim("It also beats a convex one that starts closed", "review --n_layer 32",
            ("convex:bias=-3 --n_layer 32",))],
     x="blocks", line=(3, 0.0))
@@ -301,7 +303,9 @@ def load(name, scale):
     with reading(path):
         kept = json.loads(path.read_text())
         for run in kept["runs"]:   # What is none of ours raises.
-            job_of(run), run["bits"] is None or run["bits"] + sum(run["groups"])
+            job_of(run)
+            if run["bits"] is not None:
+                sum(run["groups"], run["bits"])
         return {key: type(value)(kept[key]) for key, value in empty.items()}
 
 def save(name, scale, kept):
@@ -317,12 +321,12 @@ def known(name, scale):
     """-> losses {Job: bits per byte} of all experiments with the same budget, and the runs {Job: run} that
     were measured as this one wants"""
     losses, measured, own = {}, {}, EXPERIMENTS[name]
-    for other in [*EXPERIMENTS, name]:   # Its own come last and count.
-        for run in load(other, scale)["runs"] if EXPERIMENTS[other].budget == own.budget else ():
-            job = job_of(run)
-            losses[job] = math.inf if run["bits"] is None else run["bits"]
+    alike = [other for other in EXPERIMENTS if EXPERIMENTS[other].budget == own.budget]
+    for other in [*alike, name]:   # Its own come last and count.
+        for run in load(other, scale)["runs"]:
+            losses[job_of(run)] = math.inf if run["bits"] is None else run["bits"]
             if own.measure in ("loss", EXPERIMENTS[other].measure):
-                measured[job] = run
+                measured[job_of(run)] = run
     return losses, measured
 
 def final(name, scale):
@@ -353,9 +357,19 @@ def n_gram_lines(scale, steps):
     n_bytes = prepare.token_bytes(meta, scale.vocab_size)[y].sum().item()
     return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 6))
 
+def count_lines(name, scale, kept, finals):
+    """Adds the lines of lengths that are new to `kept` and to NAME.json, if the data are those of its runs."""
+    new = {str(steps) for _, steps in finals} - kept["lines"].keys()
+    if new and Path(scale.data).is_dir() and kept["data"] in ("", mark_of(scale)):
+        kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
+        save(name, scale, kept)
+
+def mark_of(scale):
+    return fingerprint(scale.data, prepare.load_meta(scale.data))[:16]
+
 def train_missing(name, scale, workers):
     """Trains what is missing, in the plan's order, and keeps each result as it comes."""
-    mark, pending = fingerprint(scale.data, prepare.load_meta(scale.data))[:16], {}
+    mark, pending = mark_of(scale), {}
     if load(name, scale)["data"] not in ("", mark):
         refuse(f"{scale.folder / name}.json: its runs had other data than {scale.data} has here; prepare it "
                f"as it was (stdlib: with the same Python), or move that file away to begin anew")
@@ -392,22 +406,19 @@ def report(scale, names):
     """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind its
     mark."""
     losses = [["experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant"]]
-    tables = {"scoreboard": ["claim | verdict | gap | measured by", "--- | --- | --- | ---"],
-              "minutes": ["experiment | runs kept | minutes | runs missing | minutes"] + ["--- |" * 4 + " ---"]}
+    verdicts = ["claim | verdict | gap | measured by", "--- | --- | --- | ---"]
+    minutes = ["experiment | runs kept | minutes | runs missing | minutes", "--- |--- |--- |--- | ---"]
     for name, experiment in EXPERIMENTS.items():
         kept, finals, left = load(name, scale), final(name, scale), estimate(name, scale)
-        new = {str(steps) for _, steps in finals} - kept["lines"].keys()
-        if new and kept["runs"] and Path(scale.data).is_dir():
-            kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
-            save(name, scale, kept)
+        count_lines(name, scale, kept, finals)
+        anchor = re.sub(r"[^\w -]", "", experiment.question.lower()).replace(" ", "-")
         for claim in experiment.claims:
-            verdict = judge.judge(experiment, claim, finals, kept["lines"])
-            if verdict:
-                word, gap, where = verdict
-                anchor = re.sub(r"[^\w -]", "", experiment.question.lower()).replace(" ", "-")
-                tables["scoreboard"].append(f"{claim.text} | {word} | {gap} | [{name}](#{anchor}), {where}")
-        done, missing = sum(run.get("seconds", 0) for run in kept["runs"]) / 60, sum(m for _, m in left)
-        tables["minutes"].append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
+            if found := judge.judge(experiment, claim, finals, kept["lines"]):
+                verdict, gap, where = found
+                verdicts.append(f"{claim.text} | {verdict} | {gap} | [{name}](#{anchor}), {where}")
+        done = sum(run.get("seconds", 0) for run in kept["runs"]) / 60
+        missing = sum(more for _, more in left)
+        minutes.append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
         losses += [[name, *row] for row in judge.table(experiment, finals)]
         if name in names and finals:
             judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
@@ -415,13 +426,13 @@ def report(scale, names):
     with open(scale.folder / "losses.csv", "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(losses)
     page = scale.folder / "README.md"
-    text = page.read_text() if page.exists() else ""
-    for mark, rows in tables.items():
-        rows = "\n".join(f"| {row} |" for row in rows)
-        print(rows + "\n")
-        text = re.sub(f"(?s)(<!-- {mark} -->\n).*?(\n\n)", lambda found: found[1] + rows + found[2], text)
-    if text:
-        write_file(page, lambda f: f.write(text.encode()))
+    for mark, rows in dict(scoreboard=verdicts, minutes=minutes).items():
+        table = "".join(f"| {row} |\n" for row in rows)
+        print(table)
+        if page.exists():
+            place = f"(?s)(?<=<!-- {mark} -->\n).*?\n(?=\n)"
+            text = re.sub(place, lambda _: table, page.read_text())
+            write_file(page, lambda f: f.write(text.encode()))
 
 @dataclass
 class ResultsConfig:
@@ -437,20 +448,20 @@ def main(argv=None):
     for name in {*names} - {*EXPERIMENTS}:
         refuse(f"{name}: no such experiment; choose from {', '.join(EXPERIMENTS)}, or all")
     scale = SCALES[args.scale]
-    if args.dry:
-        for name in names:
+    os.chdir(ROOT)
+    if args.draw and not args.dry:
+        report(scale, names)
+        return
+    for name in names:
+        if args.dry:
             left = estimate(name, scale)
             for command, minutes in left:
                 print(f"{command}   # {minutes:.1f} minutes")
             total = sum(minutes for _, minutes in left)
             print(f"{name}: {total:.0f} minutes of one idle thread (or GPU) are missing")
-        return
-    os.chdir(ROOT)
-    for name in names if not args.draw else ():
-        train_missing(name, scale, args.workers if args.scale == "cpu" else 1)
-        report(scale, [name])
-    if args.draw:
-        report(scale, names)
+        else:
+            train_missing(name, scale, args.workers if args.scale == "cpu" else 1)
+            report(scale, [name])
 
 if __name__ == "__main__":
     start(main)
