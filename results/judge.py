@@ -218,56 +218,53 @@ def points(experiment, run):
         first = experiment.x == "block"   # Blocks are counted from 1.
         return [(f"{variant}: {curve}", i, x + first, y) for curve in experiment.curves or run["curves"]
                 for i, (x, y, *_) in enumerate(run["curves"].get(curve, ()))]
-    label, x = variant, run["tokens"]
     if experiment.x == "blocks":
-        label, x = re.sub(" --n_layer .*", "", variant), int(re.search("--n_layer ([0-9]+)", variant)[1])
-    elif experiment.x == "FLOPs per token":   # All have as many in all, so all are compared.
-        return [(label, 0, run["flops"] / run["tokens"] / 3, bits)]
-    return [(label, x, x, bits)]
+        name, n = variant.split(" --n_layer ")
+        return [(name, int(n), int(n), bits)]
+    if experiment.x == "FLOPs per token":   # All have as many in all, so all are compared.
+        return [(variant, 0, run["flops"] / run["tokens"] / 3, bits)]
+    return [(variant, run["tokens"], run["tokens"], bits)]
 
 def draw(path, experiment, finals, lines):
     """Left: a dot per run, a line through the means, n-grams dashed. Right: paired gaps to the first label,
     with 95 % intervals over seeds."""
-    lengths, found = {steps for _, steps in finals}, {}   # found: {label: {place: {seed: (x, y)}}}
-    if experiment.x != "training tokens":
-        lengths = {max(lengths)}
-    for (_, steps), runs in finals.items():
-        for seed, run in runs.items() if steps in lengths else ():
-            for label, place, x, y in points(experiment, run):
-                found.setdefault(label, {}).setdefault(place, {})[seed] = x, y
+    by_tokens, of_losses = experiment.x == "training tokens", experiment.measure == "loss"
+    longest = max(steps for _, steps in finals)
+    runs = [run for (_, steps), of_seed in finals.items() for run in of_seed.values()
+            if by_tokens or steps == longest]
+    found = {}   # {label: {place: {seed: (x, y)}}}
+    for run in runs:
+        for label, place, x, y in points(experiment, run):
+            found.setdefault(label, {}).setdefault(place, {})[run["seed"]] = x, y
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     first, base = next(iter(found.items()))
     for i, (label, places) in enumerate(found.items()):
         color, line = f"C{i % 10}", []
+        has_gap = of_losses or {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
         for place, seeds in places.items():
             xs, ys = zip(*seeds.values())
             left.plot(xs, ys, ".", color=color)
             line.append((statistics.mean(xs), statistics.mean(ys)))
-            both = seeds.keys() & base.get(place, {}).keys()
-            shared = {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
-            if i and len(both) > 1 and (shared or experiment.measure == "loss"):
-                mean, half = interval([seeds[seed][1] - base[place][seed][1] for seed in both])
-                at = line[-1][0]
-                if experiment.x == "training tokens":   # Intervals at one x stand side by side.
-                    at *= 1.03 ** (i - len(found) / 2)
-                right.errorbar(at, mean, half, fmt="o", capsize=3, color=color)
+            gaps = [seeds[seed][1] - base[place][seed][1] for seed in seeds if seed in base.get(place, {})]
+            if i and len(gaps) > 1 and has_gap:
+                mean, half = interval(gaps)
+                beside = 1.03 ** (i - len(found) / 2) if by_tokens else 1   # where intervals would hide others
+                right.errorbar(line[-1][0] * beside, mean, half, fmt="o", capsize=3, color=color)
         left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
-    if experiment.measure == "loss":
-        draw_lines(left, experiment, {str(run["steps"]): run["tokens"] for runs in finals.values()
-                                      for run in runs.values() if run["steps"] in lengths}, lines)
-        ys = [y for places in found.values() for seeds in places.values() for _, y in seeds.values()]
-        left.set_ylim(min(ys) - 0.05, max(ys) + 0.3)   # n-grams out of reach stay out.
+    if of_losses:
+        draw_lines(left, by_tokens, {str(run["steps"]): run["tokens"] for run in runs}, lines)
+        bits = [run["bits"] for run in runs]
+        left.set_ylim(min(bits) - 0.05, max(bits) + 0.3)   # n-grams out of reach stay out.
     left.set(xlabel=experiment.x, ylabel=experiment.y)
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
-    ticks = [0.02, 0.05, 0.1, 0.3, 1]
-    right.yaxis.set_major_locator(plt.FixedLocator([0, *ticks, *(-tick for tick in ticks)]))
+    right.yaxis.set_major_locator(plt.FixedLocator([-1, -0.3, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.3, 1]))
     right.yaxis.set_major_formatter("{x:g}")
     right.axhline(0, color="0.3")
     for axis in left, right:
         axis.grid(alpha=0.3)
-        if experiment.x == "training tokens":
-            xs = sorted({x for places in found.values() for x in places})
+        if by_tokens:
+            xs = sorted({run["tokens"] for run in runs})
             axis.set(xscale="log", xlim=(xs[0] / 1.5, xs[-1] * 1.5))
             axis.set_xticks(xs, [f"{x / 1e6:.1f}M" for x in xs])
             axis.minorticks_off()
@@ -276,12 +273,12 @@ def draw(path, experiment, finals, lines):
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
-def draw_lines(axis, experiment, tokens, lines):
+def draw_lines(axis, by_tokens, tokens, lines):
     """tokens: {steps: training tokens}"""
     known = sorted((steps for steps in tokens if steps in lines), key=int)
-    for n, name in enumerate(("unigrams", "bigrams", "trigrams", "4-grams", "5-grams")) if known else ():
-        ys = [lines[steps][n] for steps in known]
-        if experiment.x == "training tokens" and len(known) > 1:
+    names = "unigrams", "bigrams", "trigrams", "4-grams", "5-grams"
+    for name, ys in zip(names, zip(*(lines[steps] for steps in known))):
+        if by_tokens and len(ys) > 1:
             axis.plot([tokens[steps] for steps in known], ys, "--", color="0.6")
         else:
             axis.axhline(ys[-1], linestyle="--", color="0.6")
