@@ -63,15 +63,15 @@ def skip(model, config, dense, groups):
         return curves
     gains = [residual.gain(before).abs().mean().item() for (_, before, *_), (_, residual, _) in
              zip(model.walk(x), model.sublayers(x))]
-    least, greedy = sorted(range(1, n + 1), key=lambda l: gains[l - 1]), []
+    least, greedy = sorted(range(1, n + 1), key=lambda l: gains[l - 1]), set()
     for share in (1 / 6, 1 / 4, 1 / 3, 1 / 2):
         ran = add("by gain", by_threshold(calibrate(model, list(x.split(16)), share)))
         add("random tokens", lambda l, residual, stream: (
             torch.rand(stream[0].shape[:2], generator=rng).to(stream[0].device) < ran[l - 1], None))
         while len(greedy) < round(share * n):
-            greedy.append(min({*range(1, n + 1)} - {*greedy}, key=lambda l: model(
-                x, y, decide=without({*greedy, l}))[1].item()))
-        add("greedy sublayers", without({*greedy}))
+            greedy.add(min({*range(1, n + 1)} - greedy, key=lambda l: model(
+                x, y, decide=without(greedy | {l}))[1].item()))
+        add("greedy sublayers", without(greedy))
         add("least-gain sublayers", without({*least[:round(share * n)]}))
     return curves
 

@@ -11,6 +11,7 @@ experiment that was begun on one machine goes on on another one, if its data are
 """
 import concurrent.futures, csv, functools, json, math, multiprocessing
 import os, re, shlex, statistics, subprocess, sys, zlib
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -199,12 +200,7 @@ EXPERIMENTS["gates"] = Experiment(
 
 CLOSE = 0.01   # bits per byte; a sweep with one seed can't tell such rates apart
 
-@dataclass(frozen=True)
-class Job:
-    variant: str
-    steps: int
-    lr: float
-    seed: int
+Job = namedtuple("Job", "variant steps lr seed")   # a run that is wanted, or known
 
 def ranked(losses, variant, steps):
     """-> the rates that a variant has had with seed 1, the best first; those of them that are close to it.
@@ -243,11 +239,10 @@ def plan(stages, losses, measured, begin):
     which the experiment has all it wants"""
     jobs = []
     for stage, rates in zip(stages, sweeps(stages, losses, begin)):
-        first = [Job(variant, stage.steps, lr, 1) for variant, (tried, _) in rates.items() for lr in tried]
-        seeds = [Job(variant, stage.steps, lr, seed) for variant, (_, close) in rates.items()
+        first = [Job(name, stage.steps, lr, 1) for name, (tried, _) in rates.items() for lr in tried]
+        seeds = [Job(name, stage.steps, lr, seed) for name, (_, close) in rates.items()
                  for lr in close for seed in stage.seeds]
-        jobs += [job for job in first if job not in losses]
-        jobs += [job for job in seeds if job not in measured]
+        jobs += [job for job in first if job not in losses] + [job for job in seeds if job not in measured]
     return [*dict.fromkeys(jobs)]
 
 # ----------------------------------------------------------------------------- a run, and what is measured
@@ -278,7 +273,7 @@ def work(name, scale, job):
                "--eval_windows", "64", "--log_interval", "20"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"), text=True,
                           capture_output=True)
-    record = vars(job) | dict(bits=None)
+    record = job._asdict() | dict(bits=None)
     if re.search(r"^step \d+: (validation )?loss", done.stderr, re.M):   # It has diverged: a result, too.
         return record
     if done.returncode:
@@ -315,7 +310,7 @@ def save(name, scale, kept):
     write_file(scale.folder / f"{name}.json", lambda f: f.write(text.encode()))
 
 def job_of(run):
-    return Job(run["variant"], run["steps"], run["lr"], run["seed"])
+    return Job(*(run[field] for field in Job._fields))
 
 def known(name, scale):
     """-> losses {Job: bits per byte} of all experiments with the same budget, and the runs {Job: run} that
@@ -345,13 +340,13 @@ def n_gram_lines(scale, steps):
     """Bits per byte of 1- to 5-grams, counted on the windows that seed 1 sees. A token counts once."""
     gpt, config = parse((GPTConfig, TrainConfig), shlex.split(scale.shape))
     meta, shards = prepare.load_meta(scale.data), prepare.open_split(scale.data, "train", gpt.block_size)
-    ends = np.cumsum([len(shard) for shard in shards])
-    places = [np.arange(end - len(shard), end) for end, shard in zip(ends, shards)]   # in the place of tokens
-    seen = np.zeros(ends[-1], bool)
+    tokens, ends = np.concatenate(shards), np.cumsum([len(shard) for shard in shards])
+    places = np.split(np.arange(len(tokens)), ends[:-1])   # Batches of these tell where their tokens lie.
+    seen = np.zeros(len(tokens), bool)
     for step in range(scale.steps.get(steps, steps)):
-        x, y = train_batch(places, gpt.block_size, 1, step, config.batch_size)
-        seen[x], seen[y] = True, True
-    grams = judge.WittenBell(np.concatenate(shards), seen, meta["vocab_size"])
+        for part in train_batch(places, gpt.block_size, 1, step, config.batch_size):
+            seen[part] = True
+    grams = judge.WittenBell(tokens, seen, meta["vocab_size"])
     x, y = prepare.val_windows(scale.data, gpt.block_size, judge.WINDOWS)
     rows = torch.cat((x, y[:, -1:]), dim=1).numpy()
     n_bytes = prepare.token_bytes(meta, scale.vocab_size)[y].sum().item()
