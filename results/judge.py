@@ -180,18 +180,19 @@ def in_words(seeds, groups):
 
 def judge(experiment, claim, finals, lines):
     """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs
-    with three seeds (if there are none, at those with most seeds), and at the control that does best there."""
+    with three seeds (if there are none, at those with most seeds), and at the control that does best there.
+    A control with fewer than three seeds comes first, as it lets nothing be said."""
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
     for steps in lengths:
         gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
         if all(seeds for seeds, *_ in gaps):
-            found[steps] = max(gaps, key=lambda each: statistics.mean(each[0]))
+            found[steps] = max(gaps, key=lambda each: (-min(3, len(each[0])), statistics.mean(each[0])))
     if not found:
         return None
     last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
     seeds, groups, control = found[last]
     mean, half = interval(seeds)
-    early = min(statistics.mean(seeds) for seeds, *_ in found.values())
+    early = min(statistics.mean(found[steps][0]) for steps in found if steps <= last)   # not after it
     sure = mean + half < 0 and (not groups or mean + interval(groups)[1] < 0)
     order, margin = experiment.line
     base = [run["bits"] for run in finals.get((control.split(" | ")[0], last), {}).values()]
@@ -240,15 +241,15 @@ def draw(path, experiment, finals, lines):
     first, base = next(iter(found.items()))
     for i, (label, places) in enumerate(found.items()):
         color, line = f"C{i % 10}", []
-        has_gap = of_losses or {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
+        shared = {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
         for place, seeds in places.items():
             xs, ys = zip(*seeds.values())
             left.plot(xs, ys, ".", color=color)
             line.append((statistics.mean(xs), statistics.mean(ys)))
             gaps = [seeds[seed][1] - base[place][seed][1] for seed in seeds if seed in base.get(place, {})]
-            if i and len(gaps) > 1 and has_gap:
+            if i and len(gaps) > 1 and (shared or of_losses):
                 mean, half = interval(gaps)
-                beside = 1.03 ** (i - len(found) / 2) if by_tokens else 1   # where intervals would hide others
+                beside = 1.03 ** (i - len(found) / 2) if by_tokens else 1   # so that none hides another
                 right.errorbar(line[-1][0] * beside, mean, half, fmt="o", capsize=3, color=color)
         left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
     if of_losses:
@@ -258,7 +259,8 @@ def draw(path, experiment, finals, lines):
     left.set(xlabel=experiment.x, ylabel=experiment.y)
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
-    right.yaxis.set_major_locator(plt.FixedLocator([-1, -0.3, -0.1, -0.05, -0.02, 0, 0.02, 0.05, 0.1, 0.3, 1]))
+    ticks = [0.02, 0.05, 0.1, 0.3, 1]
+    right.yaxis.set_major_locator(plt.FixedLocator([0, *ticks, *(-tick for tick in ticks)]))
     right.yaxis.set_major_formatter("{x:g}")
     right.axhline(0, color="0.3")
     for axis in left, right:

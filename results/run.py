@@ -216,9 +216,9 @@ def ranked(losses, variant, steps):
     return best + order[len(close):], best
 
 def sweeps(stages, losses, begin):
-    """-> of each stage {variant: (the rates that seed 1 tries; as soon as they are known, those that all seeds
-    have, the best first)}. begin: two rates"""
-    found, before = [], {}   # before: {variant: rates of its last stage, the best first; none while it is open}
+    """-> of each stage {variant: (the rates that seed 1 tries; those that all seeds have, the best first, as
+    soon as they are known)}. begin: two rates"""
+    found, before = [], {}   # before: {variant: rates of its last stage, the best first; none if it is open}
     for stage in stages:
         found.append({})
         for variant in stage.variants:
@@ -235,8 +235,8 @@ def sweeps(stages, losses, begin):
     return found
 
 def plan(stages, losses, measured, begin):
-    """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those of
-    which the experiment has all it wants"""
+    """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those
+    of which the experiment has all it wants"""
     jobs = []
     for stage, rates in zip(stages, sweeps(stages, losses, begin)):
         first = [Job(name, stage.steps, lr, 1) for name, (tried, _) in rates.items() for lr in tried]
@@ -353,7 +353,7 @@ def n_gram_lines(scale, steps):
     return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 6))
 
 def count_lines(name, scale, kept, finals):
-    """Adds the lines of lengths that are new to `kept` and to NAME.json, if the data are those of its runs."""
+    """Adds the lines of new lengths to `kept` and to NAME.json, if the data are those of its runs."""
     new = {str(steps) for _, steps in finals} - kept["lines"].keys()
     if new and Path(scale.data).is_dir() and kept["data"] in ("", mark_of(scale)):
         kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
@@ -398,9 +398,9 @@ def estimate(name, scale):
 # ----------------------------------------------------------------------------- main
 
 def report(scale, names):
-    """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind its
-    mark."""
-    losses = [["experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant"]]
+    """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind
+    its mark."""
+    losses = [("experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant")]
     verdicts = ["claim | verdict | gap | measured by", "--- | --- | --- | ---"]
     minutes = ["experiment | runs kept | minutes | runs missing | minutes", "--- |--- |--- |--- | ---"]
     for name, experiment in EXPERIMENTS.items():
