@@ -400,7 +400,7 @@ def estimate(name, scale):
 def report(scale, names):
     """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind
     its mark."""
-    losses = [("experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant")]
+    rows = [["experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant"]]
     verdicts = ["claim | verdict | gap | measured by", "--- | --- | --- | ---"]
     minutes = ["experiment | runs kept | minutes | runs missing | minutes", "--- |--- |--- |--- | ---"]
     for name, experiment in EXPERIMENTS.items():
@@ -414,15 +414,15 @@ def report(scale, names):
         done = sum(run.get("seconds", 0) for run in kept["runs"]) / 60
         missing = sum(more for _, more in left)
         minutes.append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
-        losses += [[name, *row] for row in judge.table(experiment, finals)]
+        rows += [[name, *row] for row in judge.table(experiment, finals)]
         if name in names and finals:
             judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
     scale.folder.mkdir(exist_ok=True)
     with open(scale.folder / "losses.csv", "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(losses)
+        csv.writer(file, lineterminator="\n").writerows(rows)
     page = scale.folder / "README.md"
-    for mark, rows in dict(scoreboard=verdicts, minutes=minutes).items():
-        table = "".join(f"| {row} |\n" for row in rows)
+    for mark, lines in dict(scoreboard=verdicts, minutes=minutes).items():
+        table = "".join(f"| {line} |\n" for line in lines)
         print(table)
         if page.exists():
             place = f"(?s)(?<=<!-- {mark} -->\n).*?\n(?=\n)"
