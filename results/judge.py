@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 import analyze
 import prepare
@@ -35,13 +36,9 @@ def score(model, config, decide=None):
     for idx, targets in zip(x.chunk(GROUPS), y.chunk(GROUPS)):
         bits.append(model(idx, targets, decide=decide, kept=kept)[1].item() / math.log(2) * targets.numel())
         n_bytes.append(sizes[targets].sum().item())
-    ran = [False if keep is False else float(keep) for keep in mean_shares(kept, 2 * len(model.order))]
+    shares, n = ran_shares(kept), 2 * len(model.order)   # n of each pass
+    ran = [shares[l] is not False and statistics.mean(shares[l::n]) for l in range(n)]
     return sum(bits) / sum(n_bytes), [b / n for b, n in zip(bits, n_bytes)], ran
-
-def mean_shares(kept, n):
-    """The keeps of some passes of n sublayers -> share of the tokens that ran each of them"""
-    shares = ran_shares(kept)
-    return [shares[l] is not False and statistics.mean(shares[l::n]) for l in range(n)]
 
 @torch.no_grad()
 def skip(model, config, dense, groups):
@@ -66,15 +63,15 @@ def skip(model, config, dense, groups):
         return curves
     gains = [residual.gain(before).abs().mean().item() for (_, before, *_), (_, residual, _) in
              zip(model.walk(x), model.sublayers(x))]
-    least, greedy = sorted(range(1, n + 1), key=lambda l: gains[l - 1]), []
+    least, greedy = sorted(range(1, n + 1), key=lambda l: gains[l - 1]), set()
     for share in (1 / 6, 1 / 4, 1 / 3, 1 / 2):
         ran = add("by gain", by_threshold(calibrate(model, list(x.split(16)), share)))
         add("random tokens", lambda l, residual, stream: (
             torch.rand(stream[0].shape[:2], generator=rng).to(stream[0].device) < ran[l - 1], None))
         while len(greedy) < round(share * n):
-            greedy.append(min({*range(1, n + 1)} - {*greedy}, key=lambda l: model(
-                x, y, decide=without({*greedy, l}))[1].item()))
-        add("greedy sublayers", without({*greedy}))
+            greedy.add(min({*range(1, n + 1)} - greedy, key=lambda l: model(
+                x, y, decide=without(greedy | {l}))[1].item()))
+        add("greedy sublayers", without(greedy))
         add("least-gain sublayers", without({*least[:round(share * n)]}))
     return curves
 
@@ -109,22 +106,27 @@ class WittenBell:
     def __init__(self, tokens, seen, V):
         """tokens, seen (n,): an n-gram counts if all of its tokens have been seen"""
         self.V, self.tables = V, []
-        code, whole = np.zeros(len(tokens), np.int64), np.ones(len(tokens), bool)
-        for shift in range(5):   # code: a token and the `shift` ones before it, as one number
-            code[shift:] += tokens[:len(tokens) - shift].astype(np.int64) * V ** shift
-            whole[:shift] = False
-            whole[shift:] &= seen[:len(tokens) - shift]
-            grams, counts = np.unique(code[whole], return_counts=True)
+        for n in range(1, 6):
+            whole = sliding_window_view(seen, n).all(axis=1)
+            code = self.encode(sliding_window_view(tokens, n)[whole])
+            grams, counts = np.unique(code, return_counts=True)
             # The newest token is the lowest digit, so n-grams with the same history stand side by side.
             histories, first, types = np.unique(grams // V, return_index=True, return_counts=True)
             self.tables.append((grams, counts, histories, np.add.reduceat(counts, first), types))
+
+    def encode(self, rows):
+        """rows (N, n) of tokens -> each as one number, whose digits are the tokens, (N,)"""
+        code = np.zeros(len(rows), np.int64)
+        for column in rows.T:
+            code = code * self.V + column
+        return code
 
     def probability(self, rows):
         """rows (N, n) of tokens, n at most 5 -> p(last one | those before), (N,)"""
         n = rows.shape[1]
         lower = 1 / self.V if n == 1 else self.probability(rows[:, 1:])
         grams, counts, histories, totals, types = self.tables[n - 1]
-        code = rows @ self.V ** np.arange(n - 1, -1, -1, dtype=np.int64)
+        code = self.encode(rows)
         total = look_up(histories, totals, code // self.V)
         different = look_up(histories, types, code // self.V)
         share = (look_up(grams, counts, code) + different * lower) / np.maximum(1, total + different)
@@ -151,29 +153,25 @@ def interval(values):
     return statistics.mean(values), T95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
 
 def values_of(what, steps, finals):
-    """what: see run.Claim -> {seed: (value, values of the groups of windows)}"""
+    """what: see run.Claim -> {seed: [value, values of the groups of windows]}, or {seed: [value]}"""
     variant, *curve = what.split(" | ")
     if re.fullmatch("[0-9.]+", variant):
-        return {seed: (float(variant), []) for seed in (1, 2, 3)}
-    found = {}
-    for seed, run in finals.get((variant, steps), {}).items():
-        if not curve:
-            found[seed] = run["bits"], run["groups"]
-        elif curve[1] in ("mean", "max"):
-            summary = dict(mean=statistics.mean, max=max)[curve[1]]
-            found[seed] = summary(y for _, y in run["curves"][curve[0]]), []
-        else:
-            _, value, *groups = run["curves"][curve[0]][int(curve[1])]
-            found[seed] = value, groups[0] if groups else []
-    return found
+        return {seed: [float(variant)] for seed in (1, 2, 3)}
+    runs = finals.get((variant, steps), {})
+    if not curve:
+        return {seed: [run["bits"], run["groups"]] for seed, run in runs.items()}
+    name, place = curve
+    if place in ("mean", "max"):
+        summary = dict(mean=statistics.mean, max=max)[place]
+        return {seed: [summary(y for _, y in run["curves"][name])] for seed, run in runs.items()}
+    return {seed: run["curves"][name][int(place)][1:] for seed, run in runs.items()}
 
 def gap(of, against, steps, finals):
     """-> paired differences of the seeds, and of the groups of windows (means over seeds)"""
     ours, theirs = values_of(of, steps, finals), values_of(against, steps, finals)
-    seeds = sorted(ours.keys() & theirs.keys())
-    groups = [[a - b for a, b in zip(ours[seed][1], theirs[seed][1])] for seed in seeds]
-    means = [statistics.mean(each) for each in zip(*groups)]
-    return [ours[seed][0] - theirs[seed][0] for seed in seeds], means
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    groups = [np.subtract(a[1], b[1]) for a, b in pairs if len(a) == len(b) == 2]
+    return [a[0] - b[0] for a, b in pairs], np.mean(groups, axis=0).tolist() if groups else []
 
 def in_words(seeds, groups):
     mean, half = interval(seeds)
@@ -182,17 +180,20 @@ def in_words(seeds, groups):
 
 def judge(experiment, claim, finals, lines):
     """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs
-    with three seeds (if there are none, at those with most seeds), and at the control that does best there."""
+    with three seeds (if there are none, at those with most seeds), and at the control that is least surely
+    beaten there: the one whose gap has the highest end of the interval."""
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
     for steps in lengths:
         gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
         if all(seeds for seeds, *_ in gaps):
-            found[steps] = max(gaps, key=lambda each: interval(each[0])[0])
+            found[steps] = max(gaps, key=lambda each: sum(interval(each[0])))
     if not found:
         return None
     last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
     seeds, groups, control = found[last]
-    (mean, half), early = interval(seeds), min(interval(each[0])[0] for each in found.values())
+    mean, half = interval(seeds)
+    early = min(statistics.mean(found[steps][0]) for steps in found if steps <= last)   # not after it
+    excluded = mean - half > -claim.least   # A lead of that size is outside the interval.
     sure = mean + half < 0 and (not groups or mean + interval(groups)[1] < 0)
     order, margin = experiment.line
     base = [run["bits"] for run in finals.get((control.split(" | ")[0], last), {}).values()]
@@ -201,9 +202,9 @@ def judge(experiment, claim, finals, lines):
         word = "cannot be tested here"
     elif sure and max(seeds) <= -claim.least:
         word = "holds against a control"
-    elif abs(mean) < 0.02 and early <= -0.03:
+    elif abs(mean) < 0.02 and early <= -0.03 and excluded:
         word = "start-up effect"
-    elif mean - half > -claim.least and not sure:   # A lead of that size is outside the interval.
+    elif excluded and not sure:
         word = "contradicted"
     else:   # Without a lead, and with a wide interval, it says nothing.
         word = "direction only" if mean < 0 else "cannot be tested here"
@@ -219,45 +220,43 @@ def points(experiment, run):
         first = experiment.x == "block"   # Blocks are counted from 1.
         return [(f"{variant}: {curve}", i, x + first, y) for curve in experiment.curves or run["curves"]
                 for i, (x, y, *_) in enumerate(run["curves"].get(curve, ()))]
-    label, x = variant, run["tokens"]
     if experiment.x == "blocks":
-        label, x = re.sub(" --n_layer .*", "", variant), int(re.search("--n_layer ([0-9]+)", variant)[1])
-    elif experiment.x == "FLOPs per token":   # All have as many in all, so all are compared.
-        return [(label, 0, run["flops"] / run["tokens"] / 3, bits)]
-    return [(label, x, x, bits)]
+        name, n = variant.split(" --n_layer ")
+        return [(name, int(n), int(n), bits)]
+    if experiment.x == "FLOPs per token":   # All have as many in all, so all are compared.
+        return [(variant, 0, run["flops"] / run["tokens"] / 3, bits)]
+    return [(variant, run["tokens"], run["tokens"], bits)]
 
 def draw(path, experiment, finals, lines):
     """Left: a dot per run, a line through the means, n-grams dashed. Right: paired gaps to the first label,
     with 95 % intervals over seeds."""
-    lengths, found = {steps for _, steps in finals}, {}   # found: {label: {place: {seed: (x, y)}}}
-    if experiment.x != "training tokens":
-        lengths = {max(lengths)}
-    for (_, steps), runs in finals.items():
-        for seed, run in runs.items() if steps in lengths else ():
-            for label, place, x, y in points(experiment, run):
-                found.setdefault(label, {}).setdefault(place, {})[seed] = x, y
+    by_tokens, of_losses = experiment.x == "training tokens", experiment.measure == "loss"
+    longest = max(steps for _, steps in finals)
+    runs = [run for (_, steps), of_seed in finals.items() for run in of_seed.values()
+            if by_tokens or steps == longest]
+    found = {}   # {label: {place: {seed: (x, y)}}}
+    for run in runs:
+        for label, place, x, y in points(experiment, run):
+            found.setdefault(label, {}).setdefault(place, {})[run["seed"]] = x, y
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     first, base = next(iter(found.items()))
     for i, (label, places) in enumerate(found.items()):
         color, line = f"C{i % 10}", []
+        shared = {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
         for place, seeds in places.items():
             xs, ys = zip(*seeds.values())
             left.plot(xs, ys, ".", color=color)
             line.append((statistics.mean(xs), statistics.mean(ys)))
-            both = seeds.keys() & base.get(place, {}).keys()
-            shared = {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
-            if i and len(both) > 1 and (shared or experiment.measure == "loss"):
-                mean, half = interval([seeds[seed][1] - base[place][seed][1] for seed in both])
-                at = line[-1][0]
-                if experiment.x == "training tokens":   # Intervals at one x stand side by side.
-                    at *= 1.03 ** (i - len(found) / 2)
-                right.errorbar(at, mean, half, fmt="o", capsize=3, color=color)
+            gaps = [seeds[seed][1] - base[place][seed][1] for seed in seeds if seed in base.get(place, {})]
+            if i and len(gaps) > 1 and (shared or of_losses):
+                mean, half = interval(gaps)
+                beside = 1.03 ** (i - len(found) / 2) if by_tokens else 1   # so that none hides another
+                right.errorbar(line[-1][0] * beside, mean, half, fmt="o", capsize=3, color=color)
         left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
-    if experiment.measure == "loss":
-        draw_lines(left, experiment, {str(run["steps"]): run["tokens"] for runs in finals.values()
-                                      for run in runs.values() if run["steps"] in lengths}, lines)
-        ys = [y for places in found.values() for seeds in places.values() for _, y in seeds.values()]
-        left.set_ylim(min(ys) - 0.05, max(ys) + 0.3)   # n-grams out of reach stay out.
+    if of_losses:
+        draw_lines(left, by_tokens, {str(run["steps"]): run["tokens"] for run in runs}, lines)
+        bits = [run["bits"] for run in runs]
+        left.set_ylim(min(bits) - 0.05, max(bits) + 0.3)   # n-grams out of reach stay out.
     left.set(xlabel=experiment.x, ylabel=experiment.y)
     right.set(xlabel=experiment.x, ylabel=f"gap to {first}")
     right.set_yscale("symlog", linthresh=0.1)   # Small gaps count, and large ones are to be there, too.
@@ -267,8 +266,8 @@ def draw(path, experiment, finals, lines):
     right.axhline(0, color="0.3")
     for axis in left, right:
         axis.grid(alpha=0.3)
-        if experiment.x == "training tokens":
-            xs = sorted({x for places in found.values() for x in places})
+        if by_tokens:
+            xs = sorted({run["tokens"] for run in runs})
             axis.set(xscale="log", xlim=(xs[0] / 1.5, xs[-1] * 1.5))
             axis.set_xticks(xs, [f"{x / 1e6:.1f}M" for x in xs])
             axis.minorticks_off()
@@ -277,12 +276,12 @@ def draw(path, experiment, finals, lines):
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
-def draw_lines(axis, experiment, tokens, lines):
+def draw_lines(axis, by_tokens, tokens, lines):
     """tokens: {steps: training tokens}"""
     known = sorted((steps for steps in tokens if steps in lines), key=int)
-    for n, name in enumerate(("unigrams", "bigrams", "trigrams", "4-grams", "5-grams")) if known else ():
-        ys = [lines[steps][n] for steps in known]
-        if experiment.x == "training tokens" and len(known) > 1:
+    names = "unigrams", "bigrams", "trigrams", "4-grams", "5-grams"
+    for name, ys in zip(names, zip(*(lines[steps] for steps in known))):
+        if by_tokens and len(ys) > 1:
             axis.plot([tokens[steps] for steps in known], ys, "--", color="0.6")
         else:
             axis.axhline(ys[-1], linestyle="--", color="0.6")

@@ -11,6 +11,7 @@ experiment that was begun on one machine goes on on another one, if its data are
 """
 import concurrent.futures, csv, functools, json, math, multiprocessing
 import os, re, shlex, statistics, subprocess, sys, zlib
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -86,124 +87,123 @@ class Experiment:
     budget: str = ""
     curves: tuple = ()   # of those measured on a run, which ones a figure shows; without them all
 
-def each(names, *flags):
-    return [f"{name} {flag}" for flag in flags for name in names]
-
 FIVE = (1, 2, 3, 4, 5)
+PRE_12, NAG_12 = "pre --n_layer 12", "nag --n_layer 12"
+EXPERIMENTS = {}
+
 STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
 SIZED = "pre --mlp_ratio 4.5"   # as many parameters and FLOPs as nag, whose gates have 7 %
 QUICKER = "nag --gate_lr 3e-3"   # Its step sizes still grow at the end of long runs.
 OTHERS = ["attnres:block=3", "review", "highway", "ngpt"]
-WATERFALL = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
-DEEP = ["pre", "nag", "skipinit"]
-DENSE = each(["nag"], *(f"--n_layer {n}" for n in (6, 9, 12)))
-SKIPPING = [f"nag --n_layer 12 --mod_rate {rate}" for rate in (0.25, 0.5)]
-DENSE_PRE = each(["pre"], *(f"--n_layer {n}" for n in (6, 9, 12, 4)))
-ROUTER = "pre --n_layer 12 --mod router --mod_rate 0.25"
-TWELVE = ["pre --n_layer 12", "nag --n_layer 12"]
-TAPERS = ["pre --n_layer 12", "pre --n_layer 12 --taper cosine --taper_on both",
-          "pre --n_layer 12 --taper cosine --taper_on both --taper_start 0.5 --taper_end 1.5"]
-FAN_IN = ["pre --n_layer 12", "pre --n_layer 12 --equalize_grads", "pre --n_layer 12 --init gpt2",
-          "pre --n_layer 12 --deep_supervision", "pre --n_layer 12 --repeat 9-12:2"]
-SINKS = ["pre --n_layer 12", "nag --n_layer 12", "pre --n_layer 12 --norm single"]
-GATES = ["review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3"]
-EXPERIMENTS = {
-    "tokens": Experiment(
-        "Does a lead at the start last?",
-        [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
-         Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1),
-         Stage(4800, [QUICKER], rates=1), Stage(19200, [QUICKER], rates=1), *(Stage(4800, [name], rates=2) for name in OTHERS),
-         Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
-         Stage(1200, OTHERS), Stage(300, OTHERS)],
-        [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
-         Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
-         Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
-         Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
-         Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
-        line=(4, 0.2)),
-    "waterfall": Experiment(
-        "Where does an early lead come from: first weights, the write, its gates, or the head?",
-        [Stage(300, WATERFALL), Stage(1200, WATERFALL), Stage(4800, WATERFALL[:2], rates=2),
-         Stage(4800, WATERFALL[2:], rates=2)],
-        [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
-         Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))]),
-    "depth": Experiment(
-        "Does a lead grow with depth?",
-        [Stage(1200, each(names, f"--n_layer {n}"), rates=2)
-         for n in (24, 12, 6, 48) for names in (DEEP, ["completep"])],
-        [Claim(f"At {n} blocks, NAG beats PreNorm and SkipInit", f"nag --n_layer {n}",
-               tuple(f"{name} --n_layer {n}" for name in DEEP if name != "nag")) for n in (24, 48)],
-        x="blocks", line=(3, 0.0)),
-    "mod": Experiment(
-        "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
-        [Stage(1200, DENSE + SKIPPING, rates=1),
-         Stage(1200, ["nag --n_layer 4", "nag --n_layer 12 --mod_rate 0.125"], rates=1),
-         Stage(1200, [*DENSE_PRE, ROUTER, "pre --n_layer 12 --layer_drop 0.25"], rates=1)],
-        [Claim("NAG that skips a quarter beats every dense depth", SKIPPING[0], tuple(DENSE)),
-         Claim("NAG that skips half beats every dense depth", SKIPPING[1], tuple(DENSE)),
-         Claim("A router on PreNorm beats every dense depth", ROUTER, tuple(DENSE_PRE))], x="FLOPs per token",
-        budget="nag --n_layer 12"),
-    "skip": Experiment(
-        "What does skipping cost a model that was trained without it?",
-        [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
-        [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
-               ("nag | random tokens | 1",)),
-         Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
-               ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
-        x="share of forward FLOPs saved", y="bits per byte lost", measure="skip"),
-    "widths": Experiment(
-        "Does it pay to have wide blocks first, at equal size and FLOPs?",
-        [Stage(300, TAPERS), Stage(1200, TAPERS), Stage(4800, TAPERS, rates=2)],
-        [Claim("A falling taper beats a uniform and a rising one", TAPERS[1], (TAPERS[0], TAPERS[2]), 0.01)]),
-    "prune": Experiment(
-        "Which order of removing blocks costs least?", [Stage(4800, TWELVE, rates=1)],
-        [Claim("CascadeFlow's order beats simpler ones", "pre --n_layer 12 | CascadeFlow this order | 3",
-               tuple(f"pre --n_layer 12 | {order} | 3" for order in
-                     ("influence this order", "last first this order", "CascadeFlow at random")))],
-        x="blocks removed", y="nats per token", measure="inside",
-        curves=("CascadeFlow this order", "influence this order", "last first this order",
-                "CascadeFlow at random")),
-    "fan_in": Experiment(
-        "Is the gradient of a block a line in the number of paths that reach it?",
-        [Stage(4800, FAN_IN[:3], rates=1), Stage(4800, FAN_IN[3:], rates=1)],
-        [Claim("Without the first block, a rising line leaves under a fifth of the variance",
-               "pre --n_layer 12 | 1 - R2 | 1", ("0.2",), 0.0),
-         Claim("With GPT-2's first weights, it leaves under a fifth",
-               "pre --n_layer 12 --init gpt2 | 1 - R2 | 1", ("0.2",), 0.0),
-         Claim("Equal gradients in all blocks help", FAN_IN[1], FAN_IN[:1])], x="block",
-        y="share of the summed gradient norms", measure="inside",
-        curves=("measured",)),
-    "sinks": Experiment(
-        "Does a residual without growing norms have smaller sinks and outliers?",
-        [Stage(4800, SINKS, rates=1)],
-        [Claim("NAG attends less to the first token",
-               "nag --n_layer 12 | to the first token | mean",
-               ("pre --n_layer 12 | to the first token | mean",)),
-         Claim("One scale for all channels has smaller outliers",
-               SINKS[2] + " | stream | max", ("pre --n_layer 12 | stream | max",), 0.5)], x="block",
-        y="mean attention", measure="inside", curves=("to the first token",)),
-    "gates": Experiment(
-        "Does a convex gate fail with depth, or with its first bias?",
-        [Stage(1200, each(GATES, f"--n_layer {n}")) for n in (4, 16, 32)],
-        [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32",
-               ("convex --n_layer 32",)),
-         Claim("It also beats a convex one that starts closed", "review --n_layer 32",
-               ("convex:bias=-3 --n_layer 32",))], x="blocks", line=(3, 0.0)),
-}
+EXPERIMENTS["tokens"] = Experiment(
+    "Does a lead at the start last?",
+    [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
+     Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1),
+     Stage(4800, [QUICKER], rates=1), Stage(19200, [QUICKER], rates=1),
+     *(Stage(4800, [name], rates=2) for name in OTHERS),
+     Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
+     Stage(1200, OTHERS), Stage(300, OTHERS)],
+    [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
+     Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
+     Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
+     Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
+     Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
+    line=(4, 0.2))
+
+FROM_PRE_TO_NAG = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
+EXPERIMENTS["waterfall"] = Experiment(
+    "Where does an early lead come from: first weights, the write, its gates, or the head?",
+    [Stage(300, FROM_PRE_TO_NAG), Stage(1200, FROM_PRE_TO_NAG), Stage(4800, FROM_PRE_TO_NAG[:2], rates=2),
+     Stage(4800, FROM_PRE_TO_NAG[2:], rates=2)],
+    [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
+     Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))])
+
+EXPERIMENTS["depth"] = Experiment(
+    "Does a lead grow with depth?",
+    [Stage(1200, [f"{name} --n_layer {n}" for name in names], rates=2)
+     for n in (24, 12, 6, 48) for names in (("pre", "nag", "skipinit"), ("completep",))],
+    [Claim(f"At {n} blocks, NAG beats PreNorm and SkipInit", f"nag --n_layer {n}",
+           (f"pre --n_layer {n}", f"skipinit --n_layer {n}")) for n in (24, 48)],
+    x="blocks", line=(3, 0.0))
+
+DENSE = [f"nag --n_layer {n}" for n in (6, 9, 12)]
+DENSE_PRE = [f"pre --n_layer {n}" for n in (6, 9, 12, 4)]
+QUARTER, HALF = f"{NAG_12} --mod_rate 0.25", f"{NAG_12} --mod_rate 0.5"
+ROUTER = f"{PRE_12} --mod router --mod_rate 0.25"
+EXPERIMENTS["mod"] = Experiment(
+    "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
+    [Stage(1200, [*DENSE, QUARTER, HALF], rates=1),
+     Stage(1200, ["nag --n_layer 4", f"{NAG_12} --mod_rate 0.125"], rates=1),
+     Stage(1200, [*DENSE_PRE, ROUTER, f"{PRE_12} --layer_drop 0.25"], rates=1)],
+    [Claim("NAG that skips a quarter beats every dense depth", QUARTER, tuple(DENSE)),
+     Claim("NAG that skips half beats every dense depth", HALF, tuple(DENSE)),
+     Claim("A router on PreNorm beats every dense depth", ROUTER, tuple(DENSE_PRE))],
+    x="FLOPs per token", budget=NAG_12)
+
+EXPERIMENTS["skip"] = Experiment(
+    "What does skipping cost a model that was trained without it?",
+    [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
+    [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
+           ("nag | random tokens | 1",)),
+     Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
+           ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
+    x="share of forward FLOPs saved", y="bits per byte lost", measure="skip")
+
+FALLING = f"{PRE_12} --taper cosine --taper_on both"
+RISING = f"{FALLING} --taper_start 0.5 --taper_end 1.5"
+EXPERIMENTS["widths"] = Experiment(
+    "Does it pay to have wide blocks first, at equal size and FLOPs?",
+    [Stage(steps, [PRE_12, FALLING, RISING], rates=n) for steps, n in ((300, 0), (1200, 0), (4800, 2))],
+    [Claim("A falling taper beats a uniform and a rising one", FALLING, (PRE_12, RISING), 0.01)])
+
+ORDERS = ("CascadeFlow this order", "influence this order", "last first this order", "CascadeFlow at random")
+EXPERIMENTS["prune"] = Experiment(
+    "Which order of removing blocks costs least?",
+    [Stage(4800, [PRE_12, NAG_12], rates=1)],
+    [Claim("CascadeFlow's order beats simpler ones", f"{PRE_12} | {ORDERS[0]} | 3",
+           tuple(f"{PRE_12} | {order} | 3" for order in ORDERS[1:]))],
+    x="blocks removed", y="nats per token", measure="inside", curves=ORDERS)
+
+GPT2, EQUALIZED = f"{PRE_12} --init gpt2", f"{PRE_12} --equalize_grads"
+EXPERIMENTS["fan_in"] = Experiment(
+    "Is the gradient of a block a line in the number of paths that reach it?",
+    [Stage(4800, [PRE_12, EQUALIZED, GPT2], rates=1),
+     Stage(4800, [f"{PRE_12} --deep_supervision", f"{PRE_12} --repeat 9-12:2"], rates=1)],
+    [Claim("Without the first block, a rising line leaves under a fifth of the variance",
+           f"{PRE_12} | 1 - R2 | 1", ("0.2",), 0.0),
+     Claim("With GPT-2's first weights, it leaves under a fifth", f"{GPT2} | 1 - R2 | 1", ("0.2",), 0.0),
+     Claim("Equal gradients in all blocks help", EQUALIZED, (PRE_12,))],
+    x="block", y="share of the summed gradient norms", measure="inside", curves=("measured",))
+
+SINGLE_NORM = f"{PRE_12} --norm single"
+EXPERIMENTS["sinks"] = Experiment(
+    "Does a residual without growing norms have smaller sinks and outliers?",
+    [Stage(4800, [PRE_12, NAG_12, SINGLE_NORM], rates=1)],
+    [Claim("NAG attends less to the first token", f"{NAG_12} | to the first token | mean",
+           (f"{PRE_12} | to the first token | mean",)),
+     Claim("One scale for all channels has smaller outliers", f"{SINGLE_NORM} | stream | max",
+           (f"{PRE_12} | stream | max",), 0.5)],
+    x="block", y="mean attention", measure="inside", curves=("to the first token",))
+
+EXPERIMENTS["gates"] = Experiment(
+    "Does a convex gate fail with depth, or with its first bias?",
+    [Stage(1200, [f"{gate} --n_layer {n}" for gate in
+                  ("review", "convex", "convex:bias=-3", "highway", "convex:inputs=h,bias=-3")])
+     for n in (4, 16, 32)],
+    [Claim("At 32 blocks, an additive gate beats a convex one", "review --n_layer 32",
+           ("convex --n_layer 32",)),
+     Claim("It also beats a convex one that starts closed", "review --n_layer 32",
+           ("convex:bias=-3 --n_layer 32",))],
+    x="blocks", line=(3, 0.0))
 
 # ----------------------------------------------------------------------------- what to run next
 
 CLOSE = 0.01   # bits per byte; a sweep with one seed can't tell such rates apart
 
-@dataclass(frozen=True)
-class Job:
-    variant: str
-    steps: int
-    lr: float
-    seed: int
+Job = namedtuple("Job", "variant steps lr seed")   # a run that is wanted, or known
 
 def ranked(losses, variant, steps):
-    """-> the rates that a variant has had with seed 1, the best first, and how many of them are close to it.
+    """-> the rates that a variant has had with seed 1, the best first; those of them that are close to it.
     Among those the mean over the seeds that all of them have had decides. losses: {Job: bits per byte}"""
     found = {}   # {rate: {seed: bits}}
     for job, bits in losses.items():
@@ -213,36 +213,37 @@ def ranked(losses, variant, steps):
     close = [lr for lr in order if found[lr][1] <= found[order[0]][1] + CLOSE]
     common = set.intersection(*({*found[lr]} for lr in close)) if close else ()
     best = sorted(close, key=lambda lr: sum(found[lr][seed] for seed in common))
-    return best + order[len(close):], len(close)
+    return best + order[len(close):], best
 
-def sweep(stages, i, variant, losses, begin):
-    """-> the rates that seed 1 tries in stage i and, as soon as they are known, those that all seeds have, the
-    best first. begin: two rates"""
-    stage, (here, n_close) = stages[i], ranked(losses, variant, stages[i].steps)
-    before = [j for j in range(i) if variant in stages[j].variants]
-    if before:
-        if not sweep(stages, before[-1], variant, losses, begin)[1]:
-            return [], []
-        begin = ranked(losses, variant, stages[before[-1]].steps)[0]
-    elif 0 < stage.rates <= len(here):   # Another experiment may know good ones.
-        begin = here
-    tried = begin[:stage.rates or 2]
-    if not stage.rates and {*tried} <= {*here}:
-        tried = sorted({*tried, here[0] / 2, here[0] * 2})
-    return tried, here[:min(n_close, stage.rates or n_close)] if {*tried} <= {*here} else []
+def sweeps(stages, losses, begin):
+    """-> of each stage {variant: (the rates that seed 1 tries; those that all seeds have, the best first, as
+    soon as they are known)}. begin: two rates"""
+    found, before = [], {}   # before: {variant: rates of its last stage, the best first; none if it is open}
+    for stage in stages:
+        found.append({})
+        for variant in stage.variants:
+            here, close = ranked(losses, variant, stage.steps)
+            first = before.get(variant, begin)
+            if variant not in before and 0 < stage.rates <= len(here):   # Another experiment has them.
+                first = here
+            tried = first[:stage.rates or 2]
+            if tried and not stage.rates and {*tried} <= {*here}:
+                tried = sorted({*tried, here[0] / 2, here[0] * 2})
+                tried = [lr for lr in tried if 1 / 64 <= lr / begin[0] <= 64]   # It may always diverge.
+            done = tried and {*tried} <= {*here}
+            before[variant] = here if done else []
+            found[-1][variant] = tried, close[:stage.rates or None] if done else []
+    return found
 
 def plan(stages, losses, measured, begin):
-    """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those of
-    which the experiment has all it wants"""
+    """-> the jobs that are missing, in their order, as far as the losses known so far tell. measured: those
+    of which the experiment has all it wants"""
     jobs = []
-    for i, stage in enumerate(stages):
-        first, seeds = [], []
-        for variant in stage.variants:
-            tried, close = sweep(stages, i, variant, losses, begin)
-            first += [Job(variant, stage.steps, lr, 1) for lr in tried]
-            seeds += [Job(variant, stage.steps, lr, seed) for lr in close for seed in stage.seeds]
-        jobs += [job for job in first if job not in losses]
-        jobs += [job for job in seeds if job not in measured]
+    for stage, rates in zip(stages, sweeps(stages, losses, begin)):
+        first = [Job(name, stage.steps, lr, 1) for name, (tried, _) in rates.items() for lr in tried]
+        seeds = [Job(name, stage.steps, lr, seed) for name, (_, close) in rates.items()
+                 for lr in close for seed in stage.seeds]
+        jobs += [job for job in first if job not in losses] + [job for job in seeds if job not in measured]
     return [*dict.fromkeys(jobs)]
 
 # ----------------------------------------------------------------------------- a run, and what is measured
@@ -253,16 +254,14 @@ def flags(experiment, scale, job):
         end = f"--max_flops {flops_of(scale, experiment.budget, job.steps):.6g}"
     return shlex.split(f"{scale.shape} --residual {job.variant} {end} --lr {job.lr:.6g} --seed {job.seed}")
 
-def flops_of(scale, variant, steps):
-    """Training FLOPs of so many steps, if no token skips"""
-    return scale.steps.get(steps, steps) * flops_per_step(scale, variant)
-
 @functools.cache
-def flops_per_step(scale, variant):
+def flops_of(scale, variant, steps):
+    """Training FLOPs of a run, if no token skips"""
     gpt, config = parse((GPTConfig, TrainConfig), shlex.split(f"{scale.shape} --residual {variant}"))
     gpt.vocab_size = scale.vocab_size
     with torch.device("meta"):   # takes no memory, and no time
-        return 3 * config.batch_size * gpt.block_size * GPT(gpt).flops_per_token()
+        per_token = 3 * GPT(gpt).flops_per_token()
+    return per_token * config.batch_size * gpt.block_size * scale.steps.get(steps, steps)
 
 def work(name, scale, job):
     """Trains one run and measures it -> what the JSON keeps of it. Runs in a process of its own."""
@@ -275,7 +274,7 @@ def work(name, scale, job):
                "--eval_windows", "64", "--log_interval", "20"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | dict(OMP_NUM_THREADS="1"), text=True,
                           capture_output=True)
-    record = vars(job) | dict(bits=None)
+    record = job._asdict() | dict(bits=None)
     if re.search(r"^step \d+: (validation )?loss", done.stderr, re.M):   # It has diverged: a result, too.
         return record
     if done.returncode:
@@ -286,8 +285,9 @@ def work(name, scale, job):
     bits, groups, _ = judge.score(model, config)
     record |= dict(bits=round(bits, 5), groups=judge.rounded(groups), seconds=round(seconds),
                    params=model.num_params(), tokens=history[-1]["tokens"], flops=history[-1]["flops"])
-    measure = judge.MEASURES.get(EXPERIMENTS[name].measure)
-    return record | (dict(curves=measure(model, config, bits, groups)) if measure else {})
+    if EXPERIMENTS[name].measure != "loss":
+        record["curves"] = judge.MEASURES[EXPERIMENTS[name].measure](model, config, bits, groups)
+    return record
 
 # ----------------------------------------------------------------------------- what is kept
 
@@ -298,7 +298,10 @@ def load(name, scale):
         return empty
     with reading(path):
         kept = json.loads(path.read_text())
-        {job_of(run): run["bits"] for run in kept["runs"]}   # raises if there is something else
+        for run in kept["runs"]:   # What is none of ours raises.
+            job_of(run)
+            if run["bits"] is not None:
+                sum(run["groups"], run["bits"])
         return {key: type(value)(kept[key]) for key, value in empty.items()}
 
 def save(name, scale, kept):
@@ -308,60 +311,75 @@ def save(name, scale, kept):
     write_file(scale.folder / f"{name}.json", lambda f: f.write(text.encode()))
 
 def job_of(run):
-    return Job(run["variant"], run["steps"], run["lr"], run["seed"])
+    return Job(*(run[field] for field in Job._fields))
 
 def known(name, scale):
     """-> losses {Job: bits per byte} of all experiments with the same budget, and the runs {Job: run} that
     were measured as this one wants"""
-    losses, measured, own = {}, {}, EXPERIMENTS[name]
-    for other in [*EXPERIMENTS, name]:   # Its own come last and count.
-        for run in load(other, scale)["runs"] if EXPERIMENTS[other].budget == own.budget else ():
-            job = job_of(run)
-            losses[job] = math.inf if run["bits"] is None else run["bits"]
+    losses, measured, marks, own = {}, {}, {}, EXPERIMENTS[name]
+    alike = [other for other in EXPERIMENTS if EXPERIMENTS[other].budget == own.budget]
+    for other in [*alike, name]:   # Its own come last and count.
+        kept = load(other, scale)
+        if kept["runs"]:
+            marks[kept["data"]] = other
+        if len(marks) > 1:
+            refuse(f"{scale.folder}: the runs of {' and '.join(marks.values())} had different data; move one "
+                   "of these JSON files away")
+        for run in kept["runs"]:
+            losses[job_of(run)] = math.inf if run["bits"] is None else run["bits"]
             if own.measure in ("loss", EXPERIMENTS[other].measure):
-                measured[job] = run
+                measured[job_of(run)] = run
     return losses, measured
 
 def final(name, scale):
     """The runs at their best rate, as soon as that is known: {(variant, steps): {seed: run}}"""
     losses, measured = known(name, scale)
     stages, found = EXPERIMENTS[name].stages, {}
-    for i, stage in enumerate(stages):
-        for variant in stage.variants:
-            close = sweep(stages, i, variant, losses, scale.rates)[1]
+    for stage, rates in zip(stages, sweeps(stages, losses, scale.rates)):
+        for variant, (_, close) in rates.items():
             jobs = [Job(variant, stage.steps, lr, seed) for lr in close[:1] for seed in stage.seeds]
-            of_seed = {job.seed: measured[job] for job in jobs if job in measured and losses[job] < math.inf}
-            if of_seed:
-                found[variant, stage.steps] = of_seed
+            runs = {job.seed: measured[job] for job in jobs if job in measured and losses[job] < math.inf}
+            if runs:
+                found[variant, stage.steps] = runs
     return found
 
 def n_gram_lines(scale, steps):
     """Bits per byte of 1- to 5-grams, counted on the windows that seed 1 sees. A token counts once."""
     gpt, config = parse((GPTConfig, TrainConfig), shlex.split(scale.shape))
     meta, shards = prepare.load_meta(scale.data), prepare.open_split(scale.data, "train", gpt.block_size)
-    ends = np.cumsum([len(shard) for shard in shards])
-    places = [np.arange(end - len(shard), end) for end, shard in zip(ends, shards)]   # in the place of tokens
-    seen = np.zeros(ends[-1], bool)
+    tokens, ends = np.concatenate(shards), np.cumsum([len(shard) for shard in shards])
+    places = np.split(np.arange(len(tokens)), ends[:-1])   # Batches of these tell where their tokens lie.
+    seen = np.zeros(len(tokens), bool)
     for step in range(scale.steps.get(steps, steps)):
-        x, y = train_batch(places, gpt.block_size, 1, step, config.batch_size)
-        seen[x], seen[y] = True, True
-    grams = judge.WittenBell(np.concatenate(shards), seen, meta["vocab_size"])
+        for part in train_batch(places, gpt.block_size, 1, step, config.batch_size):
+            seen[part] = True
+    grams = judge.WittenBell(tokens, seen, meta["vocab_size"])
     x, y = prepare.val_windows(scale.data, gpt.block_size, judge.WINDOWS)
     rows = torch.cat((x, y[:, -1:]), dim=1).numpy()
     n_bytes = prepare.token_bytes(meta, scale.vocab_size)[y].sum().item()
     return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 6))
 
+def count_lines(name, scale, kept, finals):
+    """Adds the lines of new lengths to `kept` and to NAME.json, if the data are those of its runs."""
+    new = {str(steps) for _, steps in finals} - kept["lines"].keys()
+    if new and Path(scale.data).is_dir() and kept["data"] in ("", mark_of(scale)):
+        kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
+        save(name, scale, kept)
+
+def mark_of(scale):
+    return fingerprint(scale.data, prepare.load_meta(scale.data))[:16]
+
 def train_missing(name, scale, workers):
     """Trains what is missing, in the plan's order, and keeps each result as it comes."""
-    mark, pending = fingerprint(scale.data, prepare.load_meta(scale.data))[:16], {}
+    mark, pending = mark_of(scale), {}
     if load(name, scale)["data"] not in ("", mark):
         refuse(f"{scale.folder / name}.json: its runs had other data than {scale.data} has here; prepare it "
                f"as it was (stdlib: with the same Python), or move that file away to begin anew")
     with concurrent.futures.ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         while True:
-            wanted = plan(EXPERIMENTS[name].stages, *known(name, scale), scale.rates)
-            wanted = [job for job in wanted if job not in pending.values()]
-            for job in wanted[:workers - len(pending)]:
+            missing = plan(EXPERIMENTS[name].stages, *known(name, scale), scale.rates)
+            new = [job for job in missing if job not in pending.values()]
+            for job in new[:workers - len(pending)]:
                 pending[pool.submit(work, name, scale, job)] = job
             if not pending:
                 break
@@ -387,39 +405,36 @@ def estimate(name, scale):
 # ----------------------------------------------------------------------------- main
 
 def report(scale, names):
-    """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind its
-    mark."""
-    losses = [["experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant"]]
-    tables = {"scoreboard": ["claim | verdict | gap | measured by", "--- | --- | --- | ---"],
-              "minutes": ["experiment | runs kept | minutes | runs missing | minutes"] + ["--- |" * 4 + " ---"]}
+    """Draws figures; writes all losses to losses.csv, and verdicts and minutes into README.md, each behind
+    its mark."""
+    rows = [["experiment", "variant", "steps", "rate", "bits per byte, by seed", "gap to the first variant"]]
+    verdicts = ["claim | verdict | gap | measured by", "--- | --- | --- | ---"]
+    minutes = ["experiment | runs kept | minutes | runs missing | minutes", "--- |--- |--- |--- | ---"]
     for name, experiment in EXPERIMENTS.items():
         kept, finals, left = load(name, scale), final(name, scale), estimate(name, scale)
-        new = {str(steps) for _, steps in finals} - kept["lines"].keys()
-        if new and kept["runs"] and Path(scale.data).is_dir():
-            kept["lines"] |= {steps: n_gram_lines(scale, int(steps)) for steps in sorted(new, key=int)}
-            save(name, scale, kept)
+        count_lines(name, scale, kept, finals)
+        anchor = re.sub(r"[^\w -]", "", experiment.question.lower()).replace(" ", "-")
         for claim in experiment.claims:
-            verdict = judge.judge(experiment, claim, finals, kept["lines"])
-            if verdict:
-                word, gap, where = verdict
-                anchor = re.sub(r"[^\w -]", "", experiment.question.lower()).replace(" ", "-")
-                tables["scoreboard"].append(f"{claim.text} | {word} | {gap} | [{name}](#{anchor}), {where}")
-        done, missing = sum(run.get("seconds", 0) for run in kept["runs"]) / 60, sum(m for _, m in left)
-        tables["minutes"].append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
-        losses += [[name, *row] for row in judge.table(experiment, finals)]
+            if found := judge.judge(experiment, claim, finals, kept["lines"]):
+                verdict, gap, where = found
+                verdicts.append(f"{claim.text} | {verdict} | {gap} | [{name}](#{anchor}), {where}")
+        done = sum(run.get("seconds", 0) for run in kept["runs"]) / 60
+        missing = sum(more for _, more in left)
+        minutes.append(f"`{name}` | {len(kept['runs'])} | {done:.0f} | {len(left)} | {missing:.0f}")
+        rows += [[name, *row] for row in judge.table(experiment, finals)]
         if name in names and finals:
             judge.draw(scale.folder / f"{name}.png", experiment, finals, kept["lines"])
     scale.folder.mkdir(exist_ok=True)
     with open(scale.folder / "losses.csv", "w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(losses)
+        csv.writer(file, lineterminator="\n").writerows(rows)
     page = scale.folder / "README.md"
-    text = page.read_text() if page.exists() else ""
-    for mark, rows in tables.items():
-        rows = "\n".join(f"| {row} |" for row in rows)
-        print(rows + "\n")
-        text = re.sub(f"(?s)(<!-- {mark} -->\n).*?(\n\n)", lambda found: found[1] + rows + found[2], text)
-    if text:
-        write_file(page, lambda f: f.write(text.encode()))
+    for mark, lines in dict(scoreboard=verdicts, minutes=minutes).items():
+        table = "".join(f"| {line} |\n" for line in lines)
+        print(table)
+        if page.exists():
+            place = f"(?s)(?<=<!-- {mark} -->\n).*?\n(?=\n)"
+            text = re.sub(place, lambda _: table, page.read_text())
+            write_file(page, lambda f: f.write(text.encode()))
 
 @dataclass
 class ResultsConfig:
@@ -435,20 +450,20 @@ def main(argv=None):
     for name in {*names} - {*EXPERIMENTS}:
         refuse(f"{name}: no such experiment; choose from {', '.join(EXPERIMENTS)}, or all")
     scale = SCALES[args.scale]
-    if args.dry:
-        for name in names:
+    os.chdir(ROOT)
+    if args.draw and not args.dry:
+        report(scale, names)
+        return
+    for name in names:
+        if args.dry:
             left = estimate(name, scale)
             for command, minutes in left:
                 print(f"{command}   # {minutes:.1f} minutes")
             total = sum(minutes for _, minutes in left)
             print(f"{name}: {total:.0f} minutes of one idle thread (or GPU) are missing")
-        return
-    os.chdir(ROOT)
-    for name in names if not args.draw else ():
-        train_missing(name, scale, args.workers if args.scale == "cpu" else 1)
-        report(scale, [name])
-    if args.draw:
-        report(scale, names)
+        else:
+            train_missing(name, scale, args.workers if args.scale == "cpu" else 1)
+            report(scale, [name])
 
 if __name__ == "__main__":
     start(main)

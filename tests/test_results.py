@@ -65,6 +65,38 @@ def test_the_strongest_control_counts():
     word, gap, where = judge.judge(experiment, claim, found, {"300": [9.0] * 4})
     assert word == "contradicted" and gap.startswith("+0.100") and where.endswith("against lns")
 
+def test_a_control_with_one_seed_lets_nothing_be_said():
+    claim = run.Claim("", "nag", ("pre", "lns"))
+    found = finals(nag=[1.9] * 3, pre=[2.0] * 3, lns=[2.4])
+    experiment = run.Experiment("?", [run.Stage(300, [])], [])
+    assert judge.judge(experiment, claim, found, {"300": [9.0] * 4})[0] == "cannot be tested here"
+
+def test_a_lead_in_longer_runs_is_no_early_one():
+    found = finals(pre=[2.0, 2.1, 2.2], nag=[1.99, 2.09, 2.19])
+    for variant, bits in dict(pre=1.9, nag=1.8).items():
+        found[variant, 1200] = {1: dict(bits=bits, groups=[])}
+    experiment = run.Experiment("?", [run.Stage(300, []), run.Stage(1200, [])], [])
+    word, _, where = judge.judge(experiment, run.Claim("", "nag", ("pre",)), found, {"300": [9.0] * 4})
+    assert word == "direction only" and where.startswith("300 of 1200")
+
+def test_bad_json_files_are_refused(tmp_path):
+    scale = run.Scale(**vars(run.SCALES["cpu"]) | dict(folder=tmp_path))
+    job = dict(variant="pre", steps=300, lr=0.006, seed=1, bits=2.0)
+    (tmp_path / "tokens.json").write_text(json.dumps(dict(data="", lines={}, runs=[job])))
+    with pytest.raises(SystemExit, match="tokens.json: can't be read"):   # It has no groups.
+        run.load("tokens", scale)
+    for name in "tokens", "waterfall":
+        kept = dict(data=name, lines={}, runs=[job | dict(groups=[2.0])])
+        (tmp_path / f"{name}.json").write_text(json.dumps(kept))
+    with pytest.raises(SystemExit, match="tokens and waterfall had different data"):
+        run.known("depth", scale)
+
+def test_a_variant_that_always_diverges_ends():
+    stages, tried = [run.Stage(300, ["pre"])], {}
+    while jobs := run.plan(stages, tried, tried, (1e-3, 2e-3)):
+        tried |= {job: math.inf for job in jobs}
+    assert len(tried) < 40
+
 def test_gradients_that_fall_with_the_fan_in_are_not_explained_by_it():
     F = np.arange(6.0, 0, -1)
     noise = np.array([0.1, -0.1, 0.1, -0.1, 0.1, -0.1])
@@ -86,7 +118,7 @@ def test_where_one_seed_cannot_tell_rates_apart_all_seeds_run_both():
         bits = {1e-3: 1.505, 2e-3: 1.5}.get(job.lr, 1.6)
         tried[job] = bits + (0.1 if job.seed > 1 and job.lr == 2e-3 else 0.0)
     assert {(job.lr, job.seed) for job in tried if job.seed > 1} == {(1e-3, 2), (1e-3, 3), (2e-3, 2), (2e-3, 3)}
-    assert run.sweep(stages, 0, "pre", tried, (1e-3, 2e-3))[1] == [1e-3, 2e-3]
+    assert run.sweeps(stages, tried, (1e-3, 2e-3))[0]["pre"][1] == [1e-3, 2e-3]
 
 def test_two_rates_are_two():
     tried = {}
