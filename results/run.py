@@ -105,6 +105,7 @@ EXPERIMENTS["tokens"] = Experiment(
      Stage(1200, OTHERS), Stage(300, OTHERS)],
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
      Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
+     Claim("NAG whose gates learn three times as fast beats PreNorm", QUICKER, ("pre",)),
      Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
      Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
      Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
