@@ -196,7 +196,8 @@ def judge(experiment, claim, finals, lines):
     excluded = mean - half > -claim.least   # A lead of that size is outside the interval.
     sure = mean + half < 0 and (not groups or mean + interval(groups)[1] < 0)
     order, margin = experiment.line
-    base = [run["bits"] for run in finals.get((control.split(" | ")[0], last), {}).values()]
+    ours, theirs = (finals.get((what.split(" | ")[0], last), {}) for what in (claim.of, control))
+    base = [theirs[seed]["bits"] for seed in ours.keys() & theirs.keys()]
     too_weak = base and statistics.mean(base) > lines.get(str(last), [0, 0, 0, 0])[order - 1] - margin
     if len(seeds) < 3 or too_weak:
         word = "cannot be tested here"

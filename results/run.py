@@ -105,16 +105,18 @@ EXPERIMENTS["tokens"] = Experiment(
      Stage(1200, OTHERS), Stage(300, OTHERS)],
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
      Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
-     Claim("NAG whose gates learn three times as fast beats PreNorm", QUICKER, ("pre",)),
+     Claim("NAG with quicker gates beats PreNorm", QUICKER, ("pre",)),
+     Claim("NAG with quicker gates beats a PreNorm of its size and FLOPs", QUICKER, (SIZED,)),
      Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
      Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
-     Claim("Review's gate beats PreNorm and Highway's gate", "review", ("pre", "highway"))],
+     Claim("Review's gate beats PreNorm", "review", ("pre",)),
+     Claim("Review's gate beats Highway's", "review", ("highway",))],
     line=(4, 0.2))
 
 FROM_PRE_TO_NAG = ["pre", "pre --init gpt2", "nag:head=linear --gate_lr 0", "nag:head=linear", "nag"]
 EXPERIMENTS["waterfall"] = Experiment(
     "Where does an early lead come from: first weights, the write, its gates, or the head?",
-    [Stage(300, FROM_PRE_TO_NAG), Stage(1200, FROM_PRE_TO_NAG), Stage(4800, FROM_PRE_TO_NAG[:2], rates=2),
+    [Stage(300, FROM_PRE_TO_NAG), Stage(1200, FROM_PRE_TO_NAG), Stage(4800, FROM_PRE_TO_NAG[:2]),
      Stage(4800, FROM_PRE_TO_NAG[2:], rates=2)],
     [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
      Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))])

@@ -3,15 +3,13 @@ How fast it is: ratios of two programs that run in turn. DESIGN.md, section 4, h
 
     python results/speed.py                                      # 20 minutes on two idle cores
     python results/speed.py --nanogpt nanoGPT/model.py           # also against a copy of nanoGPT's model
-    python results/speed.py --only training --rounds 5
 
 Protocol. The programs of a comparison run in turn, round after round, so what else the machine does hits all
 of them. Two rounds do not count. A number is the median over rounds of the ratio of two times of one round.
-Beside it stands the range of the middle half: if that is wide, the machine was not idle. "training" is whole
-steps: forward, backward, clipping, AdamW. Models are new, but the one that skips has trained for 60 steps. A
-predicted saving is that of the matmul FLOPs that run. The numbers are written to results/speed.json.
+Beside it stands its middle half: if that is wide, the machine was not idle. "training" is whole steps. Models
+are new, but the one that skips has trained for 60 steps. A predicted saving is that of the FLOPs that run.
 """
-import importlib.util, json, os, statistics, sys, time
+import json, os, runpy, statistics, sys, time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,7 @@ from train import train_batch
 @dataclass
 class SpeedConfig:
     nanogpt: str = ""              # model.py of a copy of nanoGPT; without it that comparison is left out
-    only: str = ""                 # some of training, skipping, decoding, cache, separated by commas
+    only: str = ""                 # some of training, skipping, decoding, separated by commas
     rounds: int = 12               # [3, 1000] rounds that count
     data: str = "data/stdlib"      # folder of token shards, for the model that skips
     out: str = "results/speed.json"  # file of the numbers
@@ -73,28 +71,23 @@ def training(args):
         programs = {residual: train_step(make(residual, 12, n_embd), x, y) for residual in ("pre", *others)}
         if args.nanogpt:
             nano = read_nanogpt(args.nanogpt)
-            model = nano.GPT(nano.GPTConfig(n_layer=12, n_head=4, n_embd=n_embd, block_size=T, vocab_size=V,
-                                            dropout=0.0, bias=False))
-            programs["nanoGPT"] = train_step(model, x, y)
+            config = nano["GPTConfig"](T, V, n_layer=12, n_head=4, n_embd=n_embd, dropout=0.0, bias=False)
+            programs["nanoGPT"] = train_step(nano["GPT"](config), x, y)
         found = times(programs, args.rounds)
         if args.nanogpt:
             yield f"training 12 x {n_embd}: pre against nanoGPT", ratio(found, "nanoGPT", "pre")
-        else:
-            say("nanoGPT is left out: name a copy of its model.py with --nanogpt")
         for residual in others:
             yield f"training 12 x {n_embd}: {residual} against pre", ratio(found, "pre", residual)
 
 def read_nanogpt(path):
-    """Its model.py as a module"""
+    """-> what its model.py defines, by name"""
     if not path.endswith(".py") or not Path(path).is_file():
         refuse(f"--nanogpt {path}: is not a Python file; name model.py of a copy of nanoGPT")
-    spec = importlib.util.spec_from_file_location("nanogpt", path)
-    sys.modules["nanogpt"] = importlib.util.module_from_spec(spec)   # Its dataclass looks itself up there.
-    spec.loader.exec_module(sys.modules["nanogpt"])
-    return sys.modules["nanogpt"]
+    return runpy.run_path(path)
 
 def skipping(args):
     """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
+    prepare.load_meta(args.data)   # refuses what is no folder of shards
     model, shards = make("nag", 12, 256, mod_rate=0.5), prepare.open_split(args.data, "train", T)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
@@ -122,36 +115,30 @@ def skipping(args):
         yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
 
 def decoding(args):
-    model = make("nag", 24, 384, n_head=6).eval()
-    x = torch.randint(V, (8, T), generator=torch.Generator().manual_seed(0))
-    decide = by_threshold(calibrate(model, [x], 0.5))
-    found = times({"dense": lambda: model.generate(x[:1, :8], 48, decide=all_run),
-                   "skips": lambda: model.generate(x[:1, :8], 48, decide=decide)}, args.rounds)
+    """48 tokens, half skipped or dense; 256 tokens after 256, cached or run on the whole text each time"""
+    nag, pre = make("nag", 24, 384, n_head=6).eval(), make("pre", 12, 128, block_size=512).eval()
+    x = torch.randint(256, (8, T), generator=torch.Generator().manual_seed(0))
+    decide, prompt = by_threshold(calibrate(nag, [x], 0.5)), x[:2].view(1, 256)
+    found = times({"dense": lambda: nag.generate(x[:1, :8], 48, decide=all_run),
+                   "skips": lambda: nag.generate(x[:1, :8], 48, decide=decide)}, args.rounds)
     yield "decoding 24 x 384, half skipped against dense", ratio(found, "dense", "skips")
-
-def cache(args):
-    """256 more tokens after 256, by a pre of 12 x 128, against running on the whole text each time"""
-    model = make("pre", 12, 128, block_size=512).eval()
-    prompt = torch.randint(256, (1, 256), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()
     def recompute():
         idx = prompt
         for _ in range(256):
-            idx = torch.cat((idx, pick(model(idx)[0][:, -1], temperature=0)), dim=1)
+            idx = torch.cat((idx, pick(pre(idx)[0][:, -1], temperature=0)), dim=1)
 
-    found = times({"again": recompute, "cached": lambda: model.generate(prompt, 256, temperature=0)}, 3)
+    found = times({"again": recompute, "cached": lambda: pre.generate(prompt, 256, temperature=0)}, 3)
     yield "decoding 256 tokens: cached against recomputed", ratio(found, "again", "cached")
 
-COMPARISONS = dict(training=training, skipping=skipping, decoding=decoding, cache=cache)
+COMPARISONS = dict(skipping=skipping, training=training, decoding=decoding)   # What reads data comes first.
 
 def main(argv=None):
     args, = parse((SpeedConfig,), argv, __doc__)
     wanted = args.only.split(",") if args.only else [*COMPARISONS]
     for name in {*wanted} - {*COMPARISONS}:
         refuse(f"--only {name}: no such comparison; choose from {', '.join(COMPARISONS)}")
-    if "skipping" in wanted:
-        prepare.load_meta(args.data)   # now, not after minutes
     numbers = dict(threads=torch.get_num_threads(), load=os.getloadavg()[0], rounds=args.rounds)
     for name in wanted:
         for line, result in COMPARISONS[name](args):
