@@ -100,7 +100,7 @@ EXPERIMENTS["tokens"] = Experiment(
     [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
      Stage(4800, [SIZED], rates=1), Stage(19200, STARTS[:2], rates=1),
      Stage(4800, [QUICKER], rates=1), Stage(19200, [QUICKER], rates=1),
-     *(Stage(4800, [name], rates=2) for name in OTHERS),
+     *(Stage(4800, [name], rates=1) for name in OTHERS),
      Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
      Stage(1200, OTHERS), Stage(300, OTHERS)],
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
