@@ -101,12 +101,13 @@ MEASURES = dict(skip=skip, inside=inside)
 # ----------------------------------------------------------------------------- the yardstick: counting
 
 class WittenBell:
-    """n-grams of order 1 to 5, smoothed by Witten and Bell. With c counts, and T(h) the number of different
-    tokens after a history h, p(w | h) = (c(h w) + T(h) p(w | shorter h)) / (c(h) + T(h)). The last: 1 / V."""
+    """n-grams of order 1 to 5 (4 with GPT-2's tokens), smoothed by Witten and Bell. With c counts, and T(h) the
+    number of different tokens after a history h, p(w | h) = (c(h w) + T(h) p(w | shorter h)) / (c(h) + T(h)).
+    The last: 1 / V."""
     def __init__(self, tokens, seen, V):
         """tokens, seen (n,): an n-gram counts if all of its tokens have been seen"""
         self.V, self.tables = V, []
-        for n in range(1, 6):
+        for n in range(1, 6 if V ** 5 < 2 ** 63 else 5):   # A code is an int64.
             whole = sliding_window_view(seen, n).all(axis=1)
             code = self.encode(sliding_window_view(tokens, n)[whole])
             grams, counts = np.unique(code, return_counts=True)

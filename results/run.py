@@ -360,7 +360,7 @@ def n_gram_lines(scale, steps):
     x, y = prepare.val_windows(scale.data, gpt.block_size, judge.WINDOWS)
     rows = torch.cat((x, y[:, -1:]), dim=1).numpy()
     n_bytes = prepare.token_bytes(meta, scale.vocab_size)[y].sum().item()
-    return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 6))
+    return judge.rounded(grams.bits(rows, n) / n_bytes for n in range(1, 1 + len(grams.tables)))
 
 def count_lines(name, scale, kept, finals):
     """Adds the lines of new lengths to `kept` and to NAME.json, if the data are those of its runs."""

@@ -97,6 +97,12 @@ def test_a_variant_that_always_diverges_ends():
         tried |= {job: math.inf for job in jobs}
     assert len(tried) < 40
 
+def test_n_grams_of_a_large_vocabulary_stop_before_their_codes_overflow():
+    tokens = np.array([50256, 50255, 50256, 50255, 50254] * 4)
+    grams = judge.WittenBell(tokens, np.ones(20, bool), 50257)
+    assert len(grams.tables) == 4 and all((table[0] >= 0).all() for table in grams.tables)
+    assert 0 < grams.probability(tokens[None, :4])[0] < 1
+
 def test_gradients_that_fall_with_the_fan_in_are_not_explained_by_it():
     F = np.arange(6.0, 0, -1)
     noise = np.array([0.1, -0.1, 0.1, -0.1, 0.1, -0.1])
