@@ -101,7 +101,7 @@ MEASURES = dict(skip=skip, inside=inside)
 # ----------------------------------------------------------------------------- the yardstick: counting
 
 class WittenBell:
-    """n-grams of order 1 to 5 (4 for GPT-2's tokens), smoothed by Witten and Bell. With c counts, and T(h) the
+    """n-grams of order 1 to 5 (4 for GPT-2 tokens), smoothed by Witten and Bell. With c counts, and T(h) the
     number of different tokens after a history h, p(w | h) = (c(h w) + T(h) p(w | shorter h)) / (c(h) + T(h)).
     The last: 1 / V."""
     def __init__(self, tokens, seen, V):
