@@ -360,7 +360,7 @@ def gate(run):
 
 @stat("Reading", "Attention sink", "mean attention", x="block")
 def sink(run):
-    """Attention to the first tokens. Spread evenly, each gets about ln(T) / T (0.04 at T = 128). More is a sink.
+    """Attention to first tokens. Spread evenly, each gets about ln(T) / T (0.04 at T = 128). More is a sink.
 
     Means over heads and queries 2 .. T. Sources: arXiv:2506.19697; NAG, arXiv:2606.16112, section IV-E."""
     weights = run.mean(lambda idx: attention_weights(run, idx))[:, 1:]                      # (L, T - 1, T)
@@ -433,9 +433,9 @@ def shares_ran(run, decide):
 def skip_curve(run):
     """More and more is skipped, from right to left, without further training; lower left is better.
 
-    Matmul FLOPs of what runs in a forward pass. Thresholds for 10, 20, .. 60 %, found on other windows, as are
-    the two controls. Random tokens: in each sublayer as many as by gain. Removed: sublayers do not run at all,
-    those first whose removal alone costs least. Source: arXiv:2606.16112, section VI."""
+    Matmul FLOPs of what runs in a forward pass. Thresholds for 10, 20, .. 60 %, found on other windows, as
+    are the two controls. Random tokens: in each sublayer as many as by gain. Removed: sublayers do not run
+    at all, those first whose removal alone costs least. Source: arXiv:2606.16112, section VI."""
     if why := run.model.why_not("skip"):
         raise NotHere(why)
     model, generator, dense = run.model, torch.Generator().manual_seed(0), run.loss_with(all_run)
