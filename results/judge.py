@@ -144,8 +144,9 @@ def look_up(keys, values, wanted):
 
 # ----------------------------------------------------------------------------- intervals and verdicts
 
-# The 97.5 % point of Student's t distribution, by degrees of freedom: 2 to 8 seeds, and the groups of windows
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, GROUPS - 1: 2.040}
+# The 97.5 % point of Student's t distribution, by degrees of freedom: 2 to 10 seeds, and the groups of windows
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
+       GROUPS - 1: 2.040}
 
 def interval(values):
     """-> mean, half of its 95 % interval (inf for one value)"""
@@ -291,9 +292,11 @@ def draw_lines(axis, by_tokens, tokens, lines):
                       va="bottom", annotation_clip=True)
 
 def table(experiment, finals):
-    """Rows: each variant at each length, and its gap to the first variant"""
+    """Rows: each variant at each length, and its gap to the first variant (of as many blocks, if x is blocks)"""
     rows, first = [], experiment.stages[0].variants[0]
     for (variant, steps), runs in sorted(finals.items(), key=lambda item: item[0][1]):
+        if experiment.x == "blocks":
+            first = f"{first.split()[0]} --n_layer {variant.split()[-1]}"
         bits = " ".join(f"{runs[seed]['bits']:.3f}" for seed in sorted(runs))
         seeds, groups = gap(variant, first, steps, finals)
         text = in_words(seeds, groups) if seeds and variant != first else ""

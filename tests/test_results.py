@@ -71,6 +71,14 @@ def test_a_control_with_one_seed_lets_nothing_be_said():
     experiment = run.Experiment("?", [run.Stage(300, [])], [])
     assert judge.judge(experiment, claim, found, {"300": [9.0] * 4})[0] == "cannot be tested here"
 
+def test_gaps_over_depth_are_of_as_many_blocks():
+    names = "pre --n_layer 24", "nag --n_layer 24", "pre --n_layer 6", "nag --n_layer 6"
+    found = finals(**dict(zip(names, ([2.0], [1.9], [2.3], [2.4]))))
+    for seeds in found.values():
+        seeds[1]["lr"] = 0.006
+    rows = judge.table(run.EXPERIMENTS["depth"], found)
+    assert [row[-1].split()[:1] for row in rows] == [[], ["-0.100,"], [], ["+0.100,"]]
+
 def test_a_lead_in_longer_runs_is_no_early_one():
     found = finals(pre=[2.0, 2.1, 2.2], nag=[1.99, 2.09, 2.19])
     for variant, bits in dict(pre=1.9, nag=1.8).items():
