@@ -124,14 +124,14 @@ EXPERIMENTS["waterfall"] = Experiment(
 EXPERIMENTS["depth"] = Experiment(
     "Does a lead grow with depth?",
     [Stage(1200, [f"{name} --n_layer {n}" for name in names.split()], rates=2)
-     for n, names in ((24, "pre nag skipinit"), (12, "pre nag skipinit"), (6, "pre nag skipinit"),
+     for n, names in ((24, "pre nag skipinit"), (6, "pre nag skipinit"), (12, "pre nag skipinit"),
                       (24, "completep"), (48, "pre nag skipinit"))],
     [Claim(f"At {n} blocks, NAG beats PreNorm and SkipInit", f"nag --n_layer {n}",
            (f"pre --n_layer {n}", f"skipinit --n_layer {n}")) for n in (24, 48)],
     x="blocks", line=(3, 0.0))
 
 DENSE = [f"nag --n_layer {n}" for n in (6, 9, 12)]
-DENSE_PRE = [f"pre --n_layer {n}" for n in (6, 9, 12, 4)]
+DENSE_PRE = [f"pre --n_layer {n}" for n in (6, 12, 4)]
 QUARTER, HALF = f"{NAG_12} --mod_rate 0.25", f"{NAG_12} --mod_rate 0.5"
 ROUTER = f"{PRE_12} --mod router --mod_rate 0.25"
 EXPERIMENTS["mod"] = Experiment(
