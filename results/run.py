@@ -157,7 +157,7 @@ FALLING = f"{PRE_12} --taper cosine --taper_on both"
 RISING = f"{FALLING} --taper_start 0.5 --taper_end 1.5"
 EXPERIMENTS["widths"] = Experiment(
     "Does it pay to have wide blocks first, at equal size and FLOPs?",
-    [Stage(steps, [PRE_12, FALLING, RISING], rates=n) for steps, n in ((300, 0), (1200, 0), (4800, 2))],
+    [Stage(1200, [PRE_12, FALLING, RISING]), Stage(4800, [PRE_12, FALLING, RISING], rates=2)],
     [Claim("A falling taper beats a uniform and a rising one", FALLING, (PRE_12, RISING), 0.01)])
 
 ORDERS = ("CascadeFlow this order", "influence this order", "last first this order", "CascadeFlow at random")
