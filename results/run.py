@@ -104,7 +104,6 @@ EXPERIMENTS["tokens"] = Experiment(
      Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
      Stage(1200, OTHERS), Stage(300, OTHERS)],
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
-     Claim("NAG beats a PreNorm of its size and FLOPs", "nag", (SIZED,)),
      Claim("NAG with quicker gates beats PreNorm", QUICKER, ("pre",)),
      Claim("NAG with quicker gates beats a PreNorm of its size and FLOPs", QUICKER, (SIZED,)),
      Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
@@ -118,8 +117,7 @@ EXPERIMENTS["waterfall"] = Experiment(
     "Where does an early lead come from: first weights, the write, its gates, or the head?",
     [Stage(300, FROM_PRE_TO_NAG), Stage(1200, FROM_PRE_TO_NAG), Stage(4800, FROM_PRE_TO_NAG[:2]),
      Stage(4800, FROM_PRE_TO_NAG[2:], rates=2)],
-    [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",)),
-     Claim("NAG's head beats a linear one", "nag", ("nag:head=linear",))])
+    [Claim("First weights that fit the width help PreNorm", "pre", ("pre --init gpt2",))])
 
 EXPERIMENTS["depth"] = Experiment(
     "Does a lead grow with depth?",
@@ -168,15 +166,12 @@ EXPERIMENTS["prune"] = Experiment(
            tuple(f"{PRE_12} | {order} | 3" for order in ORDERS[1:]))],
     x="blocks removed", y="nats per token", measure="inside", curves=ORDERS)
 
-GPT2, EQUALIZED = f"{PRE_12} --init gpt2", f"{PRE_12} --equalize_grads"
 EXPERIMENTS["fan_in"] = Experiment(
     "Is the gradient of a block a line in the number of paths that reach it?",
-    [Stage(4800, [PRE_12, EQUALIZED, GPT2], rates=1),
+    [Stage(4800, [PRE_12, f"{PRE_12} --equalize_grads", f"{PRE_12} --init gpt2"], rates=1),
      Stage(4800, [f"{PRE_12} --deep_supervision", f"{PRE_12} --repeat 9-12:2"], rates=1)],
     [Claim("Without the first block, a rising line leaves under a fifth of the variance",
-           f"{PRE_12} | 1 - R2 | 1", ("0.2",), 0.0),
-     Claim("With GPT-2's first weights, it leaves under a fifth", f"{GPT2} | 1 - R2 | 1", ("0.2",), 0.0),
-     Claim("Equal gradients in all blocks help", EQUALIZED, (PRE_12,))],
+           f"{PRE_12} | 1 - R2 | 1", ("0.2",), 0.0)],
     x="block", y="share of the summed gradient norms", measure="inside", curves=("measured",))
 
 SINGLE_NORM = f"{PRE_12} --norm single"
