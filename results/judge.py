@@ -144,7 +144,7 @@ def look_up(keys, values, wanted):
 
 # ----------------------------------------------------------------------------- intervals and verdicts
 
-# The 97.5 % point of Student's t distribution, by degrees of freedom: 2 to 10 seeds, and the groups of windows
+# The 97.5 % point of Student's t, by degrees of freedom: 2 to 10 seeds, and the groups of windows
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262,
        GROUPS - 1: 2.040}
 
@@ -234,6 +234,7 @@ def draw(path, experiment, finals, lines):
     """Left: a dot per run, a line through the means, n-grams dashed. Right: paired gaps to the first label,
     with 95 % intervals over seeds."""
     by_tokens, of_losses = experiment.x == "training tokens", experiment.measure == "loss"
+    by_factors = by_tokens or experiment.x == "blocks"
     longest = max(steps for _, steps in finals)
     runs = [run for (_, steps), of_seed in finals.items() for run in of_seed.values()
             if by_tokens or steps == longest]
@@ -253,7 +254,7 @@ def draw(path, experiment, finals, lines):
             gaps = [seeds[seed][1] - base[place][seed][1] for seed in seeds if seed in base.get(place, {})]
             if i and len(gaps) > 1 and (shared or of_losses):
                 mean, half = interval(gaps)
-                beside = 1.03 ** (i - len(found) / 2) if by_tokens else 1   # so that none hides another
+                beside = 1.03 ** (i - len(found) / 2) if by_factors else 1   # so that none hides another
                 right.errorbar(line[-1][0] * beside, mean, half, fmt="o", capsize=3, color=color)
         left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
     if of_losses:
@@ -269,11 +270,13 @@ def draw(path, experiment, finals, lines):
     right.axhline(0, color="0.3")
     for axis in left, right:
         axis.grid(alpha=0.3)
-        if by_tokens:
-            xs = sorted({run["tokens"] for run in runs})
+        if by_factors:
+            xs = sorted({place for places in found.values() for place in places})
             axis.set(xscale="log", xlim=(xs[0] / 1.5, xs[-1] * 1.5))
-            axis.set_xticks(xs, [f"{x / 1e6:.1f}M" for x in xs])
+            axis.set_xticks(xs, [f"{x / 1e6:.1f}M" if by_tokens else x for x in xs])
             axis.minorticks_off()
+        elif experiment.x == "block":
+            axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     left.legend(fontsize=8)
     figure.suptitle(experiment.question)
     figure.savefig(path, dpi=110)
@@ -292,7 +295,7 @@ def draw_lines(axis, by_tokens, tokens, lines):
                       va="bottom", annotation_clip=True)
 
 def table(experiment, finals):
-    """Rows: each variant at each length, and its gap to the first variant (of as many blocks, if x is blocks)"""
+    """Rows: each variant at each length, its gap to the first variant (if x is blocks, of as many)"""
     rows, first = [], experiment.stages[0].variants[0]
     for (variant, steps), runs in sorted(finals.items(), key=lambda item: item[0][1]):
         if experiment.x == "blocks":

@@ -179,7 +179,8 @@ EXPERIMENTS["sinks"] = Experiment(
     "Does a residual without growing norms have smaller sinks and outliers?",
     [Stage(4800, [PRE_12, NAG_12, SINGLE_NORM], rates=1)],
     [Claim("NAG attends less to the first token", f"{NAG_12} | to the first token | mean",
-           (f"{PRE_12} | to the first token | mean",)),
+           (f"{PRE_12} | to the first token | mean",), 0.01),
+     Claim("NAG has smaller outliers", f"{NAG_12} | stream | max", (f"{PRE_12} | stream | max",), 0.5),
      Claim("One scale for all channels has smaller outliers", f"{SINGLE_NORM} | stream | max",
            (f"{PRE_12} | stream | max",), 0.5)],
     x="block", y="mean attention", measure="inside", curves=("to the first token",))
