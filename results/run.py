@@ -56,7 +56,7 @@ SCALES = {
 class Stage:
     """Variants that are trained equally long. A variant is what follows --residual on the command line.
 
-    Seed 1 sweeps the learning rate, the other seeds have the best one, or all that are close to it. A sweep
+    Seed 1 sweeps the learning rate, the other seeds have the best one, or two that are close. A sweep
     begins with the two best rates of the stage before, or the scale's, and goes on until the best is inside.
     rates: only so many of those."""
     steps: int
@@ -204,14 +204,14 @@ CLOSE = 0.01   # bits per byte; a sweep with one seed can't tell such rates apar
 Job = namedtuple("Job", "variant steps lr seed")   # a run that is wanted, or known
 
 def ranked(losses, variant, steps):
-    """-> the rates that a variant has had with seed 1, the best first; those of them that are close to it.
-    Among those the mean over the seeds that all of them have had decides. losses: {Job: bits per byte}"""
+    """-> the rates that a variant has had with seed 1, the best first; the best one, and the next if it is
+    close. Of these the mean over the seeds that both have had decides. losses: {Job: bits per byte}"""
     found = {}   # {rate: {seed: bits}}
     for job, bits in losses.items():
         if (job.variant, job.steps) == (variant, steps):
             found.setdefault(job.lr, {})[job.seed] = bits
     order = sorted((lr for lr in found if 1 in found[lr]), key=lambda lr: (found[lr][1], lr))
-    close = [lr for lr in order if found[lr][1] <= found[order[0]][1] + CLOSE]
+    close = [lr for lr in order[:2] if found[lr][1] <= found[order[0]][1] + CLOSE]
     common = set.intersection(*({*found[lr]} for lr in close)) if close else ()
     best = sorted(close, key=lambda lr: sum(found[lr][seed] for seed in common))
     return best + order[len(close):], best
