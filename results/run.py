@@ -106,7 +106,7 @@ EXPERIMENTS["tokens"] = Experiment(
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
      Claim("NAG with quicker gates beats PreNorm", QUICKER, ("pre",)),
      Claim("NAG with quicker gates beats a PreNorm of its size and FLOPs", QUICKER, (SIZED,)),
-     Claim("Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
+     Claim("Block Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
      Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
      Claim("Review's gate beats PreNorm", "review", ("pre",)),
      Claim("Review's gate beats Highway's", "review", ("highway",))],
@@ -145,9 +145,9 @@ EXPERIMENTS["mod"] = Experiment(
 EXPERIMENTS["skip"] = Experiment(
     "What does skipping cost a model that was trained without it?",
     [Stage(steps, ["nag", "pre"], rates=1) for steps in (1200, 4800)],
-    [Claim("Skipping a quarter by gain beats random tokens", "nag | by gain | 1",
+    [Claim("Skipping a quarter of runs by gain beats random tokens", "nag | by gain | 1",
            ("nag | random tokens | 1",)),
-     Claim("Skipping a quarter by gain beats removing sublayers", "nag | by gain | 1",
+     Claim("Skipping a quarter of runs by gain beats removing as many", "nag | by gain | 1",
            ("nag | greedy sublayers | 1", "nag | least-gain sublayers | 1"))],
     x="share of forward FLOPs saved", y="bits per byte lost", measure="skip")
 
@@ -162,7 +162,7 @@ ORDERS = ("CascadeFlow this order", "influence this order", "last first this ord
 EXPERIMENTS["prune"] = Experiment(
     "Which order of removing blocks costs least?",
     [Stage(4800, [PRE_12, NAG_12], rates=1)],
-    [Claim("CascadeFlow's order beats simpler ones", f"{PRE_12} | {ORDERS[0]} | 3",
+    [Claim("For three blocks, CascadeFlow's order beats simpler ones", f"{PRE_12} | {ORDERS[0]} | 3",
            tuple(f"{PRE_12} | {order} | 3" for order in ORDERS[1:]))],
     x="blocks removed", y="nats per token", measure="inside", curves=ORDERS)
 
@@ -180,8 +180,9 @@ EXPERIMENTS["sinks"] = Experiment(
     [Stage(4800, [PRE_12, NAG_12, SINGLE_NORM], rates=1)],
     [Claim("NAG attends less to the first token", f"{NAG_12} | to the first token | mean",
            (f"{PRE_12} | to the first token | mean",), 0.01),
-     Claim("NAG has smaller outliers", f"{NAG_12} | stream | max", (f"{PRE_12} | stream | max",), 0.5),
-     Claim("One scale for all channels has smaller outliers", f"{SINGLE_NORM} | stream | max",
+     Claim("NAG has less kurtosis (claimed after two seeds)", f"{NAG_12} | stream | max",
+           (f"{PRE_12} | stream | max",), 0.5),
+     Claim("One scale for all channels has less kurtosis", f"{SINGLE_NORM} | stream | max",
            (f"{PRE_12} | stream | max",), 0.5)],
     x="block", y="mean attention", measure="inside", curves=("to the first token",))
 
@@ -190,8 +191,8 @@ HIGHWAYS = ["highway", "convex:inputs=h,bias=-3"]   # additive, as in the paper 
 EXPERIMENTS["gates"] = Experiment(
     "Does a convex gate fail with depth, or with its first bias?",
     [Stage(1200, [f"{gate} --n_layer {n}" for gate in gates], rates=rates)
-     for n, gates, rates in ((16, GATES, 0), (4, GATES, 0), (32, GATES, 2), (16, HIGHWAYS, 0), (4, HIGHWAYS, 0))],
-    [Claim("At 16 blocks, an additive gate beats a convex one", "review --n_layer 16",
+     for n, gates, rates in ((16, GATES, 0), (4, GATES, 0), (32, GATES, 2), (16, HIGHWAYS, 0))],
+    [Claim("At 16 blocks, an additive gate beats a convex, half-open one", "review --n_layer 16",
            ("convex --n_layer 16",)),
      Claim("It also beats a convex one that starts closed", "review --n_layer 16",
            ("convex:bias=-3 --n_layer 16",))],
