@@ -245,17 +245,17 @@ def draw(path, experiment, finals, lines):
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     first, base = next(iter(found.items()))
     for i, (label, places) in enumerate(found.items()):
-        color, line = f"C{i % 10}", []
+        color, dot, line = f"C{i % 10}", ".o" if i < 10 else "xx", []   # ten colours, then crosses
         shared = {*label.split(": ")} & {*first.split(": ")}   # the same model, or the same curve
         beside = 1.03 ** (i - len(found) / 2) if by_factors else 1   # so that none hides another
         for place, seeds in places.items():
             xs, ys = zip(*((x * beside, y) for x, y in seeds.values()))
-            left.plot(xs, ys, ".", color=color)
+            left.plot(xs, ys, dot[0], color=color)
             line.append((statistics.mean(xs), statistics.mean(ys)))
             gaps = [seeds[seed][1] - base[place][seed][1] for seed in seeds if seed in base.get(place, {})]
             if i and len(gaps) > 1 and (shared or of_losses):
                 mean, half = interval(gaps)
-                right.errorbar(line[-1][0], mean, half, fmt="o", capsize=3, color=color)
+                right.errorbar(line[-1][0], mean, half, fmt=dot[1], capsize=3, color=color)
         left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
     if of_losses:
         draw_lines(left, by_tokens, {str(run["steps"]): run["tokens"] for run in runs}, lines)
