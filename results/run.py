@@ -128,14 +128,14 @@ EXPERIMENTS["depth"] = Experiment(
            (f"pre --n_layer {n}", f"skipinit --n_layer {n}")) for n in (24, 48)],
     x="blocks", line=(3, 0.0))
 
-DENSE = [f"nag --n_layer {n}" for n in (6, 4, 9, 12)]
+DENSE = [f"nag --n_layer {n}" for n in (6, 4, 12, 9)]
 DENSE_PRE = [f"pre --n_layer {n}" for n in (6, 12, 4)]
 QUARTER, HALF = f"{NAG_12} --mod_rate 0.25", f"{NAG_12} --mod_rate 0.5"
 ROUTER = f"{PRE_12} --mod router --mod_rate 0.25"
 EXPERIMENTS["mod"] = Experiment(
     "Is a deep model that skips better than a shallower one, at equal training FLOPs?",
-    [Stage(1200, [*DENSE[:2], HALF], rates=2),
-     Stage(1200, [*DENSE[2:], QUARTER, f"{NAG_12} --mod_rate 0.125"], rates=1),
+    [Stage(1200, [*DENSE[:3], HALF], rates=2),
+     Stage(1200, [DENSE[3], QUARTER, f"{NAG_12} --mod_rate 0.125"], rates=1),
      Stage(1200, [*DENSE_PRE, ROUTER, f"{PRE_12} --layer_drop 0.25"], rates=1)],
     [Claim("NAG that skips a quarter beats every dense depth", QUARTER, tuple(DENSE)),
      Claim("NAG that skips half beats every dense depth", HALF, tuple(DENSE)),
