@@ -182,13 +182,17 @@ def in_words(seeds, groups):
 
 def judge(experiment, claim, finals, lines):
     """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs
-    with three seeds (if there are none, at those with most seeds), and at the control that is least surely
-    beaten there: the one whose gap has the highest end of the interval."""
+    with three seeds (if there are none, at those with most seeds), and at one control there: one that
+    contradicts, or else the one whose gap has the highest end of the interval."""
+    def shortfall(found):   # A control that contradicts comes first, then the one that is least surely beaten.
+        mean, half = interval(found[0])
+        return mean - half > -claim.least and mean + half >= 0, mean + half
+
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
     for steps in lengths:
         gaps = [(*gap(claim.of, control, steps, finals), control) for control in claim.against]
         if all(seeds for seeds, *_ in gaps):
-            found[steps] = max(gaps, key=lambda each: sum(interval(each[0])))
+            found[steps] = max(gaps, key=shortfall)
     if not found:
         return None
     last = max(found, key=lambda steps: (min(3, len(found[steps][0])), steps))
@@ -256,7 +260,7 @@ def draw(path, experiment, finals, lines):
             if i and len(gaps) > 1 and (shared or of_losses):
                 mean, half = interval(gaps)
                 right.errorbar(line[-1][0], mean, half, fmt=dot[1], capsize=3, color=color)
-        left.plot(*zip(*line), "-" if i < 10 else ":", color=color, label=label)
+        left.plot(*zip(*sorted(line)), "-" if i < 10 else ":", color=color, label=label)
     if of_losses:
         draw_lines(left, by_tokens, {str(run["steps"]): run["tokens"] for run in runs}, lines)
         bits = [run["bits"] for run in runs]

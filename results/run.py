@@ -104,7 +104,7 @@ EXPERIMENTS["tokens"] = Experiment(
      Stage(1200, STARTS[2:]), Stage(4800, STARTS[2:], rates=2), Stage(19200, STARTS[2:], (1, 2), 1),
      Stage(1200, OTHERS), Stage(300, OTHERS)],
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
-     Claim("NAG with quicker gates beats PreNorm", QUICKER, ("pre",)),
+     Claim("NAG with quicker gates (tried after plain NAG) beats PreNorm", QUICKER, ("pre",)),
      Claim("NAG with quicker gates beats a PreNorm of its size and FLOPs", QUICKER, (SIZED,)),
      Claim("Block Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
      Claim("nGPT beats PreNorm", "ngpt", ("pre",)),

@@ -65,6 +65,13 @@ def test_the_strongest_control_counts():
     word, gap, where = judge.judge(experiment, claim, found, {"300": [9.0] * 4})
     assert word == "contradicted" and gap.startswith("+0.100") and where.endswith("against lns")
 
+def test_one_control_that_contradicts_is_enough():
+    claim = run.Claim("", "nag", ("pre", "lns"))
+    found = finals(nag=[1.9] * 3, pre=[1.9, 1.7, 2.1], lns=[1.9, 1.895, 1.895])
+    word, _, where = judge.judge(run.EXPERIMENTS["mod"], claim, {(name, 1200): runs for (name, _), runs in
+                                 found.items()}, {"1200": [9.0] * 4})
+    assert word == "contradicted" and where.endswith("against lns")   # The interval of pre is the wider one.
+
 def test_a_control_with_one_seed_lets_nothing_be_said():
     claim = run.Claim("", "nag", ("pre", "lns"))
     found = finals(nag=[1.9] * 3, pre=[2.0] * 3, lns=[2.4])
