@@ -184,8 +184,8 @@ def judge(experiment, claim, finals, lines):
     """The rule, one for all claims -> verdict, gap, by what; None without runs. It looks at the longest runs
     with three seeds (if there are none, at those with most seeds), and at one control there: one that
     contradicts, or else the one whose gap has the highest end of the interval."""
-    def shortfall(found):   # A control that contradicts comes first, then the one that is least surely beaten.
-        mean, half = interval(found[0])
+    def shortfall(each):   # A control that contradicts comes first, then the one that is least surely beaten.
+        mean, half = interval(each[0])
         return mean - half > -claim.least and mean + half >= 0, mean + half
 
     lengths, found = sorted({stage.steps for stage in experiment.stages}), {}
