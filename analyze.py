@@ -22,21 +22,22 @@ import torch
 import torch.nn.functional as F
 
 import prepare
-from model import all_run, by_threshold, ran_shares, without
-from sample import calibrate
-from runs import parse, pick_device, read_metrics, refuse, start, write_file, writing
-from train import evaluate, open_run
+from flags import flag, parse, printable, refuse, say, start
+from model import (ByFunction, EVERYONE, SHARPNESS, Without, all_run, calibrate, flops_per_token,
+                   num_params, ran_shares, why_not)
+from runs import open_run, pick_device, pick_threads, read_metrics, write_file, writing
+from train import evaluate
 
 @dataclass
 class AnalyzeConfig:
-    runs: list                      # run folders
-    out: str = "figures"            # folder of the page, the figures and the numbers
-    only: str = ""                  # some statistics, such as removal,skip_curve; without it all
-    list: bool = False              # print each statistic in a sentence
-    text: str = ""                  # a text, or a file with one, for the map of tokens and sublayers
-    skip: float = 0.25              # [0, 0.95] share of sublayer runs to skip, if the training has set none
-    windows: int = 0                # [0, 1e6] validation windows; 0: as many as in training
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    runs: list = flag(None, "run folders")
+    out: str = flag("figures", "folder of the page, the figures and the numbers")
+    only: str = flag("", "some statistics, such as removal,skip_curve; without it all")
+    list: bool = flag(False, "print each statistic in a sentence")
+    text: str = flag("", "a text, or a file with one, for the map of tokens and sublayers")
+    skip: float = flag(0.25, "share of sublayer runs to skip, if the training has set none", 0, 0.95)
+    windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
 STATS = {}   # name -> a statistic, in the order of a lesson
 
@@ -72,20 +73,23 @@ class Run:
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, 8)   # nats per token, bits per byte
 
     # What is measured often is measured on every fourth window, and what is chosen, by as many other ones.
+    # Windows are in the order of the text, so these, and every fourth of them, are from all over it.
     some = functools.cached_property(lambda self: every_fourth(self.batches, 0))
     others = functools.cached_property(lambda self: every_fourth(self.batches, 2))
+    few = functools.cached_property(lambda self: every_fourth(self.some, 0))
+    few_others = functools.cached_property(lambda self: every_fourth(self.others, 0))
     loss_of_some = functools.cached_property(lambda self: mean_loss(self.model, self.some))
 
-    def streams(self, idx, decide=None):
+    def streams(self, idx, decider=None):
         """The stream before each sublayer and at the end, as vectors: (2L + 1, B, T, C)"""
         found = []
-        for _, before, after, _ in self.model.walk(idx, decide=decide):
+        for _, before, after, _ in self.model.walk(idx, decider=decider):
             found.append(self.model.ends.as_tensor(before))
         return torch.stack([*found, self.model.ends.as_tensor(after)])
 
-    def visits(self, idx, decide=None):
+    def visits(self, idx, decider=None):
         """Yields what walk does, and by what: residual, sublayer f, stream before, stream after, keep."""
-        walk, sublayers = self.model.walk(idx, decide=decide), self.model.sublayers(idx)
+        walk, sublayers = self.model.walk(idx, decider=decider), self.model.sublayers(idx)
         for (_, before, after, keep), (_, residual, f) in zip(walk, sublayers):
             yield residual, f, before, after, keep
 
@@ -94,20 +98,24 @@ class Run:
         batches = batches or self.batches
         return sum(measure(idx) for idx, _ in batches) / len(batches)
 
-    def loss_with(self, decide):
-        """The loss if `decide` says who runs what: that of all windows, and its change on every fourth one.
+    def loss_with(self, decider):
+        """The loss if this decider says who runs what: that of all windows, and its change on every fourth one.
         The change is far surer than a loss of so few windows: the same windows are in both of its terms."""
-        return self.loss + mean_loss(self.model, self.some, decide) - self.loss_of_some
+        return self.loss + mean_loss(self.model, self.some, decider) - self.loss_of_some
 
     def loss_without(self, numbers):
-        return self.loss_with(without(numbers, self.model.decide))
+        return self.loss_with(Without(numbers, self.model.decider))
 
     @functools.cached_property
-    def decide(self):
+    def decider(self):
         """Who skips: as in training, or else, if this model can skip, by thresholds for --skip."""
-        if self.config["mod_rate"] > 0 or self.model.why_not("skip"):
-            return self.model.decide
-        return by_threshold(calibrate(self.model, [self.others[0][0]], self.args.skip))
+        if self.config["mod_rate"] > 0 or why_not(self.model, "skip"):
+            return self.model.decider
+        return self.calibrate(self.args.skip)
+
+    def calibrate(self, rate):
+        """A threshold at which the model skips this share, found on windows from all over the text"""
+        return calibrate(self.model, [idx for idx, _ in self.others], rate)
 
 def in_batches(x, y):
     size = math.gcd(len(x), 8)   # All batches are as large, so that their means can be averaged.
@@ -116,8 +124,9 @@ def in_batches(x, y):
 def every_fourth(batches, first):
     return in_batches(*(torch.cat(part)[first::4] for part in zip(*batches)))
 
-def mean_loss(model, batches, decide=None):
-    return sum(model(idx, targets, decide=decide)[1].item() for idx, targets in batches) / len(batches)
+def mean_loss(model, batches, decider=None):
+    losses = [model(idx, targets, decider=decider)[1].item() for idx, targets in batches]
+    return sum(losses) / len(losses)
 
 def by_kind(values):
     """A value per sublayer -> a line of attentions and one of MLPs, with a value per block"""
@@ -203,10 +212,10 @@ def causal_score(run):
 
     |u without the block - u| / |u|, u the update of a later block; mean over the tokens of two windows.
     Source: arXiv:2505.13898 (there, the maximum over tokens)."""
-    idx, rows, blocks = run.some[0][0][:2], [], range(len(run.model.order))
+    idx, rows, blocks = run.few[0][0][::4], [], range(len(run.model.order))
     updates = run.streams(idx)[::2].diff(dim=0)                                             # (L, B, T, C)
     for i in blocks:
-        changed = run.streams(idx, without({2 * i + 1, 2 * i + 2}, run.model.decide))[::2].diff(dim=0)
+        changed = run.streams(idx, Without({2 * i + 1, 2 * i + 2}, run.model.decider))[::2].diff(dim=0)
         score = relative(changed, updates).mean((1, 2)).tolist()
         rows.append([score[later] if later > i else None for later in blocks])
     return {"": rows}
@@ -241,7 +250,7 @@ def prune_curve(run):
     numbers = [sublayers_of(run.model, i) for i in range(len(blocks))]
     scores = {"magnitude": [sum(p.abs().sum() for p in block.parameters()) for block in blocks],
               "influence": run.mean(lambda idx: stay(run.streams(idx)[::2]), run.others),
-              "worth": [mean_loss(run.model, run.others, without(own, run.model.decide)) for own in numbers],
+              "worth": [mean_loss(run.model, run.others, Without(own, run.model.decider)) for own in numbers],
               "last first": [-i for i in range(len(blocks))]}
     if sums := gradient_sums(run):
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
@@ -334,7 +343,7 @@ def depth_attention(run):
     """A row says what a sublayer reads, from the embedding to the newest source; one colour: PreNorm's sum.
 
     Mean over tokens of the softmax weights of reads 2 .. 2L, and of the head's, 2L + 1. A source is the sum
-    of a depth block (Full: an update). What is read may not be needed. Source: arXiv:2603.15031, figure 8."""
+    of a group (Full: an update). What is read may not be needed. Source: arXiv:2603.15031, figure 8."""
     if not hasattr(run.model.ends, "weigh"):
         raise NotHere("only attnres reads earlier sublayers with weights of its own")
     def measure(idx):
@@ -372,10 +381,8 @@ def attention_weights(run, idx):
     T, found = idx.shape[1], []
     hidden, rotation = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1), run.model.rotation[:T]
     for residual, f, before, *_ in itertools.islice(run.visits(idx), 0, None, 2):           # the attentions
-        attn = f.sublayer
-        q, k, _ = attn.heads(residual.read(before), attn.c_attn.weight)                     # (B, T, nh, hs)
-        q, k = attn.turned(q, rotation, attn.q_scale), attn.turned(k, rotation, attn.k_scale)
-        scores = torch.einsum("bqhc,bkhc->bhqk", q, k) / attn.head_size ** 0.5
+        q, k, _ = f.module.project(residual.read(before), rotation)                         # (B, T, nh, hs)
+        scores = torch.einsum("bqhc,bkhc->bhqk", q, k) * SHARPNESS / f.module.head_size
         found.append(scores.masked_fill(hidden, -math.inf).softmax(-1).mean((0, 1)))
     return torch.stack(found)
 
@@ -402,11 +409,11 @@ def depth_map(run):
     if run.args.text:
         idx = idx.new_tensor([encoding.encode_ordinary(run.args.text)[:run.model.config.block_size]])
     found = {"tokens": [], "size": [], "ran": []}
-    for residual, _, before, after, keep in run.visits(idx, run.decide):
+    for residual, _, before, after, keep in run.visits(idx, run.decider):
         size = relative(run.model.ends.as_tensor(after), run.model.ends.as_tensor(before))
         size = residual.gain(before).abs()[..., 0] if residual.knows_gain else size
         found["size"].append(size[0].tolist())
-        found["ran"].append([True] * idx.shape[1] if keep is None else keep[0].tolist())
+        found["ran"].append([True] * idx.shape[1] if keep is EVERYONE else keep[0].tolist())
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # The last token of a character shows it.
     for token in idx[0].tolist():
         found["tokens"].append(decoder.decode(encoding.decode_single_token_bytes(token)))
@@ -417,16 +424,16 @@ def skip_share(run):
     """How many tokens skip each sublayer; an attention that few would skip runs for all of them.
 
     Thresholds as in the map. Source: NAG, arXiv:2606.16112, appendix A."""
-    if run.config["mod_rate"] == 0 and (why := run.model.why_not("skip")):
+    if run.config["mod_rate"] == 0 and (why := why_not(run.model, "skip")):
         raise NotHere(why)
-    return {"": by_kind(1 - torch.tensor(shares_ran(run, run.decide)))}
+    return {"": by_kind(1 - torch.tensor(shares_ran(run, run.decider)))}
 
-def shares_ran(run, decide):
+def shares_ran(run, decider):
     """Share of the tokens that run each sublayer"""
     def measure(idx):
-        kept = []
-        run.model(idx, decide=decide, kept=kept)
-        return torch.tensor([float(share) for share in ran_shares(kept)])
+        keeps = []
+        run.model(idx, decider=decider, keeps=keeps)
+        return torch.tensor([float(share) for share in ran_shares(keeps)])
     return run.mean(measure, run.some).tolist()
 
 @stat("Skipping", "Loss against compute", "loss (nats per token)", x="executed FLOPs per token", first=1)
@@ -436,25 +443,26 @@ def skip_curve(run):
     Matmul FLOPs of what runs in a forward pass. Thresholds for 10, 20, .. 60 %, found on other windows, as
     are the two controls. Random tokens: in each sublayer as many as by gain. Removed: sublayers do not run
     at all, those first whose removal alone costs least. Source: arXiv:2606.16112, section VI."""
-    if why := run.model.why_not("skip"):
+    if why := why_not(run.model, "skip"):
         raise NotHere(why)
     model, generator, dense = run.model, torch.Generator().manual_seed(0), run.loss_with(all_run)
-    found = {name: [[model.flops_per_token(), dense]] for name in ("by gain", "random tokens", "removed")}
+    found = {name: [[flops_per_token(model), dense]] for name in ("by gain", "random tokens", "removed")}
     if run.config["mod_rate"] > 0:
-        found["as trained"] = [[model.flops_per_token(ran=shares_ran(run, model.decide)), run.loss]]
+        found["as trained"] = [[flops_per_token(model, ran=shares_ran(run, model.decider)), run.loss]]
     numbers = range(1, 2 * len(model.order) + 1)
-    cheapest = sorted(numbers, key=lambda l: mean_loss(model, run.others[:1], without({l})))
+    cheapest = sorted(numbers, key=lambda l: mean_loss(model, run.few_others, Without({l})))
     for rate in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
-        decide = by_threshold(calibrate(model, [run.others[0][0][:4]], rate))
-        ran = shares_ran(run, decide)
-        flops = model.flops_per_token(ran=ran)
-        found["by gain"].append([flops, run.loss_with(decide)])
+        decider = run.calibrate(rate)
+        ran = shares_ran(run, decider)
+        flops = flops_per_token(model, ran=ran)
+        found["by gain"].append([flops, run.loss_with(decider)])
         coins = torch.rand(len(ran), *run.some[0][0].shape, generator=generator).to(model.device)
         by_coin = [coin < share for coin, share in zip(coins, ran)]
-        found["random tokens"].append([flops, run.loss_with(lambda l, *_: (by_coin[l - 1], None))])
+        by_chance = ByFunction(lambda place, *_: (by_coin[place - 1], None))
+        found["random tokens"].append([flops, run.loss_with(by_chance)])
         gone = {*cheapest[:round(rate * len(ran))]}
-        flops = model.flops_per_token(ran=[l not in gone and 1.0 for l in numbers])
-        found["removed"].append([flops, run.loss_with(without(gone))])
+        flops = flops_per_token(model, ran=[l not in gone and 1.0 for l in numbers])
+        found["removed"].append([flops, run.loss_with(Without(gone))])
     return {"": found}
 
 @stat("Skipping", "What a token could skip", "loss (nats per token)", x="share of the block runs left out")
@@ -473,8 +481,8 @@ def could_skip(run):
             growth = run.streams(idx)[::2].norm(dim=-1).diff(dim=0)                         # (L, B, T)
             span = growth.cummax(0).values - growth.cummin(0).values
             needed = torch.cat((torch.ones_like(growth[:1]) > 0, growth[1:] >= a * span[:-1]))
-            decide = lambda l, *_: (needed[(l - 1) // 2] if l > 2 else None, None)
-            loss += mean_loss(run.model, [(idx, targets)], decide) / len(run.some)
+            decider = ByFunction(lambda place, *_: (needed[(place - 1) // 2], None))
+            loss += mean_loss(run.model, [(idx, targets)], decider) / len(run.some)
             left_out += (1 - needed.float().mean().item()) / len(run.some)
         points.append([left_out, loss])
     return {"": {"by growth": points}}
@@ -485,7 +493,7 @@ def layer_parallel(run):
 
     Identity Newton, arXiv:2605.17842: all inputs start as that of the first of these blocks. Then each is
     that plus the updates before. Exact after as many iterations as blocks. Blocks must add to the stream."""
-    (idx, targets), model, found = run.some[0], run.model, {}
+    (idx, targets), model, found = run.few[0], run.model, {}
     inputs = [before for l, before, _, _ in model.walk(idx) if l % 2 == 1]
     if not torch.is_tensor(inputs[0]) or inputs[0].dim() != 3 or model.config.mod == "router":
         raise NotHere("needs blocks that add to a stream of one tensor")
@@ -586,25 +594,27 @@ def main(argv=None):
     for name in {*wanted} - {*STATS}:
         refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
     args.text = Path(args.text).read_text("utf-8", "replace") if os.path.isfile(args.text) else args.text
+    runs = open_runs(args)
     with writing(args.out):   # now, not after minutes of measuring
         Path(args.out).mkdir(parents=True, exist_ok=True)
-    runs = open_runs(args)
     results = {name: {} for name in wanted}
     for run_name, run in runs.items():
-        print(f"{run_name}: measuring {len(wanted)} statistics", file=sys.stderr)
+        print(printable(f"{run_name}: measuring {len(wanted)} statistics"), file=sys.stderr)
         for name in wanted:
             try:
                 results[name][run_name] = STATS[name].measure(run)
             except NotHere as why:
                 results[name][run_name] = str(why)
     save(Path(args.out), runs, results)
-    print(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
+    say(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
     """-> {name: Run}, where the name is the folder's as UTF-8, or its whole path if two have the same"""
     names, runs = [Path(path).resolve().name.encode("utf-8", "replace").decode() for path in args.runs], {}
     for path, name in zip(args.runs, names):
-        model, config = open_run(path, pick_device(args.device))
+        device = pick_device(args.device)
+        model, config = open_run(path, device)
+        pick_threads(model.config, device)
         n = max(4, args.windows or config["eval_windows"])   # Some are for measuring, others to choose by.
         windows = prepare.val_windows(config["data"], config["block_size"], n)
         runs[name if names.count(name) == 1 else path] = Run(model, config, read_metrics(path), args, windows)
@@ -615,7 +625,7 @@ def save(out, runs, results):
     colors = dict(zip(runs, itertools.cycle(COLORS)))
     matplotlib.rcParams["text.parse_math"] = False   # A dollar sign is part of a name or of a text.
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
-                        parameters=run.model.num_params(), flops=run.model.flops_per_token())
+                        parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
     page, results = {}, json.loads(json.dumps(results), parse_constant=lambda name: None)   # JSON has no nan.
     for name in sorted(results, key=lambda name: not STATS[name].options.get("first")):   # Those stand first.

@@ -371,5 +371,5 @@ def main():
         check("cpu", [(7, 123, 5), (16, 256, 40)])
 
 if __name__ == "__main__":
-    from runs import start   # here, as runs needs the model, which needs this file
+    from flags import start
     start(main)

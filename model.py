@@ -1,121 +1,147 @@
 """
 A GPT in which the residual connection is a part that you can swap.
 
-A Transformer of L blocks is 2L *sublayers* (attention, MLP, attention, ...) around a *stream*. A *residual*
-is a function of the stream and of a sublayer f, and its code is its equation. For PreNorm this is
-x + f(norm(x)). All else is the same for all variants:
+A Transformer is a chain of layers. Each layer reads one vector per token and adds something to it.
+This running sum is called the stream. The rule by which a layer reads the stream and writes to it
+is the residual connection. Papers have proposed many rules. Here each rule is one small class, and
+everything else is shared, so that you can read them side by side and compare them fairly.
 
-    stream = ends.start(embedding)
-    for residual, f in sublayers:
-        stream = residual(stream, f)
-    logits = head(ends.finish(stream))
+The whole model is this loop:
 
-What a stream is, is the residual's own business: one tensor (PreNorm), a direction and a log-norm (NAG),
-all updates so far (Attention Residuals), several tensors in parallel (hyper-connections, SiameseNorm).
+    stream = start(embedding)
+    for residual, f in sublayers:        # attention, MLP, attention, MLP, ...
+        stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
+    logits = head(finish(stream))
 
-The real loop is GPT.walk. Before each sublayer it asks a function `decide` which tokens shall run it.
-Thresholds, a router, LayerDrop, removed sublayers and early exit are answers to this question.
+These words have one meaning each, in all files:
 
-Sizes: B sequences of T tokens, C the width of the stream, L blocks, N kept tokens of a batch, S keys that a
-query may see, nh heads of width hs, V tokens in the vocabulary.
+    stream     what flows through the depth: a tensor (B, T, C), or a tuple of several tensors
+    sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
+    update     what f returns
+    block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers
+    residual   the rule that makes the next stream from the stream and f
+    l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
+    place      1, 2, 3, ... in the order of running; the same as l, unless --repeat is used
+    keep       which tokens run a sublayer: True for those that do (B, T), or EVERYONE, or REMOVED
+    gain       how far a sublayer will turn a token's stream; only NAG knows this in advance
+
+B sequences have T tokens each, and a token has C = n_embd numbers. The file has four parts:
+
+    1  a GPT       config, PreNorm, attention, MLP, the model, its first weights
+    2  residuals   NAG and all the others; which one runs is the flag --residual
+    3  skipping    who decides which tokens run a sublayer, and how only these are computed
+    4  tools       KV cache, norms, widths, compiling, FLOPs, checks
+
+Part 1 is complete. Read it from top to bottom. The other parts are rooms: enter one when you need
+it. What part 1 takes from them is marked "(part 3)", and in the usual case does nothing special.
 """
 import functools
-import inspect
 import itertools
 import math
 import re
 import zlib
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton   # EPS 1e-6, TINY 1e-10
+from flags import field_problems, flag, option_defaults, read_options
+from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
-# --- config
+# =================================================================================== part 1: a GPT
+
 @dataclass
 class GPTConfig:
-    """A field is a flag, its comment the help. A range at the comment's beginning is checked."""
-    # model
-    residual: str = "pre"           # a key of RESIDUALS with options, such as nag or hyper:kind=mhc,n=2
-    n_layer: int = 12               # [1, 4096] blocks; a block is two sublayers, attention and MLP
-    n_head: int = 4                 # [1, 1024] attention heads
-    n_embd: int = 128               # [2, 65536] width of the stream
-    block_size: int = 128           # [1, 1048576] longest context, in tokens
-    vocab_size: int = 320           # [1, 16777216] tokens; train.py takes it from the data
-    activation: Literal["gelu", "relu2", "swiglu"] = "gelu"  # of the MLP; swiglu has as many parameters
-    mlp_ratio: float = 4.0          # [0.01, 1024] width of the MLP's hidden layer / n_embd
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = "rms"  # of the stream
-    tie: bool = False               # the head shares the embedding's weights
-    init: Literal["width", "gpt2"] = "width"  # first weights: std 1 / sqrt(fan in), or GPT-2's 0.02
-    taper: Literal["none", "linear", "cosine"] = "none"  # widths over depth, from taper_start to taper_end
-    taper_start: float = 1.5        # [0.01, 100] relative width of the first block
-    taper_end: float = 0.5          # [0.01, 100] relative width of the last block
-    taper_on: Literal["mlp", "both"] = "mlp"  # taper hidden units only, or attention heads, too
-    repeat: str = ""                # 9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times over
-    deep_supervision: bool = False  # training: mean loss after each block
-    kernels: Literal["auto", "on", "off"] = "auto"  # Triton kernels; auto: on CUDA
-    seed: int = 1337                # [0, 2147483647] of the initial weights and of train.py's data order
-    # skipping
-    mod: Literal["geometric", "router"] = "geometric"  # who decides: a token's gain, or a router
-    mod_rate: float = 0.0           # [0, 0.95] Mixture-of-Depths: share of sublayer runs that training skips
-    layer_drop: float = 0.0         # [0, 0.95] training: probability that a sequence skips a sublayer
+    """Each field is a flag of train.py. `flag` gets its default, its help, and its range."""
+    residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or hyper:kind=mhc,n=2")
+    n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
+    n_head: int = flag(4, "attention heads", 1, 1024)
+    n_embd: int = flag(128, "width of the stream", 2, 65536)
+    block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
+    vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
+    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
+    mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
+    tie: bool = flag(False, "the head shares the embedding's weights")
+    init: Literal["width", "gpt2"] = flag("width", "first weights: std 1 / sqrt(fan in), or 0.02")
+    taper: Literal["none", "linear", "cosine"] = flag("none", "how widths change over the depth")
+    taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
+    taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
+    taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
+    repeat: str = flag("", "9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times")
+    deep_supervision: bool = flag(False, "training: mean loss after each block")
+    kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
+    seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
+    # who skips
+    mod: Literal["geometric", "router"] = flag("geometric", "a token's gain decides, or a router",
+                                               group="skipping")
+    mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
+    layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
 
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8   # with --init width, of the embedding and of first logits
+    def problems(self):
+        return problems(self)   # a sentence for each (part 4)
 
-def first_stds(config):
-    """The first std of the embedding and of the head. For other matrices see init_weights."""
-    if config.init == "gpt2":   # for width 768
-        return 0.02, 0.02
-    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
-
-def generator(config, name):   # torch uses 32 bits of a seed.
-    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-
-# --- the protocol of a residual
-def check_option(name, value, is_right, wanted):
-    if not is_right:
-        raise ValueError(f"--residual: option {name}={value} must be {wanted}")
+# -------------------------------------------------------------------------------------- residuals
 
 class Residual(nn.Module):
-    """The protocol, with the answers that most residuals share. A model makes 2L + 1 residuals: one for each
-    sublayer l = 1 .. 2L (odd l: attention, even l: MLP), and the end, l = 2L + 1, which starts and finishes
-    the stream.
+    """What all residuals share. A model has 2L + 1 of them. For l = 1 .. 2L, the loop calls
+    `forward`. The last one is model.ends, which starts and finishes the stream.
 
-        start(x)             x (B, T, C), the embedding -> the first stream
-        forward(stream, f)   -> the stream after sublayer f, a function (..., C) -> (..., C)
-        finish(stream)       -> (B, T, C), what the head reads
-        as_tensor(stream)    -> (B, T, C), the stream as one vector per token, for measurements
-        read(stream)         -> (B, T, C), what f will get
+        start(x)             the embedding (B, T, C) -> the first stream
+        forward(stream, f)   a stream and a sublayer f -> the next stream
+        finish(stream)       the last stream -> (B, T, C), what the head reads
 
-    A token that skips a sublayer keeps its stream. forward then gets the other tokens only, (N, ...) in place
-    of (B, T, ...), so it must not mix tokens. A residual with knows_gain has one method more:
+    Only f may look at other tokens. All else treats each token by itself, because tokens can skip
+    a sublayer: then forward gets the others alone, as (N, ...) in place of (B, T, ...).
 
-        gain(stream)         -> (B, T, 1), the relative size of the coming write, forward's third argument"""
-    can_skip = True        # whether a token can pass by a sublayer
-    knows_gain = False     # whether there is a method `gain`
-    stream_grows = False   # whether each sublayer adds tensors to the stream
-    warmup = 0.0           # share of the training before writes have full size
-    own_lr = ()            # names of parameters that train at --gate_lr
-    not_matrices = ()      # names of parameters (n, C) that are n vectors: no weight decay
+    A new residual needs `forward`, and `self.norm` or a `finish` of its own. All that follows has
+    an answer here that is right for most. Who asks for it, and when:
+
+        as_tensor(stream)       the default `finish`, and all figures: one vector (B, T, C) a token
+        init_sublayer(module)   once, when weights are drawn: may rescale those of its sublayer
+        head_weight(weight)     when logits are made: the matrix (V, C) that makes them
+        before_step(progress)   before each step: the share of the training that will be done
+        constrain(module)       after each step: may bring weights back to where they must be
+        read(stream)            when tokens skip an attention: what f would get, for all tokens
+        gain(stream)            the same, if knows_gain: (B, T, 1), which `forward` then gets, too
+        flops()                 when FLOPs are counted: its own matrix products, per token"""
+    # What else other files ask about a residual:
+    can_skip = True        # May a token pass by a sublayer, and keep its stream?
+    knows_gain = False     # Is there a method `gain`?
+    stream_grows = False   # Does each sublayer add tensors to the stream?
+    warmup = 0.0           # the share of a training after which updates have their full size
+    own_lr = ()            # names of parameters that train with --gate_lr in place of --lr
+    not_matrices = ()      # names of 2-D parameters that are lists of vectors: no weight decay
+    allowed = {}           # option -> (lowest, highest), or the words that it can be
     def __init__(self, config, l):
         super().__init__()
-        self.config, self.is_end = config, l > 2 * config.n_layer
+        self.config = config
+        self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
 
     def start(self, x):
         return x
-
     def finish(self, stream):
-        return self.norm(self.as_tensor(stream))   # A subclass makes self.norm.
-
+        return self.norm(self.as_tensor(stream))
     def as_tensor(self, stream):
         return stream[0] if isinstance(stream, tuple) else stream
 
+    @torch.no_grad()
+    def init_sublayer(self, module):
+        # As in GPT-2: 2L updates, added up, have the variance of one.
+        module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+
+    def head_weight(self, weight):
+        return weight
+    def before_step(self, progress):
+        pass
+    def constrain(self, module):
+        pass
+
     def read(self, stream):
-        """forward runs with an f that only notes down what it gets."""
+        """Runs forward with an f that only takes a note of what it gets."""
         notes = []
         def f(x):
             notes.append(x)
@@ -123,644 +149,111 @@ class Residual(nn.Module):
         self(stream, f)
         return notes[0]
 
-    def head_weight(self, weight):
-        """The head's matrix (V, C) -> the one that it multiplies with."""
-        return weight
-
-    @torch.no_grad()
-    def init_sublayer(self, sublayer):
-        """Rescales first weights, here as GPT-2 does: 2L updates have the variance of one."""
-        sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    def before_step(self, progress):
-        """Hears what share of the training will be over after the coming step."""
-
-    def constrain(self, module):
-        """After a step, brings the weights of a sublayer, wte or lm_head back where they belong."""
-
     def flops(self):
-        """FLOPs of matrix products per token. By default each matrix is in one product."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
-class Template(Residual):
-    """Copy me. PreNorm whose updates are multiplied by one learned number each: x <- x + b f(norm(x)).
+class PreNorm(Residual):
+    """x <- x + f(norm(x)), the residual of GPT-2 and of most models since"""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
 
-    Rename the class, give it a key of RESIDUALS, and change the equation. A keyword argument such as `first`
-    becomes an option, --residual template:first=0.5. With own_lr = ("b",), b trains at --gate_lr. With an
-    init_sublayer that does nothing, f stays as it was drawn."""
+    def forward(self, x, f):
+        return x + f(self.norm(x))
+
+class Template(Residual):
+    """Copy me. PreNorm whose updates are multiplied by a learned number b each.
+
+    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
+    argument of __init__ becomes an option, --residual template:first=0.5. With own_lr = ("b",), b
+    trains at --gate_lr. With an init_sublayer that does nothing, f keeps its weights as drawn."""
     def __init__(self, config, l, first=1.0):
-        """first: initial value of b"""
+        """first: the value that b starts with"""
         super().__init__(config, l)
         self.norm = make_norm(config)
-        if not self.is_end:   # The end only starts and finishes the stream.
+        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
             self.b = nn.Parameter(torch.tensor(first))
 
     def forward(self, x, f):
         return x + self.b * f(self.norm(x))
 
-# --- norms
-def make_norm(config):
-    """The norm of the stream that --norm names: a module (..., C) -> (..., C)."""
-    if config.norm == "rms":
-        return nn.RMSNorm(config.n_embd, EPS)
-    if config.norm == "layer":
-        return nn.LayerNorm(config.n_embd, EPS, bias=False)
-    return nn.Identity() if config.norm == "none" else Norm(config)
+# -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x), the direction of x at norm sqrt(C)."""
+    """x / rms(x): the direction of x, with rms 1, so with norm sqrt(C)"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
-def centred(x):
-    return x - x.mean(-1, keepdim=True)
+def rotation_table(config):
+    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size). This
+    has the cosines and sines for all positions: (block_size, 1, head_size / 2, 2)"""
+    head_size = config.n_embd // config.n_head
+    speed = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
+    angle = torch.outer(torch.arange(config.block_size), speed)
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]
 
-class Norm(nn.Module):
-    """single: one weight for all channels (arXiv:2506.19697); dyt: a tanh (arXiv:2503.10622)"""
-    def __init__(self, config):
-        super().__init__()
-        self.is_single = config.norm == "single"
-        self.weight = nn.Parameter(torch.tensor(1.0) if self.is_single else torch.ones(config.n_embd))
-        if not self.is_single:
-            self.slope = nn.Parameter(torch.tensor(0.5))
-            self.bias = nn.Parameter(torch.zeros(config.n_embd))
-
-    def forward(self, x):
-        if self.is_single:
-            return unit(x) * self.weight
-        return torch.tanh(self.slope * x) * self.weight + self.bias
-
-# --- the additive family
-class Additive(Residual):
-    """x <- n_out(a x + b n_post(f(s n_in(x))))
-
-    Most residuals of the literature are a row of ADDITIVE: a function -> dict. What it lacks is left out."""
-    def __init__(self, config, l, row, **options):
-        super().__init__(config, l)
-        self.row = row(config.n_embd, config.n_layer, l, **options)
-        for name in ("n_embed", "n_final") if self.is_end else ("n_in", "n_post", "n_out"):
-            wanted = self.row.get(name, name == "n_final")
-            setattr(self, name, make_norm(config) if wanted else nn.Identity())
-        # The constants are tensors: for Python numbers, torch.compile would make a graph per layer.
-        for name in ("a", "b", "s"):
-            constant = torch.tensor(float(self.row[name])) if name in self.row else None
-            self.register_buffer(name, constant, persistent=False)
-        if "learned_b" in self.row and not self.is_end:   # replaces the buffer
-            self.b = nn.Parameter(self.row["learned_b"])
-
-    def start(self, x):
-        return self.n_embed(x)
-
-    def forward(self, x, f):
-        u = f(times(self.s, self.n_in(x)))
-        return self.n_out(times(self.a, x) + times(self.b, self.n_post(u)))
-
-    def finish(self, x):
-        x = self.n_final(x)
-        return x / first_stds(self.config)[0] if "unscale" in self.row else x
-
-    @torch.no_grad()
-    def init_sublayer(self, sublayer):
-        sublayer.c_proj.weight.mul_(self.row.get("c_proj", (2 * self.config.n_layer) ** -0.5))
-        sublayer.value_weight().mul_(self.row.get("values", 1.0))
-
-def times(factor, x):
-    return x if factor is None else factor * x
-
-def mixln(C, L, l, alpha=0.25):
-    """alpha: share of the blocks, from the first, that are PostNorm"""
-    if (l + 1) // 2 <= int(alpha * L + 1e-9):   # the number of the block, from 1
-        return dict(n_out=True)
-    return dict(n_in=True, n_final=alpha < 1)
-
-# The table. A row is a function of the width C, the number of blocks L, the sublayer's number l, and options.
-#   n_in, n_post, n_out   the norms that a sublayer has
-#   a, b, s               constants;  learned_b: the first value of a b that is learned
-#   n_embed, n_final      norms of the embedding (default: no) and the last stream (default: yes)
-#   unscale               divide by the embedding's first std, where no norm does that
-#   c_proj, values        factors of first weights: of c_proj (default: (2L)^-1/2), of values or c_fc
-ADDITIVE = {
-    "pre": lambda C, L, l: dict(n_in=True),
-    # PostNorm, the Transformer of 2017. The last sublayer's n_out is the final norm.
-    "post": lambda C, L, l: dict(n_out=True, n_final=False),
-    # Peri-LN (arXiv:2502.02732). embed: normalise the embedding, too, as the paper does.
-    "peri": lambda C, L, l, embed=False: dict(n_in=True, n_post=True, n_embed=embed),
-    # OLMo 2 (arXiv:2501.00656): the norm is on the update alone.
-    "reordered": lambda C, L, l: dict(n_post=True),
-    # LayerNorm Scaling (arXiv:2502.05795), which does the job of a small c_proj.
-    "lns": lambda C, L, l: dict(n_in=True, s=((l + 1) // 2) ** -0.5, c_proj=1.0),
-    # DeepNorm (arXiv:2203.00555). Its bound on the update holds with these first weights only.
-    "deepnorm": lambda C, L, l: dict(n_out=True, a=(2 * L) ** 0.25, n_final=False,
-                                     c_proj=(8 * L) ** -0.25, values=(8 * L) ** -0.25),
-    "mixln": mixln,   # Mix-LN (arXiv:2412.13795)
-    # ReZero (arXiv:2003.04887): no norms at all; and SkipInit (arXiv:2002.10444). b starts at 0.
-    "rezero": lambda C, L, l: dict(learned_b=torch.tensor(0.0), n_final=False, unscale=True),
-    "skipinit": lambda C, L, l: dict(n_in=True, learned_b=torch.tensor(0.0)),
-    # LayerScale (arXiv:2103.17239): a b per channel. init: its first value.
-    "layerscale": lambda C, L, l, init=0.1: dict(n_in=True, learned_b=torch.full((C,), init)),
-    # CompleteP (arXiv:2505.01618) without its rule for AdamW's eps. A rate tuned at 6 blocks fits all depths.
-    "completep": lambda C, L, l: dict(n_in=True, b=6 / L, c_proj=12 ** -0.5),
-}
-
-# --- NAG
-class NAG(Residual):
-    """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24). The stream is a
-    pair: a direction (B, T, C) of rms 1, and the log (B, T, 1) of the rms that it stands for. A write
-    turns the direction by the angle atan(gain) towards the part of the update that is orthogonal to it. The
-    gain is a function of the direction alone, so it is known *before* the sublayer runs. A token that would
-    hardly turn may skip the sublayer: this is Mixture-of-Depths without a router."""
-    own_lr = "alpha", "beta", "w", "b", "p", "g"
-    knows_gain = True
-    def __init__(self, config, l, directions=32, power=0.5, temp=LOGIT_STD, head="cos", warmup=0.0):
-        """directions: preferred ones per sublayer; power: the first step size of sublayer l is l ** -power;
-        temp: std of the first logits; head: cos (logits are rms x cosine) or linear; warmup: share of the
-        training in which step sizes rise from 0"""
-        super().__init__(config, l)
-        check_option("head", head, head in ("cos", "linear"), "cos or linear")
-        check_option("directions", directions, directions >= 1, "1 or more")
-        check_option("power", power, -8 <= power <= 8, "from -8 to 8")
-        check_option("temp", temp, temp > 0, "above 0")
-        check_option("warmup", warmup, 0 <= warmup <= 0.9, "from 0 to 0.9")
-        C, self.head, self.warmup = config.n_embd, head, warmup
-        if self.is_end:
-            self.g = nn.Parameter(torch.tensor(self.first_g(power, temp)))
-            return
-        rng = generator(config, f"w {l}")
-        self.alpha = nn.Parameter(torch.tensor(l ** -power))   # step size, of any sign, eqs. 23, 24
-        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))   # softplus of this is 1
-        self.w = nn.Parameter(torch.randn(directions, C, generator=rng) * C ** -0.5)   # preferred directions
-        self.b = nn.Parameter(torch.zeros(directions))
-        self.p = nn.Parameter(torch.zeros(directions))         # logits of the directions' weights
-        self.register_buffer("warm", torch.tensor(1.0), persistent=False)   # 0 to 1 during the warm-up
-
-    def first_g(self, power, temp):
-        """g is the log of what the embedding is multiplied by (eq. 18). With it the first logits have the
-        std temp. With g = 0 they would be nearly equal."""
-        embedding_std, head_std = first_stds(self.config)
-        root = self.config.n_embd ** 0.5
-        logit_std_at_rms_one = 1 / root if self.head == "cos" else head_std * root   # 1 / root: a cosine's
-        # A write adds log1p(gain^2) / 2 to the log of the rms. gain, below, is alpha m; m is about 1/2 first.
-        numbers = [l for i in block_order(self.config) for l in (2 * i + 1, 2 * i + 2)]
-        growth = sum(0.5 * math.log1p((0.5 * l ** -power) ** 2) for l in numbers)
-        return math.log(temp / logit_std_at_rms_one / embedding_std) - growth
-
-    def before_step(self, progress):
-        if not self.is_end and self.warmup > 0:
-            self.warm.fill_(min(1.0, progress / self.warmup))
-
-    def start(self, x):   # (B, T, C) -> (B, T, C), (B, T, 1)
-        x = centred(x)    # A mean would stay for ever, as updates are centred.
-        rms = x.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
-        return x / rms, rms.log() + self.g
-
-    def gain(self, stream):
-        """-> alpha m (..., 1). m in (0, 1] says how near the direction is to preferred ones (eq. 13)."""
-        near = F.linear(stream[0], self.w, self.b).sigmoid() @ self.p.softmax(0)   # (...,) in (0, 1)
-        m = near[..., None].clamp_min(EPS) ** F.softplus(self.beta)   # At 0 the slope could be infinite.
-        return self.alpha * self.warm * m
-
-    def read(self, stream):
-        return stream[0]
-
-    def forward(self, stream, f, gain=None):
-        direction, log_rms = stream
-        gain = self.gain(stream) if gain is None else gain
-        u = f(direction)
-        if use_triton(u, self.config.kernels):   # On a GPU, one kernel does what follows.
-            return nag_write(direction, log_rms, u, gain, self.config.kernels)
-        u = centred(u)
-        u = u - direction * (u * direction).mean(-1, keepdim=True)         # eqs. 10, 11: orthogonal now
-        size = gain * (u.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: u * rsqrt has rms 1
-        direction = torch.addcmul(direction, u, size)                      # eq. 14: direction + size * u
-        direction = direction * (1 + gain.square()).rsqrt()                # eq. 16: of rms 1 again
-        return direction, log_rms + 0.5 * torch.log1p(gain.square())       # eqs. 15, 17
-
-    def finish(self, stream):
-        direction, log_rms = stream
-        return direction * (log_rms.exp() / (self.config.n_embd if self.head == "cos" else 1))
-
-    def head_weight(self, weight):
-        # Rows get rms 1, so that <direction, row> / C, see finish, is a cosine.
-        return unit(centred(weight), eps=EPS ** 2) if self.head == "cos" else weight
-
-    def init_sublayer(self, sublayer):
-        """Nothing: the write would undo a factor of c_proj."""
-
-    def as_tensor(self, stream):
-        return stream[0] * stream[1].exp()
-
-# --- reads across depth
-class AttnRes(Residual):
-    """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4). Nothing is added up. The n sources
-    v_i are the embedding and all updates so far. Each sublayer l, and the head, reads a weighted mean of
-    them, by a query q_l that is a parameter:
-
-        read l = norm(n sum_i p_i v_i),    p = softmax_i(q_l . (key_weight_l unit(v_i)))
-
-    Queries start at zero. Then all p_i are 1 / n, and the read is exactly that of PreNorm.
-
-    With block > 1 (Block AttnRes, section 3.2), a source is the sum of `block` updates in a row, those of a
-    depth block. After three blocks of the Transformer, so six updates, Full AttnRes has seven
-    sources, and block=2 has four.
-
-    A new source meets the queries of all reads at once, as one large product is faster. The stream is a pair:
-    all queries (2L, C), and a dict from the depth block (0: the embedding) to (source, its scores)."""
-    can_skip = False
-    stream_grows = True
-    not_matrices = "query", "key_weight"
-    def __init__(self, config, l, block=1):
-        """block: sublayers in a depth block; 1 is Full AttnRes"""
-        super().__init__(config, l)
-        check_option("block", block, block >= 1, "1 or more")
-        self.l, self.depth_block, self.norm = l, (l - 1) // block + 1, make_norm(config)
-        if self.is_end:   # Row l - 2 belongs to read l. Read 1 has one source, so any row will do.
-            self.query = nn.Parameter(torch.zeros(2 * config.n_layer, config.n_embd))
-            self.key_weight = nn.Parameter(torch.ones(2 * config.n_layer, config.n_embd))
-
-    def read(self, stream):
-        values = [v for v, _ in stream[1].values()]
-        weights = len(values) * self.weigh(stream)[..., None]
-        return self.norm(depth_sum(weights, values, self.config.kernels))   # sum of weights[i] * values[i]
-
-    finish = read
-
-    def weigh(self, stream):
-        """-> the weights p of all n sources for this read, (n, B, T)"""
-        return torch.stack([scores[self.l - 2] for _, scores in stream[1].values()]).softmax(0)
-
-    def forward(self, stream, f):
-        queries, sources = stream
-        v = f(self.read(stream))
-        if self.depth_block in sources:   # It has begun: its sum grows.
-            v = sources[self.depth_block][0] + v
-        return queries, sources | {self.depth_block: (v, self.scores(v, queries))}
-
-    def start(self, x):
-        queries = self.query * self.key_weight
-        return queries, {0: (x, self.scores(x, queries))}
-
-    def scores(self, v, queries):
-        return (unit(v) @ queries.mT).unbind(-1)
-
-    def as_tensor(self, stream):
-        return sum(v for v, _ in stream[1].values())   # what the stream of PreNorm would be
-
-    def flops(self):
-        return 4 * self.config.n_layer * self.config.n_embd   # Each new or grown source meets 2L queries.
-
-class DenseFormer(Residual):
-    """PreNorm, and after each block a sum of the embedding and of all blocks' outputs so far, weighted by
-    parameters (Pagliardini et al. 2024, arXiv:2402.02622). The stream is x and a dict of those outputs."""
-    can_skip = False
-    stream_grows = True
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.norm = make_norm(config)
-        self.block = l // 2 if l % 2 == 0 else None   # the block that ends here
-        if self.block:   # Its own output has the weight 1 at first, all others 0.
-            self.share = nn.Parameter(torch.eye(self.block + 1)[-1])
-
-    def start(self, x):
-        return x, {0: x}
-
-    def forward(self, stream, f):
-        x, outputs = stream
-        x = x + f(self.norm(x))
-        if self.block:
-            outputs = outputs | {self.block: x}   # Removed blocks have none.
-            x = depth_sum(self.share[list(outputs)], list(outputs.values()), self.config.kernels)
-        return x, outputs
-
-class X0(Residual):
-    """PreNorm, and before each block a learned share of the embedding is added, as in modded-nanoGPT. The
-    stream is x and the embedding."""
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.norm, self.share = make_norm(config), None
-        if l % 2 == 1 and not self.is_end:
-            self.share = nn.Parameter(torch.tensor([1.0, 0.0]))
-
-    def start(self, x):
-        return x, x.clone()   # A tensor that comes twice would cost torch.compile one more graph.
-
-    def forward(self, stream, f):
-        x, embedding = stream
-        if self.share is not None:
-            x = self.share[0] * x + self.share[1] * embedding
-        return x + f(self.norm(x)), embedding
-
-# --- gates
-class Gated(Residual):
-    """PreNorm whose update u passes a gate with a number per channel, which sees the stream h, u, or both:
-
-        h <- h + r u,    r = sigmoid(W_h unit(h) + W_u unit(u) + b)
-
-    This is `review` (Kramer 2026, arXiv:2606.31859). `highway`, a baseline of that paper, sees h only.
-    `convex` is (1 - r) h + r u, which fails with depth unless b starts well below 0; convex:inputs=h,bias=-3
-    is the Highway layer of 2015. W starts at zero, and the gate at 1/2."""
-    def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
-        """inputs: what the gate sees, hu, h or u; convex: (1 - r) h in place of h; bias: first value of b"""
-        super().__init__(config, l)
-        check_option("inputs", inputs, inputs in ("hu", "h", "u"), "hu, h or u")
-        C, self.convex, self.norm = config.n_embd, convex, make_norm(config)
-        if not self.is_end:
-            self.W = nn.ParameterDict({name: nn.Parameter(torch.zeros(C, C)) for name in inputs})
-            self.b = nn.Parameter(torch.full((C,), bias))
-
-    def forward(self, h, f):
-        u = f(self.norm(h))
-        seen = {"h": h, "u": u}
-        products = [F.linear(unit(seen[name], eps=1e-5), W) for name, W in self.W.items()]
-        r = (sum(products) + self.b).sigmoid()
-        return (1 - r) * h + r * u if self.convex else h + r * u
-
-# --- several streams
-class Hyper(Residual):
-    """Hyper-connections: n parallel streams, x (B, T, n, C). A sublayer reads their mixture by weights pre
-    (n), its update goes to each of them by weights post (n), and a matrix res (n, n) mixes them:
-
-        x <- res x + post f(norm(pre x))
-
-    All three depend on the token. res is doubly stochastic, so that mixing keeps the streams' sum: for
-    kind=lite a mixture of the n! permutations (arXiv:2601.05732), for kind=mhc by 20 Sinkhorn steps
-    (arXiv:2512.24880). At first all streams are the one of PreNorm."""
-    can_skip = False   # A token that skips would miss the mixing by res.
-    def __init__(self, config, l, kind="lite", n=4):
-        """kind: lite or mhc; n: number of streams, at most 5 for lite"""
-        super().__init__(config, l)
-        check_option("kind", kind, kind in ("lite", "mhc"), "lite or mhc")
-        most = 5 if kind == "lite" else 64
-        check_option("n", n, 1 <= n <= most, f"from 1 to {most}")
-        self.kind, self.n, self.norm = kind, n, make_norm(config)
-        if self.is_end:
-            return
-        own = torch.eye(n)[(l - 1) % n]   # At first, a sublayer reads one stream.
-        if kind == "lite":                # A weight per permutation. The first one changes nothing.
-            matrices = [torch.eye(n)[list(order)].flatten() for order in itertools.permutations(range(n))]
-            self.register_buffer("permutations", torch.stack(matrices), persistent=False)   # (n!, n n)
-            res = torch.full((len(matrices),), -8.0)
-            res[0] = 0.0
-        else:
-            res = 8 * torch.eye(n).flatten() - 8
-        # Logits of pre, post and res: static ones, and what depends on the token. 8 own - 4 means
-        # sigmoid(4) = 0.98 of the own stream and 0.02 of the others.
-        self.sizes = n, n, len(res)
-        self.static = nn.Parameter(torch.cat((8 * own - 4, torch.zeros(n), res)))
-        self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
-        self.scale = nn.Parameter(torch.full((3,), 0.01))   # of the dynamic parts of pre, post and res
-
-    def start(self, x):
-        return x[..., None, :].repeat_interleave(self.n, dim=-2)
-
-    def forward(self, x, f):
-        pre, post, res = self.weights(x)
-        u = f(self.norm((pre[..., None, :] @ x).squeeze(-2)))
-        return res @ x + post[..., None] * u[..., None, :]
-
-    def weights(self, x):
-        static = self.static.split(self.sizes)
-        dynamic = F.linear(unit(x.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
-        pre, post, res = (static[i] + self.scale[i] * dynamic[i] for i in range(3))
-        if self.kind == "lite":
-            res = (res.softmax(-1) @ self.permutations).unflatten(-1, (self.n, self.n))
-        else:
-            res = sinkhorn(res.unflatten(-1, (self.n, self.n)))
-        return pre.sigmoid(), 2 * post.sigmoid(), res
-
-    def as_tensor(self, x):
-        return x.mean(-2)
-
-    def flops(self):
-        if self.is_end:
-            return 0
-        n, C = self.n, self.config.n_embd
-        make_res = 2 * self.permutations.numel() if self.kind == "lite" else 0
-        return 2 * self.dynamic.numel() + make_res + 2 * n * C * (1 + n)
-
-def sinkhorn(logits, steps=20):
-    """(..., n, n) -> positive matrices whose rows and (up to the last step) columns sum to 1."""
-    for _ in range(steps):   # In logarithms nothing overflows.
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
-
-class Siamese(Residual):
-    """SiameseNorm (arXiv:2602.08064, in the form of the released code). Two streams: y grows as in PreNorm, x
-    is kept small by a norm as in PostNorm. Sublayers read their sum. Block i adds 1 / sqrt(2 i) of f to x."""
-    can_skip = False   # A token that skips would miss the norm of x.
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.n_x, self.n_y, self.n_in = make_norm(config), make_norm(config), make_norm(config)
-        self.register_buffer("share", torch.tensor((l + l % 2) ** -0.5), persistent=False)
-
-    def start(self, x):
-        return x, x.clone()
-
-    def forward(self, stream, f):
-        y, x = stream
-        x = self.n_x(x)
-        u = f(self.n_in(x + self.n_y(y)))
-        return y + u, x + self.share * u
-
-    def finish(self, stream):
-        y, x = stream
-        return self.n_in(self.n_x(x) + self.n_y(y))
-
-# --- nGPT
-class NGPT(Residual):
-    """nGPT (Loshchilov et al. 2024, arXiv:2410.01131). The stream stays on a sphere and moves towards the
-    normalised update by a learned step per channel, h <- unit(h + |alpha| (unit(f(h)) - h)). Weights are
-    normalised along the stream's axis after each optimizer step. unit gives norm sqrt(C) where the paper has
-    1, so its factors sqrt(C) in the MLP and sqrt(hs) in attention are not needed."""
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        # Parameters start at 1 / sqrt(C), the size of the weights, so that one learning rate fits all.
-        self.root = config.n_embd ** 0.5
-        if self.is_end:
-            self.logit_scale = nn.Parameter(torch.full((config.vocab_size,), 1 / self.root))
-        else:
-            self.alpha = nn.Parameter(torch.full((config.n_embd,), 1 / self.root))
-
-    def start(self, x):
-        return unit(x)
-
-    def forward(self, h, f):
-        step = self.alpha.abs() * (0.05 * self.root)
-        return unit(torch.addcmul(h, step, unit(f(h)) - h))
-
-    def finish(self, h):
-        return h
-
-    def head_weight(self, weight):
-        # The paper's first logits are cosines. With --init width they have the std LOGIT_STD.
-        first = LOGIT_STD * self.root if self.config.init == "width" else 1.0
-        return weight * (first * self.logit_scale)[:, None]
-
-    def init_sublayer(self, sublayer):
-        """Rows of weights can't learn a length, so queries, keys and hidden units get learned scales."""
-        sublayer.make_scale()
-
-    @torch.no_grad()
-    def constrain(self, module):
-        for name, p in module.named_parameters():
-            if p.dim() == 2:
-                p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
-
-# What --residual can be: a class, and the arguments that the name stands for.
-RESIDUALS = {name: (Additive, dict(row=row)) for name, row in ADDITIVE.items()} | {
-    "nag": (NAG, {}), "attnres": (AttnRes, {}), "denseformer": (DenseFormer, {}), "x0": (X0, {}),
-    "review": (Gated, {}), "convex": (Gated, dict(convex=True)), "highway": (Gated, dict(inputs="h")),
-    "hyper": (Hyper, {}), "siamese": (Siamese, {}), "ngpt": (NGPT, {}), "template": (Template, {})}
-
-# --- kept tokens
-class Rows:
-    """Where the kept tokens of a batch lie, in their order:
-
-        keep [[1, 0, 1, 1],    N is 4, index 0 2 3 5 (among all B T tokens),
-              [0, 1, 0, 0]]    place 0 2 3 1 (in their sequences), count 3 1 (per sequence)"""
-    def __init__(self, keep):
-        self.keep = keep   # (B, T) bool
-        self.index = keep.flatten().nonzero().squeeze(1)   # (N,)
-        self.place = self.index % keep.shape[1]   # (N,)
-        self.count = keep.sum(1).tolist()   # B numbers
-
-    def take(self, stream):
-        """Tensors (B, T, ...) -> (N, ...)"""
-        if isinstance(stream, tuple):
-            return tuple(self.take(x) for x in stream)
-        return stream.flatten(0, 1).index_select(0, self.index)
-
-    def put(self, stream, kept):
-        """Tensors (B, T, ...) -> the same with the kept tokens (N, ...) replaced"""
-        if isinstance(stream, tuple):
-            return tuple(self.put(x, new) for x, new in zip(stream, kept))
-        return stream.flatten(0, 1).index_copy(0, self.index, kept).view_as(stream)
-
-    def spread(self, kept):
-        """(N, ...) -> (B, T, ...), zero where no token is kept"""
-        return self.put(kept.new_zeros(*self.keep.shape, *kept.shape[1:]), kept)
-
-def run_all(stream, residual, f, gain=None):
-    """A sublayer that all tokens run. compile_blocks and checkpoint_blocks wrap this function."""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
-
-def run_kept(stream, residual, f, keep, gain, run):
-    """A sublayer that the tokens keep (B, T) run. One that skips costs its gain, and in an attention also its
-    key and value, which later tokens see (unless a router or LayerDrop decides). f.make_keys makes those of
-    all tokens; f.kept, (N, C) -> (N, C), attends to them. f: a Bound. run: run_all, or that wrapped."""
-    rows = Rows(keep)
-    if len(rows.index) == keep.numel():
-        return run(stream, residual, f, gain)
-    keys = f.make_keys(residual.read(stream)) if f.skippers_make_keys else None
-    if len(rows.index) == 0:
-        return stream
-    if f.mixes_tokens:   # Its shapes vary too much to be compiled.
-        f, run = functools.partial(f.kept, rows=rows, keys=keys), run_all
-    gain = None if gain is None else rows.take(gain)
-    return rows.put(stream, run(rows.take(stream), residual, f, gain))
-
-# --- sublayers
 def rotate(x, rotation):
-    """RoPE: channels 2i and 2i + 1 of x (..., nh, hs) are a point in the plane. It turns by the angle whose
-    cosine and sine rotation (..., 1, hs / 2, 2) holds."""
-    pairs = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
+    """Turns x (..., n_head, head_size). Channels 2i and 2i + 1 are a point in the plane, so a
+    complex number, and rotation (..., 1, head_size / 2, 2) holds the number to multiply it with."""
+    points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-def attend(q, k, v, mask=None):
-    """K queries q (B, K, nh, hs), k, v (B, S, nh, hs), mask (1 or B, K, S) -> as q. No mask: causal."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, mask[:, None]).transpose(1, 2)
+# A score is a cosine times this number, whatever the head size. The usual 1 / sqrt(head_size) would
+# make it at most 5.7 in heads of 32: too little to pick one token of many.
+SHARPNESS = 128 ** 0.5
 
-def attend_kept(q, k, v, mask, rows):
-    """The same for kept queries (N, nh, hs) and the mask of all tokens (1 or B, T, S) -> (N, nh, hs)"""
-    B = len(rows.count)
-    mask = mask.expand(B, -1, -1)
-    if q.device.type == "cpu":   # Sequences keep different numbers of tokens: one call each.
-        each = zip(range(B), q.split(rows.count), rows.place.split(rows.count))
-        return torch.cat([attend(queries[None], k[b:b + 1], v[b:b + 1], mask[b:b + 1, place])[0]
-                          for b, queries, place in each if len(place)])
-    # B calls would keep a GPU waiting. One call pads: a query is at (sequence, column) of a rectangle.
-    column = torch.cat([torch.arange(n, device=q.device) for n in rows.count])
-    sequence = rows.index // rows.keep.shape[1]
-    longest = max(rows.count)
-    queries = q.new_zeros(B, longest, *q.shape[1:]).index_put((sequence, column), q)
-    seen = mask.new_ones(B, longest, k.shape[1]).index_put((sequence, column), mask[sequence, rows.place])
-    return attend(queries, k, v, seen)[sequence, column]
-
-def with_mask(k, v, remember=None, exists=None):
-    """k, v (B, T, nh, hs), and which exist (B, T; None: all) -> k, v (B, S, nh, hs), with older ones first
-    if there is `remember`, this layer's KVCache.append; and the mask (1 or B, T, S) of who sees which."""
-    T = k.shape[1]
-    if remember:
-        k, v, exists = remember(k, v, exists)   # exists (B, S) now
-    S = k.shape[1]
-    mask = torch.ones(T, S, dtype=torch.bool, device=k.device).tril(S - T)[None]
-    return k, v, mask if exists is None else mask & exists[:, None]
+def attend(q, k, v, seen=None):
+    """Queries (B, Q, n_head, head_size) look at keys and values (B, S, n_head, head_size) -> as q.
+    seen (B or 1, Q, S) of bools: which keys a query sees; None: those up to its own position"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
+    mask = None if seen is None else seen[:, None]
+    scale = SHARPNESS / q.shape[-1]   # q k is the cosine times head_size, as both have rms 1.
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
+    return out.transpose(1, 2)
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE and normalised queries and keys. rotation is that of the T
-    positions. remember: see with_mask."""
-    mixes_tokens = True
+    """Causal multi-head attention with RoPE and normalised queries and keys"""
     def __init__(self, config, n_head):
         super().__init__()
         self.n_head, self.head_size = n_head, config.n_embd // config.n_head
-        self.width = n_head * self.head_size
-        self.c_attn = nn.Linear(config.n_embd, 3 * self.width, bias=False)
+        self.width = n_head * self.head_size   # n_embd, unless the number of heads is tapered
+        self.c_attn = nn.Linear(config.n_embd, 3 * self.width, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(self.width, config.n_embd, bias=False)
-        self.q_scale = self.k_scale = None   # numbers per channel, if the residual wants them
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # In nGPT they are learned.
 
-    def heads(self, x, weight):
-        """x (..., C) -> as many (..., nh, hs) as the weight has parts: queries, keys and values"""
-        return F.linear(x, weight).unflatten(-1, (-1, self.n_head, self.head_size)).unbind(-3)
+    def project(self, x, rotation, parts="qkv"):
+        """x (..., C) -> its queries, keys and values, or neighbours of these, such as "kv". Each
+        is (..., n_head, head_size). Queries and keys are normalised and turned."""
+        first, last = "qkv".index(parts[0]), "qkv".index(parts[-1])
+        weight = self.c_attn.weight[first * self.width:(last + 1) * self.width]
+        x = F.linear(x, weight).unflatten(-1, (len(parts), self.n_head, self.head_size))
+        found = dict(zip(parts, x.unbind(-3)))
+        if "q" in found:
+            found["q"] = self.scale_q(rotate(unit(found["q"]), rotation))
+        if "k" in found:
+            found["k"] = self.scale_k(rotate(unit(found["k"]), rotation))
+        return found.values()
 
-    def turned(self, x, rotation, scale):
-        x = rotate(unit(x), rotation)
-        return x if scale is None else x * scale.view(self.n_head, self.head_size)
-
-    def forward(self, x, rotation, remember=None):
-        q, k, v = self.heads(x, self.c_attn.weight)
-        q = self.turned(q, rotation, self.q_scale)
-        k = self.turned(k, rotation, self.k_scale)
-        mask = None
-        if remember:
-            k, v, mask = with_mask(k, v, remember)
-        return self.c_proj(attend(q, k, v, mask).flatten(-2))
-
-    def kept(self, x, rotation, remember, rows, keys):
-        """x (N, C) -> (N, C). keys: of all tokens, by make_keys; None: kept tokens see only each other's."""
-        q, = self.heads(x, self.c_attn.weight[:self.width])
-        q = self.turned(q, rotation[rows.place], self.q_scale)
-        if keys is None:
-            k, v = self.heads(x, self.c_attn.weight[self.width:])
-            k = self.turned(k, rotation[rows.place], self.k_scale)
-            keys = with_mask(rows.spread(k), rows.spread(v), remember, rows.keep)
-        return self.c_proj(attend_kept(q, *keys, rows).flatten(-2))
-
-    def make_keys(self, x, rotation, remember=None):
-        k, v = self.heads(x, self.c_attn.weight[self.width:])
-        return with_mask(self.turned(k, rotation, self.k_scale), v, remember)
-
-    def value_weight(self):
-        return self.c_attn.weight[2 * self.width:]
-
-    def make_scale(self):
-        self.q_scale = nn.Parameter(torch.ones(self.width))
-        self.k_scale = nn.Parameter(torch.ones(self.width))
+    def forward(self, x, rotation, cache=None):
+        """x (B, T, C) -> (B, T, C). rotation: of these T positions; cache: in sampling, this
+        attention's LayerCache, which knows the keys and values of earlier tokens (part 4)"""
+        q, k, v = self.project(x, rotation)
+        seen = None
+        if cache is not None:
+            k, v, seen = cache.append(k, v)
+        return self.c_proj(attend(q, k, v, seen).flatten(-2))
 
 class MLP(nn.Module):
-    mixes_tokens = False
     def __init__(self, config, hidden):
         super().__init__()
         self.activation = config.activation
-        self.c_fc = nn.Linear(config.n_embd, hidden * (2 if config.activation == "swiglu" else 1), bias=False)
+        rows = 2 * hidden if config.activation == "swiglu" else hidden   # Half of them are gates.
+        self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = None   # a number per unit, if the residual wants one
+        self.scale = nn.Identity()   # In nGPT it is learned.
 
-    def forward(self, x, rotation=None, remember=None):
-        x = self.c_fc(x)
-        if self.scale is not None:
-            x = x * self.scale
+    def forward(self, x, rotation=None, cache=None):
+        """x (..., C) -> (..., C). An MLP sees no other tokens, so it uses no rotation and cache."""
+        x = self.scale(self.c_fc(x))
         if self.activation == "gelu":
             x = F.gelu(x)
         elif self.activation == "relu2":
@@ -770,172 +263,147 @@ class MLP(nn.Module):
             x = F.silu(gate) * x
         return self.c_proj(x)
 
-    def value_weight(self):
-        return self.c_fc.weight
-
-    def make_scale(self):
-        self.scale = nn.Parameter(torch.ones(self.c_fc.out_features))
-
-class Bound:
-    """A sublayer f as residuals see it, a function of x alone: positions, memory and autocast are bound. Only
-    sublayers and the head run in half precision, so what is added up over depth stays exact."""
-    def __init__(self, sublayer, rotation, remember, half, skippers_make_keys):
-        self.sublayer, self.bound, self.half = sublayer, (rotation, remember), half
-        self.mixes_tokens = sublayer.mixes_tokens
-        self.skippers_make_keys = skippers_make_keys and sublayer.mixes_tokens
-
-    def __call__(self, x):
-        with autocast(x, self.half):
-            return self.sublayer(x, *self.bound).to(x.dtype)
-
-    def kept(self, x, rows, keys):
-        with autocast(x, self.half):
-            return self.sublayer.kept(x, *self.bound, rows, keys).to(x.dtype)
-
-    def make_keys(self, x):
-        with autocast(x, self.half):
-            return self.sublayer.make_keys(x, *self.bound)
-
-def autocast(x, half):
-    return torch.autocast(x.device.type, dtype=half or torch.bfloat16, enabled=half is not None)
-
-# --- router and block
-class Router(nn.Linear):
-    """The router of Raposo et al. 2024 (arXiv:2404.02258). A linear map gives every token a weight. Those
-    with the largest of a sequence run the block, and its change is multiplied by the weight, which teaches
-    the router. This looks at later tokens. So outside of training, tokens with a weight above 0 run."""
-    def __init__(self, config):
-        super().__init__(config.n_embd, 1, bias=False)
-        # Only every second block has a router. It skips the share of the block before it, too.
-        self.rate = config.mod_rate * config.n_layer / (config.n_layer // 2)
-        self.keep, self.loss = None, 0.0   # `route` sets both, and scale_change clears keep.
-
-    def route(self, x):
-        weight = self(unit(x)).squeeze(-1)   # (B, T)
-        if self.training:
-            most = weight.topk(max(1, round((1 - self.rate) * x.shape[1])), dim=1).indices
-            keep = torch.zeros_like(weight, dtype=torch.bool).scatter(1, most, True)
-        else:
-            keep = weight > 0
-        self.loss = F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype))
-        self.before, self.weight_of_token, self.keep = x, weight[..., None], keep
-
-    def scale_change(self, after):
-        if self.keep is None:   # Nobody has asked this router.
-            return after
-        self.keep = None
-        return self.before + self.weight_of_token * (after - self.before)
-
 class Block(nn.Module):
-    def __init__(self, config, i):
+    """Two sublayers and their residuals. number: 0 .. L - 1"""
+    def __init__(self, config, number):
         super().__init__()
-        n_head, hidden = block_widths(config)[i]
+        n_head, hidden = block_widths(config)[number]   # the same for all, unless --taper (part 4)
         self.attn = Attention(config, n_head)
-        self.attn_residual = make_residual(config, 2 * i + 1)
+        self.attn_residual = make_residual(config, 2 * number + 1)   # pre -> PreNorm (part 2)
         self.mlp = MLP(config, hidden)
-        self.mlp_residual = make_residual(config, 2 * i + 2)
-        self.router = Router(config) if config.mod == "router" and i % 2 == 1 else None
+        self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
-# --- the model
-ROUTER_LOSS = 0.01       # weight of the loss that teaches a router what the top-k chose
-SKIPPING_STARTS = 0.05   # All tokens run until this share of a training, plus any warm-up, is over. Then
-FIRST_TAU = 0.02         # those with |gain| <= tau skip. tau starts here, too low for any to skip.
-LEAST_SKIPPED = 0.25     # An attention that a smaller share would skip is run by all.
+class Sublayer:
+    """The f that residuals get: an attention or an MLP, as a function of x alone.
+
+    On a GPU it computes in half precision. The stream does not, because rounding errors would add
+    up over the depth. dtype: torch.bfloat16, or None"""
+    def __init__(self, module, rotation, cache, dtype):
+        self.module, self.rotation, self.cache, self.dtype = module, rotation, cache, dtype
+
+    def __call__(self, x):
+        with autocast(x, self.dtype):
+            return self.module(x, self.rotation, self.cache).to(x.dtype)
+
+def autocast(x, dtype):
+    return torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+# -------------------------------------------------------------------------------------- the model
+
+# What a decider can say of a sublayer, besides a tensor `keep` (B, T) that is True for some tokens:
+EVERYONE = None    # All tokens run it. This is the usual answer.
+REMOVED = False    # None does, as if there were no such sublayer.
 
 class GPT(nn.Module):
-    """Decoder-only Transformer. Raises ValueError with one sentence per problem of the config."""
+    """Decoder-only Transformer. ValueError, a sentence for each problem, if the config is wrong."""
     def __init__(self, config: GPTConfig):
         super().__init__()
-        bad = problems(config)
-        if bad:
-            raise ValueError("\n".join(bad))
-        self.config = c = config
-        self.wte = nn.Embedding(c.vocab_size, c.n_embd)
-        self.blocks = nn.ModuleList([Block(c, i) for i in range(c.n_layer)])
-        self.order = block_order(c)   # The blocks as they run, from 0.
-        self.ends = make_residual(c, 2 * c.n_layer + 1)
-        self.lm_head = nn.Linear(c.n_embd, c.vocab_size, bias=False)
-        self.embed_scale = 1.0
-        if c.tie:   # One matrix can't be a large embedding and a small head: it is drawn as the head's.
+        if config.problems():
+            raise ValueError("\n".join(config.problems()))
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
+        self.ends = make_residual(config, 2 * config.n_layer + 1)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie:
             self.wte.weight = self.lm_head.weight
-            self.embed_scale = first_stds(c)[0] / first_stds(c)[1]
-        # RoPE turns pair i by the angle position * 10000^(-2i / hs).
-        hs = c.n_embd // c.n_head
-        angle = torch.outer(torch.arange(c.block_size), 1e4 ** -(torch.arange(0, hs, 2) / hs))
-        rotation = torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]   # (block_size, 1, hs / 2, 2)
-        self.register_buffer("rotation", rotation, persistent=False)
-        # The thresholds, see move_thresholds. Below 0: all run.
-        has_tau = c.mod == "geometric" and c.mod_rate > 0
-        self.register_buffer("tau", torch.full((2 * len(self.order),), -1.0) if has_tau else None)
-        self.register_buffer("tau_steps", torch.tensor(0) if has_tau else None)
-        self.run = run_all   # compile_blocks and checkpoint_blocks replace it.
-        self.half = None     # train.py sets torch.bfloat16 on a GPU.
-        self.init_weights()
+        self.register_buffer("rotation", rotation_table(config), persistent=False)
+        self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
+        self.decider = make_decider(config)   # who runs what; usually all tokens do (part 3)
+        self.run = run_sublayer               # train.py may compile it.
+        self.dtype = None                     # of sublayers and head; bfloat16 on a GPU
+        init_weights(self)
 
-    def walk(self, idx, cache=None, decide=None):
-        """The one loop over the depth. Yields (l, stream before, stream after, keep) of the sublayers l = 1,
-        2, ... as they run. (With --repeat some run several times, so l may be larger than the residual's.)
-        decide(l, residual, stream) -> (keep, gain) says who runs sublayer l; gain is None if not known."""
-        decide = decide or self.decide
-        run = self.run if cache is None else run_all   # a step of decoding is too small to compile
-        stream = self.ends.start(self.wte(idx) * self.embed_scale)
-        for l, residual, f in self.sublayers(idx, cache):
+    def walk(self, idx, cache=None, decider=None):
+        """The one loop over the depth: training, sampling and all figures go through it. After each
+        sublayer it yields its place, the stream before, the stream after, and who ran it."""
+        decider = decider or self.decider
+        decider.begin()
+        run = self.run if cache is None else run_sublayer   # One token is too little to compile.
+        stream = self.ends.start(self.wte(idx) * self.embedding_scale)
+        for place, residual, f in self.sublayers(idx, cache):
             before = stream
-            keep, gain = decide(l, residual, stream)
-            if keep is None:          # All tokens run it.
+            keep, gain = decider.decide(place, residual, stream)
+            if keep is EVERYONE:
                 stream = run(stream, residual, f)
-            elif keep is not False:   # These tokens (B, T) run it. False: it is removed.
-                stream = run_kept(stream, residual, f, keep, gain, run)
-            if l % 2 == 0 and self.router(l):
-                stream = self.router(l).scale_change(stream)
-            yield l, before, stream, keep
-
-    def forward(self, idx, targets=None, cache=None, decide=None, kept=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None if no
-        targets). kept: a list that gets walk's `keep` of each sublayer. cache: a KVCache."""
-        losses, supervised = [], self.training and self.config.deep_supervision and targets is not None
-        for l, _, stream, keep in self.walk(idx, cache, decide):
-            if kept is not None:
-                kept.append(keep)
-            if supervised and l % 2 == 0 and l < 2 * len(self.order):
-                losses.append(cross_entropy(self.head(stream), targets))
-        logits = self.head(stream)
-        if targets is None:
-            return logits, None
-        loss = (cross_entropy(logits, targets) + sum(losses)) / (1 + len(losses))
-        if self.training and self.config.mod == "router":
-            of_routers = [block.router.loss for block in self.blocks if block.router]
-            loss = loss + ROUTER_LOSS * sum(of_routers) / len(of_routers)
-        return logits, loss
-
-    def head(self, stream):
-        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
-        with autocast(x, self.half):
-            return F.linear(x, weight).to(x.dtype)
+            elif keep is not REMOVED:   # Some tokens run it (part 3).
+                stream = run_some(stream, residual, f, keep, gain, decider, run)
+            stream = decider.after(place, stream)
+            yield place, before, stream, keep
 
     def sublayers(self, idx, cache=None):
+        """Yields (place, residual, f) in the order of running. cache: a KVCache (part 4)"""
         start = 0 if cache is None else cache.length
         end = start + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
-        if cache is not None:   # It grows now, because walk's consumer may stop early.
-            cache.span, cache.length = slice(start, end), end
+        if cache is not None:
+            cache.grow(end)
+        rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            remember = None if cache is None else functools.partial(cache.append, i)
-            for l, (residual, sublayer) in enumerate(block.pairs(), start=2 * i + 1):
-                yield l, residual, Bound(sublayer, self.rotation[start:end], remember, self.half,
-                                         self.skippers_make_keys(block))
+            layer = None if cache is None else cache.layers[i]
+            yield 2 * i + 1, block.attn_residual, Sublayer(block.attn, rotation, layer, self.dtype)
+            yield 2 * i + 2, block.mlp_residual, Sublayer(block.mlp, rotation, None, self.dtype)
 
-    def skippers_make_keys(self, block):
-        """Not if a router decides, as in its paper, nor if LayerDrop does, as whole sequences skip."""
-        return block.router is None and not (self.training and self.config.layer_drop)
+    def forward(self, idx, targets=None, cache=None, decider=None, keeps=None):
+        """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None
+        if no targets). keeps: a list, to which the `keep` of each sublayer is appended"""
+        losses = []
+        every_block = self.config.deep_supervision and self.training and targets is not None
+        for place, _, stream, keep in self.walk(idx, cache, decider):
+            if keeps is not None:
+                keeps.append(keep)
+            if every_block and place % 2 == 0 and place < 2 * len(self.order):
+                losses.append(cross_entropy(self.head(stream), targets))
+        logits = self.head(stream)
+        if targets is None:
+            return logits, None
+        losses.append(cross_entropy(logits, targets))
+        decider = decider or self.decider
+        return logits, sum(losses) / len(losses) + decider.loss()   # 0, unless there are routers
 
-    def router(self, l):
-        return self.blocks[self.order[(l - 1) // 2]].router
+    def head(self, stream):
+        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
+        with autocast(x, self.dtype):
+            return F.linear(x, weight).to(x.dtype)
+
+    @torch.no_grad()
+    def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
+                      decider=None, n_vocab=None):
+        """In eval mode, continues idx (B, T). Yields each new token (B, 1), and the `keeps` of the
+        pass that led to it. n_vocab: the number of tokens, if the head has more rows than that."""
+        size, cache = self.config.block_size, None
+        for _ in range(max_new_tokens):
+            new = idx[:, -1:]   # The cache has all that this token needs to see of earlier ones.
+            if cache is None:
+                new, cache = idx[:, -size:], KVCache(self, len(idx))
+            elif cache.length == size:   # A full cache restarts with the newer half of the text.
+                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx))
+            keeps = []
+            logits, _ = self(new, cache=cache, decider=decider, keeps=keeps)
+            token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
+            idx = torch.cat((idx, token), dim=1)
+            yield token, keeps
+
+    def generate(self, idx, max_new_tokens, **options):
+        """idx (B, T) -> (B, T + max_new_tokens). options: those of stream_tokens"""
+        new = [token for token, _ in self.stream_tokens(idx, max_new_tokens, **options)]
+        return torch.cat([idx, *new], dim=1)
+
+    def before_step(self, progress):
+        """train.py calls this before each step and evaluation. progress: (step + 1) / steps"""
+        for residual in self.residuals():
+            residual.before_step(progress)
+        self.decider.before_step(progress)
+
+    def after_step(self, ran):
+        """train.py calls this after each step. ran: the share of tokens that ran each sublayer"""
+        constrain_weights(self)
+        self.decider.after_step(ran)
 
     def residuals(self):
         return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
@@ -944,192 +412,15 @@ class GPT(nn.Module):
     def device(self):
         return self.rotation.device
 
-    @property
-    def decide(self):
-        if self.config.mod == "router":
-            return self.ask_router
-        if self.training and self.config.layer_drop:
-            return self.drop_layer
-        return all_run if self.tau is None else by_threshold(self.tau)
-
-    def ask_router(self, l, residual, stream):
-        router = self.router(l)
-        if router and (l % 2 == 1 or router.keep is None):   # Even l asks only if the attention is removed.
-            router.route(stream)
-        return (router.keep if router else None), None
-
-    def drop_layer(self, l, residual, stream):
-        """A `decide`: LayerDrop (arXiv:1909.11556), a coin per sequence. Updates are not rescaled."""
-        x = residual.as_tensor(stream)
-        runs = torch.rand(len(x), 1, device=x.device) >= self.config.layer_drop
-        return runs.expand(x.shape[:2]), None
-
-    def before_step(self, progress):
-        """Before each step and evaluation. progress: (step + 1) / steps"""
-        for residual in self.residuals():
-            residual.before_step(progress)
-        if self.tau is not None and self.tau.max() < 0 and progress > SKIPPING_STARTS + self.ends.warmup:
-            self.tau.fill_(FIRST_TAU)
-
-    def after_step(self, ran):   # ran: share of the tokens that ran each sublayer
-        self.constrain()
-        if self.tau is not None and self.tau.max() > 0:
-            self.move_thresholds(ran)
-
-    def move_thresholds(self, ran):
-        """All sublayers have one threshold, which rises while too few tokens skip. But an attention that few
-        would skip runs whole (-1), as this is faster. Every tenth step all attentions are tried again."""
-        rate, skipped = self.config.mod_rate, 1 - sum(ran) / len(ran)
-        one_for_all = self.tau.max() * math.exp(0.2 * (rate - skipped) / rate)
-        self.tau_steps += 1
-        whole = self.tau < 0
-        whole[::2] |= 1 - torch.tensor(ran[::2], device=self.device) < LEAST_SKIPPED
-        self.tau = torch.where(whole & (self.tau_steps % 10 > 0), -1.0, one_for_all)
-
-    @torch.no_grad()
-    def constrain(self):
-        for block in self.blocks:
-            for residual, sublayer in block.pairs():
-                residual.constrain(sublayer)
-        self.ends.constrain(self.wte)
-        self.ends.constrain(self.lm_head)
-
-    def why_not(self, what):
-        """what: skip or exit -> None, or why the model can't. All can remove sublayers."""
-        routed = self.config.mod == "router"
-        if what == "skip" and (routed or not self.ends.knows_gain):
-            return f"--residual {self.config.residual} knows no gain, or a router decides; use a run of nag"
-        if what == "exit" and (routed or not self.ends.can_skip):
-            return f"--residual {self.config.residual} can't skip, or a router decides; use a run of pre"
-
-    @torch.no_grad()
-    def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None, decide=None,
-                      n_vocab=None):
-        """In eval mode, continues idx (B, T). Yields new tokens (B, 1), and forward's `kept` of the pass that
-        led to each. n_vocab: number of tokens, if the head has more rows. Old tokens need no stream: all that
-        a new one sees of them is their keys and values, in the cache."""
-        size, cache = self.config.block_size, None
-        for _ in range(max_new_tokens):
-            fresh = idx[:, -1:]
-            if cache is None or cache.length == size:
-                fresh = idx[:, -size:] if cache is None else idx[:, -max(1, size // 2):]   # A full one: half.
-                cache = KVCache(self, len(idx))
-            kept = []
-            logits, _ = self(fresh, cache=cache, decide=decide, kept=kept)
-            token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
-            idx = torch.cat((idx, token), dim=1)
-            yield token, kept
-
-    def generate(self, idx, max_new_tokens, **options):
-        new = [token for token, _ in self.stream_tokens(idx, max_new_tokens, **options)]
-        return torch.cat([idx, *new], dim=1)
-
-    def compile_blocks(self, **options):
-        """torch.compile of what all tokens run and of MLPs on kept tokens: two graphs for all blocks, more if
-        widths differ. If streams grow, sublayers alone are compiled."""
-        torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
-        if self.ends.stream_grows:
-            call = torch.compile(Bound.__call__, **options)
-            self.run = lambda stream, residual, f, gain=None: residual(stream, functools.partial(call, f))
-        else:
-            self.run = torch.compile(run_all, **options)
-
-    def checkpoint_blocks(self):
-        """After compile_blocks. The backward pass runs again what all tokens run, and MLPs on kept ones."""
-        self.run = functools.partial(checkpoint, self.run, use_reentrant=False, preserve_rng_state=False)
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Every Linear and Embedding has a generator of its own, seeded by its name: variants with the same
-        seed have the same draws. Residuals may rescale."""
-        c = self.config
-        stds = dict(zip((self.wte, self.lm_head), first_stds(c)))
-        for name, module in self.named_modules():
-            is_matrix = isinstance(module, (nn.Linear, nn.Embedding))
-            if is_matrix and not (c.tie and module is self.wte):
-                std = stds.get(module, module.weight.shape[1] ** -0.5 if c.init == "width" else 0.02)
-                module.weight.normal_(generator=generator(c, name)).mul_(std)
-        for block in self.blocks:
-            for residual, sublayer in block.pairs():
-                residual.init_sublayer(sublayer)
-        self.constrain()
-
-    def num_params(self):
-        return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self, T=None, ran=None):
-        """FLOPs of matrix products of one token's forward pass at context length T. A training step is three
-        times that. Masked scores and all gains count. ran: see ran_shares; default: all run."""
-        c, T, ran = self.config, T or self.config.block_size, ran or [1.0] * 2 * len(self.order)
-        exits = len(self.order) if self.training and c.deep_supervision else 1
-        total = self.ends.flops() + exits * 2 * c.vocab_size * c.n_embd
-        for i, number in enumerate(self.order):
-            block = self.blocks[number]
-            total += 2 * c.n_embd if block.router else 0
-            for (residual, sublayer), share in zip(block.pairs(), ran[2 * i:2 * i + 2]):
-                if share is False:
-                    continue
-                total += residual.flops() * (1 if residual.knows_gain else share)
-                if sublayer.mixes_tokens:
-                    total += 4 * T * sublayer.width * share
-                    if self.skippers_make_keys(block):   # Half of an attention's matrices are for that.
-                        share = (1 + share) / 2
-                total += share * sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
-        return total
+def run_sublayer(stream, residual, f, gain=None):
+    """One round of the loop. gain: if it is known already (part 3)"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-def ran_shares(kept):
-    """forward's `kept` -> share of the tokens that ran each sublayer; False: it is removed"""
-    return [1.0 if keep is None else False if keep is False else keep.float().mean().item() for keep in kept]
-
-# --- what can decide
-def all_run(l, residual, stream):
-    return None, None
-
-def by_threshold(tau):
-    """A `decide`: a token skips sublayer l if |gain| is at most tau[l - 1]. Below 0, all tokens run it."""
-    tau = torch.as_tensor(tau).tolist()   # once per pass, not per sublayer: the CPU waits for the GPU here
-
-    def decide(l, residual, stream):
-        if tau[l - 1] < 0:
-            return None, None
-        gain = residual.gain(stream)
-        # A hard decision, without gradients: gains learn from the tokens that do run.
-        return gain.detach().abs().squeeze(-1) > tau[l - 1], gain
-    return decide
-
-def without(numbers, decide=all_run):
-    """A `decide`: the sublayers of these numbers are removed. Of the others, `decide` decides."""
-    def decide_others(l, residual, stream):
-        return (False, None) if l in numbers else decide(l, residual, stream)
-    return decide_others
-
-# --- cache and sampling
-class KVCache:
-    """Keys and values, a layer per attention as they run. GPT.sublayers sets length and span for all."""
-    def __init__(self, model, batch_size):
-        self.length, self.span = 0, slice(0, 0)
-        self.keys, self.values, self.exists = [], [], []
-        for number in model.order:
-            block = model.blocks[number]
-            shape = batch_size, model.config.block_size, block.attn.n_head, block.attn.head_size
-            zeros = torch.zeros(shape, dtype=model.half or model.wte.weight.dtype, device=model.device)
-            self.keys.append(zeros)
-            self.values.append(zeros.clone())
-            self.exists.append(torch.zeros(shape[:2], dtype=torch.bool, device=model.device))
-
-    def append(self, layer, k, v, exists=None):
-        """k, v (B, T, nh, hs) of the newest tokens, and which exist (B, T; None: all) -> those of all S,
-        (B, S, nh, hs) and (B, S)"""
-        keys, values, there = self.keys[layer], self.values[layer], self.exists[layer]
-        keys[:, self.span], values[:, self.span] = k, v
-        there[:, self.span] = True if exists is None else exists
-        return keys[:, :self.length], values[:, :self.length], there[:, :self.length]
-
 def pick(logits, temperature=1.0, top_k=None, generator=None):
-    """logits (B, V) -> one token id each (B, 1)"""
+    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
     if temperature < 1e-6:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
@@ -1138,113 +429,1144 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-# --- shapes of the blocks
-def block_widths(config):
-    """(attention heads, hidden units) of each block. With --taper (CascadeFormer, arXiv:2606.26538; cosine:
-    arXiv:2606.23670) they go from taper_start to taper_end, and their sum stays but for rounding."""
-    c, hidden = config, config.mlp_ratio * config.n_embd
-    # swiglu has three matrices where gelu has two, so two thirds of the units.
-    hidden = max(1, round(hidden * 2 / 3) if c.activation == "swiglu" else int(hidden))
-    if c.taper == "none":
-        return [(c.n_head, hidden)] * c.n_layer
-    depth = [i / max(1, c.n_layer - 1) for i in range(c.n_layer)]
-    if c.taper == "cosine":
-        depth = [(1 - math.cos(math.pi * u)) / 2 for u in depth]
-    wide = [c.taper_start + (c.taper_end - c.taper_start) * u for u in depth]
-    wide = [w * c.n_layer / sum(wide) for w in wide]
-    heads = [max(1, round(w * c.n_head)) if c.taper_on == "both" else c.n_head for w in wide]
-    units = [8 * max(1, round(w * hidden / 8)) for w in wide]   # multiples of 8 are fast
-    return list(zip(heads, units))
+# ---------------------------------------------------------------------------------- first weights
 
-def block_order(config):
-    """The blocks, from 0, in the order in which they run."""
-    blocks = list(range(config.n_layer))
-    if not config.repeat:
-        return blocks
-    found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
-    first, last, count = (int(number or found[1]) for number in found.groups()) if found else (0, 0, 0)
-    if not 1 <= first <= last <= config.n_layer or not 0 < count * (last + 1 - first) <= 4096:
-        raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
-    return blocks[:first - 1] + blocks[first - 1:last] * count + blocks[last:]
+# All matrices are drawn from Gaussians. Their standard deviations:
+#
+#                  --init width            --init gpt2
+#     embedding    3                       0.02
+#     head         0.8 / sqrt(n_embd)      0.02
+#     all others   1 / sqrt(columns)       0.02
+#
+# A residual may then rescale: by default each c_proj is divided by sqrt(2L). Norms and gates start
+# as their classes say. With `width` the first logits have a standard deviation of about 0.8.
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
-# --- options of residuals
+def first_stds(config):
+    """-> the first standard deviations of embedding and head"""
+    if config.init == "gpt2":
+        return 0.02, 0.02
+    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
+
+@torch.no_grad()
+def init_weights(model):
+    config = model.config
+    embedding_std, head_std = first_stds(config)
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = module.weight.shape[1] ** -0.5 if config.init == "width" else 0.02
+            std = {model.wte: embedding_std, model.lm_head: head_std}.get(module, std)
+            module.weight.normal_(generator=seeded(config, name)).mul_(std)
+    # A tied matrix can't be a large embedding and a small head. It starts as the head, which is
+    # drawn last, and the embedding is multiplied to its size.
+    model.embedding_scale = embedding_std / head_std if config.tie else 1.0
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.init_sublayer(module)
+    constrain_weights(model)
+
+def seeded(config, name):
+    """A random generator for the weights of this name alone: wherever two models have the same
+    parts, they have the same draws. This makes comparisons fair."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+
+@torch.no_grad()
+def constrain_weights(model):
+    """Lets residuals bring weights back to where they must be. (Only nGPT does.)"""
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.constrain(module)
+    model.ends.constrain(model.wte)
+    model.ends.constrain(model.lm_head)
+
+# ================================================================================ part 2: residuals
+
+# Each class stands alone. Read those that you care about, in any order.
+
+def centred(x):
+    return x - x.mean(-1, keepdim=True)
+
+class NAG(Residual):
+    """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24).
+
+    In PreNorm the stream gets longer with depth, so later updates change it less and less. NAG
+    keeps its length apart. The stream is a pair: a direction (B, T, C), which has rms 1, and the
+    log of the length (rms) that goes with it, (B, T, 1). A sublayer turns the direction by the
+    angle atan(gain), towards the part of its update that is orthogonal to the direction:
+
+        direction <- (direction + gain side) / sqrt(1 + gain^2)     side: that part, with rms 1
+        log_length <- log_length + 1/2 log(1 + gain^2)
+
+    The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
+    would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3)."""
+    knows_gain = True
+    own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
+    allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"),
+                   warmup=(0, 0.9))
+    def __init__(self, config, l, directions=32, power=0.5, temp=LOGIT_STD, head="cos", warmup=0.0):
+        """directions: how many are preferred; power: alpha of sublayer l starts at l ** -power;
+        temp: std of the first logits; head: cos (logits are length x cosine) or linear; warmup:
+        share of the training in which gains rise from 0 to their full size"""
+        super().__init__(config, l)
+        self.cosine_head, self.warmup = head == "cos", warmup
+        if self.is_end:   # The embedding is multiplied by exp(log_scale), g in eq. 18.
+            log_scale = first_log_scale(config, power, temp, self.cosine_head, warmup)
+            self.log_scale = nn.Parameter(torch.tensor(log_scale))
+            return
+        preferred = torch.randn(directions, config.n_embd, generator=seeded(config, f"w {l}"))
+        self.preferred = nn.Parameter(preferred * config.n_embd ** -0.5)   # w in the paper
+        self.bias = nn.Parameter(torch.zeros(directions))                  # b
+        self.votes = nn.Parameter(torch.zeros(directions))                 # p, before its softmax
+        self.alpha = nn.Parameter(torch.tensor(l ** -power))               # eqs. 23, 24
+        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))       # softplus(beta) is 1
+        # warm rises from 0 to 1. In a warm-up it belongs to the checkpoint.
+        self.register_buffer("warm", torch.tensor(1.0), persistent=warmup > 0)
+
+    def before_step(self, progress):
+        if self.warmup > 0 and not self.is_end:
+            self.warm.fill_(min(1.0, progress / self.warmup))
+
+    def start(self, x):
+        x = centred(x)   # Updates are centred, too, so a mean would stay for ever.
+        length = x.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
+        return x / length, length.log() + self.log_scale
+
+    def gain(self, stream):
+        """alpha m (eq. 13). m in (0, 1] says how near the direction is to preferred ones."""
+        near = F.linear(stream[0], self.preferred, self.bias).sigmoid()   # (..., directions)
+        mean = (near @ self.votes.softmax(0))[..., None]
+        m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
+        return self.alpha * self.warm * m
+
+    def forward(self, stream, f, gain=None):
+        direction, log_length = stream
+        if gain is None:
+            gain = self.gain(stream)
+        update = f(direction)
+        if use_triton(update, self.config.kernels):   # On a GPU, one kernel does what follows.
+            return nag_write(direction, log_length, update, gain, self.config.kernels)
+        side = self.side(update, direction)
+        size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
+        direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
+        direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
+        log_length = log_length + 0.5 * torch.log1p(gain.square())            # eqs. 15, 17
+        return direction, log_length
+
+    def side(self, update, direction):
+        """The part of an update that is orthogonal to the direction (eqs. 10, 11)"""
+        update = centred(update)
+        along = (update * direction).mean(-1, keepdim=True)
+        return update - direction * along
+
+    def read(self, stream):
+        return stream[0]
+    def as_tensor(self, stream):
+        return stream[0] * stream[1].exp()
+
+    def finish(self, stream):
+        direction, log_length = stream
+        length = log_length.exp()
+        return direction * (length / self.config.n_embd if self.cosine_head else length)
+
+    def head_weight(self, weight):
+        # With rows of rms 1, direction times row, divided by C as in `finish`, is a cosine.
+        return unit(centred(weight), eps=EPS ** 2) if self.cosine_head else weight
+
+    def init_sublayer(self, module):
+        pass   # Only the direction of an update counts.
+
+def first_log_scale(config, power, temp, cosine_head, warmup):
+    """NAG's first log_scale: one with which the first logits have the standard deviation temp. At 0
+    they would be nearly equal."""
+    embedding_std, head_std = first_stds(config)
+    root = config.n_embd ** 0.5
+    std_at_length_1 = 1 / root if cosine_head else head_std * root   # 1 / root: of a random cosine
+    growth = 0.0   # of log_length, from the embedding to the end
+    if warmup == 0:   # (In a warm-up gains start at 0, so the first stream doesn't grow.)
+        for number in block_order(config):
+            for l in 2 * number + 1, 2 * number + 2:
+                first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
+                growth += 0.5 * math.log1p(first_gain ** 2)
+    return math.log(temp / std_at_length_1 / embedding_std) - growth
+
+# ------------------------------------------------------------------------ PreNorm and its relatives
+
+class Additive(Residual):
+    """PreNorm and its relatives, which differ in their norms and constant factors:
+
+        x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
+
+    Each is a row of ADDITIVE: a function of C, L, l, and perhaps of options, that returns a dict.
+    What it does not name is left out of the equation.
+
+        norm_in, norm_update, norm_out         True: there is this norm
+        norm_embedding, norm_final             of the first stream (default: no), the last one (yes)
+        scale_in, scale_stream, scale_update   constants
+        learned                                the first value of a scale_update that is learned
+        first_c_proj, first_values             factors of first weights: of c_proj (default:
+                                               (2L)^-1/2), of an attention's values or an MLP's c_fc
+        unscale                                divide the last stream by the embedding's std"""
+    allowed = dict(alpha=(0, 1))
+    def __init__(self, config, l, row, **options):
+        super().__init__(config, l)
+        self.row = row(config.n_embd, config.n_layer, l, **options)
+        ends, others = ("norm_embedding", "norm_final"), ("norm_in", "norm_update", "norm_out")
+        for name in ends if self.is_end else others:
+            there = self.row.get(name, name == "norm_final")
+            setattr(self, name, make_norm(config) if there else nn.Identity())
+        # The constants are tensors: with numbers, torch.compile would make a graph for each l.
+        for name in "scale_in", "scale_stream", "scale_update":
+            constant = torch.tensor(float(self.row[name])) if name in self.row else None
+            self.register_buffer(name, constant, persistent=False)
+        if "learned" in self.row and not self.is_end:   # in place of the constant
+            self.scale_update = nn.Parameter(self.row["learned"])
+
+    def start(self, x):
+        return self.norm_embedding(x)
+
+    def forward(self, x, f):
+        update = self.norm_update(f(times(self.scale_in, self.norm_in(x))))
+        return self.norm_out(times(self.scale_stream, x) + times(self.scale_update, update))
+
+    def finish(self, x):
+        x = self.norm_final(x)
+        return x / first_stds(self.config)[0] if "unscale" in self.row else x
+
+    @torch.no_grad()
+    def init_sublayer(self, module):
+        module.c_proj.weight.mul_(self.row.get("first_c_proj", (2 * self.config.n_layer) ** -0.5))
+        value_weight(module).mul_(self.row.get("first_values", 1.0))
+
+def times(factor, x):
+    return x if factor is None else factor * x
+
+def value_weight(module):
+    """What decides how large a sublayer's update is, besides c_proj"""
+    if isinstance(module, Attention):
+        return module.c_attn.weight[2 * module.width:]
+    return module.c_fc.weight
+
+def deepnorm(C, L, l):
+    small = (8 * L) ** -0.25   # Of all first matrices, so the MLP's, too, are below the paper's.
+    return dict(scale_stream=(2 * L) ** 0.25, norm_out=True, norm_final=False,
+                first_c_proj=small, first_values=small)
+
+def mixln(C, L, l, alpha=0.25):
+    """alpha: share of the blocks, from the first on, that are PostNorm; the others are PreNorm"""
+    block = (l + 1) // 2   # 1 .. L
+    if block <= int(alpha * L + 1e-9):
+        return dict(norm_out=True)
+    return dict(norm_in=True, norm_final=alpha < 1)
+
+ADDITIVE = {
+    # PreNorm itself, which has a class in part 1, would be dict(norm_in=True).
+    # PostNorm, the Transformer of 2017. The norm_out of the last sublayer is the final norm.
+    "post": lambda C, L, l: dict(norm_out=True, norm_final=False),
+    # Peri-LN (arXiv:2502.02732). embed: normalise the embedding, too, as the paper does.
+    "peri": lambda C, L, l, embed=False: dict(norm_in=True, norm_update=True, norm_embedding=embed),
+    # OLMo 2 (arXiv:2501.00656): only the update is normalised.
+    "reordered": lambda C, L, l: dict(norm_update=True),
+    # LayerNorm Scaling (arXiv:2502.05795): by 1 / sqrt(block), in place of a small c_proj. In an
+    # attention it reaches the values alone, because queries and keys are normalised anyway.
+    "lns": lambda C, L, l: dict(norm_in=True, scale_in=((l + 1) // 2) ** -0.5, first_c_proj=1.0),
+    "deepnorm": deepnorm,   # arXiv:2203.00555
+    "mixln": mixln,         # Mix-LN, arXiv:2412.13795
+    # ReZero (arXiv:2003.04887): no norm. Here each sublayer has a number, there each block has.
+    "rezero": lambda C, L, l: dict(learned=torch.tensor(0.0), norm_final=False, unscale=True),
+    # SkipInit (arXiv:2002.10444), with a norm
+    "skipinit": lambda C, L, l: dict(norm_in=True, learned=torch.tensor(0.0)),
+    # LayerScale (arXiv:2103.17239): a learned number per channel
+    "layerscale": lambda C, L, l, init=0.1: dict(norm_in=True, learned=torch.full((C,), init)),
+    # CompleteP (arXiv:2505.01618), but for its rule for AdamW's eps: a learning rate that is tuned
+    # at 6 blocks fits all depths.
+    "completep": lambda C, L, l: dict(norm_in=True, scale_update=6 / L, first_c_proj=12 ** -0.5),
+}
+
+# ------------------------------------------------------------------------ reading earlier sublayers
+
+class AttnRes(Residual):
+    """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4). Nothing is added up. The
+    stream is a list of sources: the embedding, and all updates so far. Each sublayer, and finally
+    the head, reads a weighted mean of them. Which sources count is asked by a learned query:
+
+        v = torch.stack(sources)                              # (n, B, T, C)
+        scores = (unit(v) * key_weight) @ query               # (n, B, T)
+        weights = scores.softmax(0)[..., None]                # over the n sources, not over tokens
+        read = norm(n * (weights * v).sum(0))
+
+    Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. (For
+    this there is the factor n, which the paper lacks, and which the norm makes harmless.)
+
+    With group > 1 (Block AttnRes, section 3.2) a source is the sum of so many updates. After six
+    sublayers there are seven sources, and with group=2 four.
+
+    The code has a trick: a source meets the queries of all 2L reads when it is made, in one matrix
+    product. So the stream is a pair: all queries (2L, C), and a dict from the number of a group (0:
+    the embedding) to its source (B, T, C) and its scores, a list of 2L tensors (B, T)."""
+    can_skip = False
+    stream_grows = True
+    not_matrices = "query", "key_weight"
+    allowed = dict(group=(1, 10000))
+    def __init__(self, config, l, group=1):
+        """group: how many updates make a source; 1 is Full AttnRes"""
+        super().__init__(config, l)
+        self.group, self.norm = (l - 1) // group + 1, make_norm(config)
+        # Reads 2 .. 2L + 1 have the rows 0 .. 2L - 1 of `query`. Read 1 has one source, so its
+        # weight is 1 whatever the query. It uses row 0, too.
+        self.row = max(0, l - 2)
+        if self.is_end:
+            self.query = nn.Parameter(torch.zeros(2 * config.n_layer, config.n_embd))
+            self.key_weight = nn.Parameter(torch.ones(2 * config.n_layer, config.n_embd))
+
+    def start(self, x):
+        queries = self.query * self.key_weight
+        return queries, {0: (x, self.scores(x, queries))}
+
+    def scores(self, source, queries):
+        return (unit(source) @ queries.mT).unbind(-1)
+
+    def weigh(self, stream):
+        """-> the weights of all n sources for this read, (n, B, T)"""
+        _, sources = stream
+        return torch.stack([scores[self.row] for _, scores in sources.values()]).softmax(0)
+
+    def read(self, stream):
+        values = [source for source, _ in stream[1].values()]
+        weights = len(values) * self.weigh(stream)[..., None]
+        return self.norm(depth_sum(weights, values, self.config.kernels))   # (weights * v).sum(0)
+
+    finish = read
+
+    def forward(self, stream, f):
+        queries, sources = stream
+        source = f(self.read(stream))
+        if self.group in sources:   # This group has begun, so its sum grows.
+            source = sources[self.group][0] + source
+        return queries, sources | {self.group: (source, self.scores(source, queries))}
+
+    def as_tensor(self, stream):
+        return sum(source for source, _ in stream[1].values())   # what PreNorm's stream would be
+    def flops(self):
+        return 4 * self.config.n_layer * self.config.n_embd   # one source times 2L queries
+
+class DenseFormer(Residual):
+    """PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so
+    far (Pagliardini et al. 2024, arXiv:2402.02622). The stream is x, and a dict from the number of
+    a block (0: the embedding) to its output. Blocks that are removed have no output."""
+    can_skip = False
+    stream_grows = True
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.norm = make_norm(config)
+        self.block = l // 2 if l % 2 == 0 else None   # the block that ends with this sublayer
+        if self.block:   # At first its own output has the weight 1, and all others 0.
+            self.weights = nn.Parameter(torch.eye(self.block + 1)[-1])
+
+    def start(self, x):
+        return x, {0: x}
+
+    def forward(self, stream, f):
+        x, outputs = stream
+        x = x + f(self.norm(x))
+        if self.block:
+            outputs = outputs | {self.block: x}
+            weights = self.weights[list(outputs)]
+            x = depth_sum(weights, list(outputs.values()), self.config.kernels)
+        return x, outputs
+
+class X0(Residual):
+    """PreNorm, and before each block x becomes a learned mixture of x and the embedding, as in
+    modded-nanoGPT. The stream is x, and the embedding."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.norm = make_norm(config)
+        self.begins_block = l % 2 == 1 and not self.is_end
+        if self.begins_block:
+            self.weights = nn.Parameter(torch.tensor([1.0, 0.0]))   # of x, and of the embedding
+
+    def start(self, x):
+        return x, x.clone()   # The same tensor twice would cost torch.compile one more graph.
+
+    def forward(self, stream, f):
+        x, embedding = stream
+        if self.begins_block:
+            x = self.weights[0] * x + self.weights[1] * embedding
+        return x + f(self.norm(x)), embedding
+
+# -------------------------------------------------------------------------------------------- gates
+
+class Gated(Residual):
+    """PreNorm whose update u passes a gate, a number per channel that depends on the stream h and
+    on u:
+
+        h <- h + gate u,    gate = sigmoid(W_h unit(h) + W_u unit(u) + bias)
+
+    This is `review` (Kramer 2026, arXiv:2606.31859). `highway`, a baseline there, sees h only. (The
+    paper's script gives it h as it is, and a random W.) `convex` is (1 - gate) h + gate u. It fails
+    with depth, unless the bias starts below 0: convex:inputs=h,bias=-3 is the Highway layer of
+    2015, with PreNorm and a normalised input. W starts at zero, and gates at sigmoid(bias)."""
+    allowed = dict(inputs=("hu", "h", "u"))
+    def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
+        """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
+        first value"""
+        super().__init__(config, l)
+        self.convex, self.norm = convex, make_norm(config)
+        if not self.is_end:
+            square = config.n_embd, config.n_embd
+            self.W = nn.ParameterDict({name: nn.Parameter(torch.zeros(square)) for name in inputs})
+            self.bias = nn.Parameter(torch.full((config.n_embd,), bias))
+
+    def forward(self, h, f):
+        u = f(self.norm(h))
+        seen = {"h": h, "u": u}
+        products = [F.linear(unit(seen[name], eps=1e-5), weight) for name, weight in self.W.items()]
+        gate = (sum(products) + self.bias).sigmoid()
+        return (1 - gate) * h + gate * u if self.convex else h + gate * u
+
+# -------------------------------------------------------------------------- several streams at once
+
+class Hyper(Residual):
+    """Hyper-connections: n parallel streams, x (B, T, n, C). A sublayer reads them by n weights
+    `pre`, writes to each of them by n weights `post`, and a matrix `res` (n, n) mixes them:
+
+        x <- res x + post f(norm(pre x))
+
+    All weights depend on the token. res is doubly stochastic, so mixing keeps the streams' sum. It
+    is a mixture of the n! permutations for kind=lite (arXiv:2601.05732), and made by 20 Sinkhorn
+    steps for kind=mhc (arXiv:2512.24880). At first every stream is that of PreNorm."""
+    can_skip = False   # A token that skips would miss the mixing by res.
+    allowed = dict(kind=("lite", "mhc"), n=(1, 64))
+    def __init__(self, config, l, kind="lite", n=4):
+        """kind: lite or mhc; n: number of streams, at most 5 for lite"""
+        super().__init__(config, l)
+        if kind == "lite" and n > 5:   # 6! permutations are too many.
+            raise ValueError(f"--residual: option n={n} must be from 1 to 5 with kind=lite")
+        self.kind, self.n, self.norm = kind, n, make_norm(config)
+        if self.is_end:
+            return
+        # Logits of res: one for each permutation (the first changes nothing), or for each entry.
+        if kind == "lite":
+            matrices = [torch.eye(n)[list(order)] for order in itertools.permutations(range(n))]
+            self.register_buffer("permutations", torch.stack(matrices).flatten(1), persistent=False)
+            res = torch.full((len(matrices),), -8.0)
+            res[0] = 0.0
+        else:
+            res = 8 * torch.eye(n).flatten() - 8
+        # Sublayers start by reading one stream each, in turn: sigmoid(4) = 0.98 of it, and 0.02 of
+        # the others. The static logits say this. What depends on the token is added to them.
+        pre = 8 * torch.eye(n)[(l - 1) % n] - 4
+        self.sizes = n, n, len(res)   # of pre, post and res
+        self.static = nn.Parameter(torch.cat((pre, torch.zeros(n), res)))
+        self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
+        self.scale = nn.Parameter(torch.full((3,), 0.01))   # of the dynamic parts of the three
+
+    def start(self, x):
+        return x[..., None, :].repeat_interleave(self.n, dim=-2)
+
+    def forward(self, x, f):
+        pre, post, res = self.weights(x)
+        update = f(self.norm((pre[..., None, :] @ x).squeeze(-2)))
+        return res @ x + post[..., None] * update[..., None, :]
+
+    def weights(self, x):
+        static = self.static.split(self.sizes)
+        dynamic = F.linear(unit(x.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
+        pre, post, res = (static[i] + self.scale[i] * dynamic[i] for i in range(3))
+        square = self.n, self.n
+        if self.kind == "lite":
+            res = (res.softmax(-1) @ self.permutations).unflatten(-1, square)
+        else:
+            res = sinkhorn(res.unflatten(-1, square))
+        return pre.sigmoid(), 2 * post.sigmoid(), res
+
+    def as_tensor(self, x):
+        return x.mean(-2)
+
+    def flops(self):
+        if self.is_end:
+            return 0
+        make_res = 2 * self.permutations.numel() if self.kind == "lite" else 0
+        mix_streams = 2 * self.n * self.config.n_embd * (1 + self.n)
+        return 2 * self.dynamic.numel() + make_res + mix_streams
+
+def sinkhorn(logits, steps=20):
+    """(..., n, n) -> positive matrices whose rows and (nearly) columns sum to 1: columns and rows
+    are normalised in turn, in logarithms, which don't overflow."""
+    for _ in range(steps):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
+
+class Siamese(Residual):
+    """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
+    and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
+    only 1 / sqrt(2 i) of an update is added to x."""
+    can_skip = False   # A token that skips would miss the norm of x.
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.norm_x, self.norm_y = make_norm(config), make_norm(config)
+        self.norm_in = make_norm(config)
+        twice_the_block = l + l % 2
+        self.register_buffer("scale", torch.tensor(twice_the_block ** -0.5), persistent=False)
+
+    def start(self, x):
+        return x, x.clone()
+
+    def forward(self, stream, f):
+        y, x = stream
+        x = self.norm_x(x)
+        update = f(self.norm_in(x + self.norm_y(y)))
+        return y + update, x + self.scale * update
+
+    def finish(self, stream):
+        y, x = stream
+        return self.norm_in(self.norm_x(x) + self.norm_y(y))
+
+# --------------------------------------------------------------------------------------------- nGPT
+
+class NGPT(Residual):
+    """nGPT (Loshchilov et al. 2024, arXiv:2410.01131). The stream stays on a sphere, and moves
+    towards the normalised update by a learned step per channel:
+
+        x <- unit(x + |alpha| (unit(f(x)) - x))
+
+    After each step of the optimizer, weights are normalised along the stream's axis. Normalised
+    weights can't learn a length, so queries, keys, hidden units and logits get learned factors.
+    `unit` gives the norm sqrt(C) where the paper has 1, so the MLP needs no factor sqrt(C). (Scores
+    start as cosines times SHARPNESS, as in all our models, in the paper times sqrt(head_size).)"""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        if self.is_end:
+            self.logit_scale = LearnedScale(config.vocab_size, config.n_embd)
+        else:
+            self.alpha = LearnedScale(config.n_embd, config.n_embd)
+
+    def start(self, x):
+        return unit(x)
+
+    def forward(self, x, f):
+        step = 0.05 * self.alpha.factor().abs()
+        return unit(torch.addcmul(x, step, unit(f(x)) - x))
+
+    def finish(self, x):
+        return x
+
+    def head_weight(self, weight):
+        # A stream of norm sqrt(C) times a row of norm 1 has a std of 1. The paper's is a cosine.
+        std = LOGIT_STD if self.config.init == "width" else self.config.n_embd ** -0.5
+        return weight * (std * self.logit_scale.factor())[:, None]
+
+    def init_sublayer(self, module):
+        n_embd = self.config.n_embd
+        if isinstance(module, Attention):
+            module.scale_q = LearnedScale(module.width, n_embd, (module.n_head, module.head_size))
+            module.scale_k = LearnedScale(module.width, n_embd, (module.n_head, module.head_size))
+        else:
+            module.scale = LearnedScale(module.c_fc.out_features, n_embd)
+
+    @torch.no_grad()
+    def constrain(self, module):
+        for name, p in module.named_parameters():
+            if p.dim() == 2:
+                p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
+
+class LearnedScale(nn.Module):
+    """Factors that start at 1. Their parameters start at 1 / sqrt(n_embd), which is the size of all
+    weights in nGPT, so one learning rate fits all."""
+    def __init__(self, n, n_embd, shape=(-1,)):
+        super().__init__()
+        self.root, self.shape = n_embd ** 0.5, shape
+        self.weight = nn.Parameter(torch.full((n,), 1 / self.root))
+
+    def factor(self):
+        return (self.weight * self.root).view(self.shape)
+    def forward(self, x):
+        return x * self.factor()
+
+# -------------------------------------------------------------------------------------- --residual
+
+# What --residual can be: a class, and arguments that belong to the name. Yours goes here.
+RESIDUALS = {"pre": (PreNorm, {})}
+RESIDUALS |= {name: (Additive, dict(row=row)) for name, row in ADDITIVE.items()}
+RESIDUALS |= {
+    "nag": (NAG, {}), "attnres": (AttnRes, {}), "denseformer": (DenseFormer, {}), "x0": (X0, {}),
+    "review": (Gated, {}), "convex": (Gated, dict(convex=True)),
+    "highway": (Gated, dict(inputs="h")), "hyper": (Hyper, {}), "siamese": (Siamese, {}),
+    "ngpt": (NGPT, {}), "template": (Template, {})}
+
 def make_residual(config, l):
-    kind, options = read_residual(config.residual)
-    return kind(config, l, **options)
-
-def options_of(name):
-    kind, given = RESIDUALS[name]
-    parameters = inspect.signature(given.get("row", kind)).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return defaults | {key: value for key, value in given.items() if key != "row"}
+    kind, arguments = read_residual(config.residual)
+    return kind(config, l, **arguments)
 
 def read_residual(text):
     """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2)"""
     name, _, options = text.partition(":")
     if name not in RESIDUALS:
         raise ValueError(f"--residual {name}: unknown; choose from {', '.join(RESIDUALS)}")
-    kind, arguments = RESIDUALS[name]
-    known = options_of(name)
-    for key, _, value in (option.partition("=") for option in filter(None, options.split(","))):
-        if key not in known:
-            right = ", ".join(f"{key}={default}" for key, default in known.items()) or "none"
-            raise ValueError(f"--residual {text}: {name} has no option {key!r}; its options are {right}")
-        try:
-            arguments = arguments | {key: convert(value, type(known[key]))}
-        except ValueError:
-            raise ValueError(f"--residual {text}: {key} must be a {type(known[key]).__name__}, such as "
-                             f"{known[key]}") from None
-    return kind, arguments
-
-def convert(text, kind):
-    if kind is bool:
-        return ("0", "false", "1", "true").index(text.lower()) >= 2
-    if kind in (int, float) and not abs(kind(text)) <= 1e4:   # or nan
-        raise ValueError
-    return kind(text)
-
-# --- checks
-def problems(config):
-    c, bad = config, field_problems(config)
+    kind, given = RESIDUALS[name]
     try:
-        order = block_order(c)
-        kind, _ = read_residual(c.residual)
-        if bad:
-            return bad
-        with torch.device("meta"):   # takes no memory
-            stream = make_residual(c, 2 * c.n_layer + 1).start(torch.empty(1, 1, c.n_embd))
+        return kind, given | read_options(options, options_of(name), kind.allowed)
     except ValueError as error:
-        return bad + [str(error)]
-    one_tensor = isinstance(stream, torch.Tensor) and stream.dim() == 3
-    rules = [   # (is it wrong, why, what to do)
-        (c.n_embd % (2 * c.n_head), f"--n_embd {c.n_embd}: must be an even multiple of --n_head {c.n_head}"),
-        (c.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
-        (c.mod_rate and c.layer_drop, "--mod_rate and --layer_drop: both decide who skips; drop one"),
-        (c.layer_drop and not kind.can_skip,
-         f"--layer_drop: tokens can't skip with --residual {c.residual}; use pre or nag"),
-        (c.mod == "router" and not one_tensor,
-         f"--mod router: the stream of --residual {c.residual} isn't one tensor; use pre"),
-        (c.mod == "router" and not 0 < c.mod_rate * c.n_layer <= 0.9001 * (c.n_layer // 2),
-         f"--mod_rate {c.mod_rate}: every second block has a router; use more than 0, at most "
-         f"{0.9 * (c.n_layer // 2) / c.n_layer:.2f}, and two blocks or more"),
-        (c.mod == "geometric" and c.mod_rate and not kind.knows_gain,
-         f"--mod_rate: --residual {c.residual} knows no gain; use nag, or --mod router"),
-        (len(order) > c.n_layer and kind.stream_grows,
-         f"--repeat: the stream of --residual {c.residual} has places for 2L updates; use pre"),
+        raise ValueError(f"--residual {text}: {name}: {error}") from None
+
+def options_of(name):
+    """The options of a residual and their defaults: keyword arguments of its class or row"""
+    kind, given = RESIDUALS[name]
+    own = {key: value for key, value in given.items() if key != "row"}
+    return option_defaults(given.get("row", kind)) | own
+
+# ================================================================================= part 3: skipping
+
+# Mixture-of-Depths: not every token needs every sublayer. GPT.walk asks a decider which tokens run
+# a sublayer. Only these are computed. All others keep their stream as it is. First come the
+# deciders, and then how it is done.
+
+class Decider(nn.Module):
+    """Says which tokens run a sublayer. This one: everyone, always. GPT.walk calls
+
+        begin()                           at the beginning of each pass: forget the last one
+        decide(place, residual, stream)   -> keep, and the gains (B, T, 1) or None if not computed
+        after(place, stream)              -> the stream after the sublayer, as it is or changed
+
+    GPT.forward adds loss() to the loss. Training calls before_step and after_step, as in GPT."""
+    # Does a token that skips an attention still make its key and value, for later tokens to see?
+    skippers_make_keys = True
+
+    def begin(self):
+        pass
+    def decide(self, place, residual, stream):
+        return EVERYONE, None
+    def after(self, place, stream):
+        return stream
+    def loss(self):
+        return 0.0
+    def before_step(self, progress):
+        pass
+    def after_step(self, ran):
+        pass
+
+all_run = Decider()
+
+class ByFunction(Decider):
+    """A decider that is one function: ByFunction(lambda place, residual, stream: (keep, None))"""
+    def __init__(self, decide):
+        super().__init__()
+        self.decide = decide
+
+class Without(Decider):
+    """The sublayers at these places are removed. Of the others, another decider decides."""
+    def __init__(self, places, decider=all_run):
+        super().__init__()
+        self.places, self.decider = places, decider
+        self.skippers_make_keys = decider.skippers_make_keys
+
+    def begin(self):
+        self.decider.begin()
+
+    def decide(self, place, residual, stream):
+        if place in self.places:
+            return REMOVED, None
+        return self.decider.decide(place, residual, stream)
+
+    def after(self, place, stream):
+        return self.decider.after(place, stream)
+    def loss(self):
+        return self.decider.loss()
+
+class Threshold(Decider):
+    """A token skips a sublayer if its |gain| is at most `threshold`. This rule is ours: of NAG's
+    paper only summaries are known. All tokens run the sublayers at the places `whole`."""
+    def __init__(self, threshold, whole=()):
+        super().__init__()
+        self.threshold, self.whole = threshold, {*whole}
+
+    def decide(self, place, residual, stream):
+        if place in self.whole:
+            return EVERYONE, None
+        gain = residual.gain(stream)
+        # The comparison has no gradient: gains learn from the tokens that do run.
+        return gain.detach().abs().squeeze(-1) > self.threshold, gain
+
+SKIPPING_STARTS = 0.05   # Before this share of a training, plus any warm-up, all tokens run.
+FIRST_THRESHOLD = 0.02   # Then the threshold starts here, below nearly all gains.
+LEAST_SKIPPED = 0.25     # An attention that a smaller share would skip is run by all.
+RETRY = 10               # Once in so many steps, such attentions are tried again.
+
+class MovingThreshold(Decider):
+    """--mod_rate: a threshold that moves in training until the wanted share of all sublayer runs is
+    skipped. But an attention that few tokens would skip is run by all, as this is faster. Outside
+    of training all stays as the last step has left it. Buffers are in checkpoints, so a run that is
+    resumed, or sampled from, skips as it did."""
+    def __init__(self, config, starts):
+        super().__init__()
+        self.rate, self.starts = config.mod_rate, starts
+        n_places = 2 * len(block_order(config))
+        self.register_buffer("threshold", torch.tensor(0.0))   # 0: not yet, all tokens run
+        self.register_buffer("whole", torch.zeros(n_places, dtype=torch.bool))   # run by all
+        self.register_buffer("steps", torch.tensor(0))         # since skipping has started
+
+    def begin(self):   # Numbers from a GPU make the CPU wait, so they are read once a pass.
+        retry = self.training and self.steps % RETRY == 0
+        whole = [] if retry else (self.whole.nonzero().flatten() + 1).tolist()
+        threshold = self.threshold.item()
+        self.now = Threshold(threshold, whole) if threshold > 0 else all_run
+
+    def decide(self, place, residual, stream):
+        return self.now.decide(place, residual, stream)
+
+    def before_step(self, progress):
+        if self.threshold == 0 and progress > self.starts:
+            self.threshold.fill_(FIRST_THRESHOLD)
+
+    def after_step(self, ran):
+        if self.threshold == 0:
+            return
+        skipped = 1 - sum(ran) / len(ran)
+        self.threshold *= math.exp(0.2 * (self.rate - skipped) / self.rate)
+        attentions = torch.tensor(ran[::2], device=self.whole.device)
+        few_skip = 1 - attentions < LEAST_SKIPPED   # also true of those that all had to run
+        self.whole[::2] = few_skip
+        self.steps += 1
+
+class LayerDrop(Decider):
+    """--layer_drop (arXiv:1909.11556): in training, a coin for each sequence and each sublayer says
+    whether it runs. Updates are not rescaled."""
+    def __init__(self, probability):
+        super().__init__()
+        self.probability = probability
+
+    @property
+    def skippers_make_keys(self):   # Whole sequences skip, so nobody would see them.
+        return not self.training
+
+    def decide(self, place, residual, stream):
+        if not self.training:
+            return EVERYONE, None
+        x = residual.as_tensor(stream)
+        runs = torch.rand(len(x), 1, device=x.device) >= self.probability
+        return runs.expand(x.shape[:2]), None
+
+class Routers(Decider):
+    """--mod router (Raposo et al. 2024, arXiv:2404.02258). In every second block a router, a linear
+    map, gives each token a weight, and the tokens of a sequence with the largest weights run the
+    block. What the block changes is multiplied by the weight: in this way a router learns. (Ours
+    reads unit(x), because the stream has another size in each block.)
+
+    Which weights are the largest depends on later tokens. In sampling, where there are none yet,
+    those above 0 run the block. A loss of its own teaches a router that these are the same."""
+    skippers_make_keys = False   # as in the paper
+    loss_weight = 0.01
+
+    def __init__(self, config):
+        super().__init__()
+        self.order, n_routers = block_order(config), config.n_layer // 2
+        routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
+        self.routers = nn.ModuleList(routers)
+        # Blocks with a router skip the share of those without one, too.
+        self.share_that_runs = 1 - config.mod_rate * config.n_layer / n_routers
+
+    def begin(self):
+        self.losses = []
+        self.keep = EVERYONE   # until the router of this block is asked
+
+    def decide(self, place, residual, stream):
+        number = self.order[(place - 1) // 2]
+        if number % 2 == 0:
+            return EVERYONE, None
+        if self.keep is EVERYONE:   # Usually the attention asks, and the MLP if that is removed.
+            self.ask(self.routers[number // 2], stream)
+        return self.keep, None
+
+    def ask(self, router, x):
+        """x (B, T, C): the stream before the block"""
+        weight = router(unit(x)).squeeze(-1)   # (B, T)
+        self.keep = weight > 0
+        if self.training:
+            number = max(1, round(self.share_that_runs * x.shape[1]))
+            # Of equal weights, those of earlier tokens count as larger, whatever the batch is.
+            largest = weight.sort(dim=1, descending=True, stable=True).indices[:, :number]
+            self.keep = torch.zeros_like(self.keep).scatter(1, largest, True)
+        goal = self.keep.to(weight.dtype)
+        self.losses.append(F.binary_cross_entropy_with_logits(weight, goal))
+        self.before, self.weight = x, weight[..., None]
+
+    def after(self, place, stream):
+        if place % 2 == 1 or self.keep is EVERYONE:
+            return stream
+        self.keep = EVERYONE   # The block has ended. The next one asks anew.
+        return self.before + self.weight * (stream - self.before)
+
+    def loss(self):
+        if not (self.training and self.losses):
+            return 0.0
+        return self.loss_weight * sum(self.losses) / len(self.losses)
+
+class EarlyExit(Decider):
+    """Before each block but the first, a token exits if the head is sure of its successor. It runs
+    no further sublayer, but still makes keys and values there, because later tokens may go deeper
+    and look for them. So an exit is an answer of a decider, and not an end of the walk."""
+    def __init__(self, model, confidence):
+        """confidence: the probability from which on a prediction is sure"""
+        super().__init__()
+        self.head, self.confidence = model.head, confidence
+        self.looks = 0   # how often the head has looked at a stream, which costs FLOPs, too
+
+    def begin(self):
+        self.inside = None
+
+    def decide(self, place, residual, stream):
+        if self.inside is None:
+            x = residual.as_tensor(stream)
+            self.inside = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        elif place % 2 == 1 and self.inside.any():
+            probability = self.head(stream).softmax(-1).amax(-1)   # (B, T)
+            self.inside = self.inside & (probability < self.confidence)
+            self.looks += 1
+        return self.inside, None
+
+def make_decider(config):
+    """The decider that the flags ask for"""
+    if config.mod == "router":
+        return Routers(config)
+    if config.layer_drop:
+        return LayerDrop(config.layer_drop)
+    if config.mod_rate:
+        _, options = read_residual(config.residual)
+        return MovingThreshold(config, SKIPPING_STARTS + options.get("warmup", 0.0))
+    return Decider()
+
+def why_not(model, what):
+    """what: skip or exit -> None, or a sentence why the model can't. All can remove sublayers."""
+    routed, name = model.config.mod == "router", model.config.residual
+    if what == "skip" and (routed or not model.ends.knows_gain):
+        return f"--residual {name} knows no gain, or a router decides; use a run of nag"
+    if what == "exit" and (routed or not model.ends.can_skip):
+        return f"--residual {name} can't skip, or a router decides; use a run of pre"
+    return None
+
+def ran_shares(keeps):
+    """The `keep` of each sublayer -> the share of the tokens that ran it, or REMOVED"""
+    shares = []
+    for keep in keeps:
+        if torch.is_tensor(keep):
+            shares.append(keep.float().mean().item())
+        else:
+            shares.append(1.0 if keep is EVERYONE else REMOVED)
+    return shares
+
+def mean_share(ran):
+    """The mean of ran_shares over the sublayers that are there"""
+    there = [share for share in ran if share is not REMOVED]
+    return sum(there) / max(1, len(there))
+
+@torch.no_grad()
+def calibrate(model, batches, rate, whole=()):
+    """-> the Threshold with which a model in eval mode skips the share `rate` of its sublayer runs
+    on batches (a list of idx (B, T)). It is found by bisection, as what is skipped changes what
+    comes next. Attentions that few tokens would skip run whole, as in training. whole: their
+    places"""
+    low, high = 0.0, 4.0
+    for _ in range(16):
+        decider, keeps = Threshold((low + high) / 2, whole), []
+        for idx in batches:
+            model(idx, decider=decider, keeps=keeps)
+        ran = ran_shares(keeps)
+        if 1 - mean_share(ran) < rate:
+            low = decider.threshold
+        else:
+            high = decider.threshold
+    n = 2 * len(model.order)
+    attentions = range(1, n, 2)
+    few_skip = {place for place in attentions if 1 - mean_share(ran[place - 1::n]) < LEAST_SKIPPED}
+    if whole or not few_skip:
+        return decider
+    return calibrate(model, batches, rate, few_skip)
+
+# ---------------------------------------------------------------------------------- how it is done
+
+def run_some(stream, residual, f, keep, gain, decider, run):
+    """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
+    computed, and put back. One that skips costs its gain, and in an attention its key and value,
+    which later tokens see (unless the decider says that skippers make none)."""
+    tokens = KeptTokens(keep)
+    if len(tokens.index) == keep.numel():
+        return run(stream, residual, f, gain)
+    is_attention, keys = isinstance(f.module, Attention), None
+    if is_attention and decider.skippers_make_keys:   # If there is a cache, they go there, too.
+        keys = keys_of_all(f, residual.read(stream))
+    if len(tokens.index) == 0:
+        return stream
+    if is_attention:
+        f = functools.partial(attention_of_kept, f, tokens=tokens, keys=keys)
+        run = run_sublayer   # Shapes vary too much for a compiled one.
+    if gain is not None:
+        gain = tokens.gather(gain)
+    return tokens.put(stream, run(tokens.gather(stream), residual, f, gain))
+
+class KeptTokens:
+    """Where the tokens that run a sublayer are in a batch. An example:
+
+        keep [[1, 0, 1, 1],    index     0 2 3 5   which of all B T tokens they are
+              [0, 1, 0, 0]]    position  0 2 3 1   where they are in their sequences
+                               count     3 1       how many each sequence has; N is 4"""
+    def __init__(self, keep):
+        self.keep = keep
+        self.index = keep.flatten().nonzero().squeeze(1)
+        self.position = self.index % keep.shape[1]
+        self.count = keep.sum(1).tolist()
+
+    def gather(self, stream):
+        """Tensors (B, T, ...) -> (N, ...)"""
+        if isinstance(stream, tuple):
+            return tuple(self.gather(x) for x in stream)
+        return stream.flatten(0, 1).index_select(0, self.index)
+
+    def put(self, stream, new):
+        """Tensors (B, T, ...) -> the same, but new (N, ...) where tokens are kept"""
+        if isinstance(stream, tuple):
+            return tuple(self.put(x, new_x) for x, new_x in zip(stream, new))
+        return stream.flatten(0, 1).index_copy(0, self.index, new).view_as(stream)
+
+    def spread(self, x):
+        """(N, ...) -> (B, T, ...), zero where no token is kept"""
+        return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
+
+def keys_of_all(f, x):
+    """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
+    with autocast(x, f.dtype):
+        k, v = f.module.project(x, f.rotation, "kv")
+        return with_older(f.cache, k, v)
+
+def attention_of_kept(f, x, tokens, keys):
+    """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
+    keys_of_all returns; None: kept tokens see nobody but each other"""
+    rotation = f.rotation[tokens.position]
+    with autocast(x, f.dtype):
+        if keys is None:
+            q, k, v = f.module.project(x, rotation)
+            keys = with_older(f.cache, tokens.spread(k), tokens.spread(v), tokens.keep)
+        else:
+            q, = f.module.project(x, rotation, "q")
+        return f.module.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
+
+def with_older(cache, k, v, there=None):
+    """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
+    keys (None: all) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
+    if cache is not None:
+        return cache.append(k, v, there)
+    seen = causal(k.shape[1], k.shape[1], k.device)
+    return k, v, seen if there is None else seen & there[:, None]
+
+def attend_kept(q, k, v, seen, tokens):
+    """`attend` for the queries of kept tokens (N, n_head, head_size). seen: (B or 1, T, S)"""
+    batch = len(tokens.count)
+    seen = seen.expand(batch, -1, -1)
+    if q.device.type == "cpu":   # One call per sequence, as each keeps another number of tokens.
+        found = []
+        queries, positions = q.split(tokens.count), tokens.position.split(tokens.count)
+        for i in range(batch):
+            if len(positions[i]):
+                rows = seen[i:i + 1, positions[i]]
+                found.append(attend(queries[i][None], k[i:i + 1], v[i:i + 1], rows)[0])
+        return torch.cat(found)
+    # A GPU is faster with one call. It needs a rectangle, with a row per sequence and padding at
+    # its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with none, a softmax
+    # is nan), and what comes out of it is not used.
+    sequence = tokens.index // tokens.keep.shape[1]
+    column = torch.cat([torch.arange(count, device=q.device) for count in tokens.count])
+    longest = max(tokens.count)
+    queries = q.new_zeros(batch, longest, *q.shape[1:]).index_put((sequence, column), q)
+    rows = seen.new_ones(batch, longest, k.shape[1])
+    rows = rows.index_put((sequence, column), seen[sequence, tokens.position])
+    return attend(queries, k, v, rows)[sequence, column]
+
+# ==================================================================================== part 4: tools
+
+class KVCache:
+    """Keys and values of all tokens so far, so that sampling computes only the newest token."""
+    def __init__(self, model, batch_size):
+        self.start = self.length = 0   # The newest tokens are at start .. length.
+        self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size)
+                       for number in model.order]
+
+    def grow(self, length):
+        """Makes room for the next tokens: there are `length` in all then."""
+        self.start, self.length = self.length, length
+
+class LayerCache:
+    """The part of a KVCache that belongs to one attention, at one place in the order"""
+    def __init__(self, cache, model, attn, batch_size):
+        shape = batch_size, model.config.block_size, attn.n_head, attn.head_size
+        dtype = model.dtype or model.wte.weight.dtype
+        self.cache = cache
+        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        # Tokens that skip may have no key here.
+        self.there = torch.zeros(shape[:2], dtype=torch.bool, device=model.device)
+
+    def append(self, k, v, there=None):
+        """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
+        keys (None: all) -> k, v of all S tokens so far, and seen (B, T, S), who sees whom"""
+        start, length = self.cache.start, self.cache.length
+        self.keys[:, start:length], self.values[:, start:length] = k, v
+        self.there[:, start:length] = True if there is None else there
+        seen = causal(length - start, length, k.device) & self.there[:, None, :length]
+        return self.keys[:, :length], self.values[:, :length], seen
+
+def causal(new, length, device):
+    """(1, new, length): whether a query, one of the `new` last of all tokens, may see a key"""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
+
+# ------------------------------------------------------------------------------------------- norms
+
+def make_norm(config):
+    """The norm that --norm names: a module (..., C) -> (..., C)"""
+    if config.norm == "rms":
+        return nn.RMSNorm(config.n_embd, EPS)
+    if config.norm == "layer":
+        return nn.LayerNorm(config.n_embd, EPS, bias=False)
+    if config.norm == "single":
+        return SingleNorm()
+    if config.norm == "dyt":
+        return DynamicTanh(config)
+    return nn.Identity()
+
+class SingleNorm(nn.Module):
+    """One weight for all channels, against outliers (arXiv:2506.19697)"""
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return unit(x) * self.weight
+
+class DynamicTanh(nn.Module):
+    """No norm, but a tanh in its place (arXiv:2503.10622)"""
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.slope = nn.Parameter(torch.tensor(0.5))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd))
+
+    def forward(self, x):
+        return torch.tanh(self.slope * x) * self.weight + self.bias
+
+# -------------------------------------------------------------------------------- widths and order
+
+def block_widths(config):
+    """(attention heads, hidden units) of each block. With --taper they go from taper_start to
+    taper_end, and keep their sum. cosine: arXiv:2606.23670. linear: after CascadeFormer
+    (arXiv:2606.26538), whose own widths are not known."""
+    n_layer, hidden = config.n_layer, max(1, int(config.mlp_ratio * config.n_embd))
+    if config.activation == "swiglu":   # It has three matrices where gelu has two.
+        hidden = max(1, round(config.mlp_ratio * config.n_embd * 2 / 3))
+    if config.taper == "none":
+        return [(config.n_head, hidden)] * n_layer
+    depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
+    if config.taper == "cosine":
+        depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
+    widths = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
+    widths = [width * n_layer / sum(widths) for width in widths]   # Their mean is 1 now.
+    heads = [config.n_head] * n_layer
+    if config.taper_on == "both":
+        heads = [max(1, round(width * config.n_head)) for width in widths]
+    units = [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
+    return list(zip(heads, units))
+
+def block_order(config):
+    """The blocks, numbered from 0, in the order in which they run. See --repeat."""
+    numbers = list(range(config.n_layer))
+    if not config.repeat:
+        return numbers
+    found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
+    first, last, count = (int(found[i] or found[1]) for i in (1, 2, 3)) if found else (0, 0, 0)
+    if not 1 <= first <= last <= config.n_layer or not 1 <= count * (last + 1 - first) <= 4096:
+        raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
+    return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
+
+# ---------------------------------------------------------------------------------------- training
+
+def compile_blocks(model, **options):
+    """torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks share two graphs
+    (unless their widths differ). If the stream grows they can't, so only sublayers are compiled."""
+    torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
+    if not model.ends.stream_grows:
+        model.run = torch.compile(run_sublayer, **options)
+        return
+    call = torch.compile(Sublayer.__call__, **options)
+    def run(stream, residual, f, gain=None):
+        return residual(stream, functools.partial(call, f))
+    model.run = run
+
+def checkpoint_blocks(model):
+    """Saves memory: sublayers run again in the backward pass. Call it after compile_blocks."""
+    model.run = functools.partial(checkpoint, model.run, use_reentrant=False,
+                                  preserve_rng_state=False)
+
+def num_params(model):
+    return sum(p.numel() for p in model.parameters())
+
+def flops_per_token(model, T=None, ran=None):
+    """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
+    has three times as many. The scores of later tokens count, too. ran: what ran_shares returns"""
+    config, T = model.config, T or model.config.block_size
+    ran = ran or [1.0] * 2 * len(model.order)
+    n_heads = len(model.order) if model.training and config.deep_supervision else 1
+    total = model.ends.flops() + n_heads * 2 * config.vocab_size * config.n_embd
+    if config.mod == "router":
+        total += 2 * config.n_embd * sum(number % 2 for number in model.order)
+    pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
+    for (residual, module), share in zip(pairs, ran):
+        if share is REMOVED:
+            continue
+        total += residual.flops() * (1 if residual.knows_gain else share)   # Gains are for all.
+        if isinstance(module, Attention):
+            total += share * 4 * T * module.width   # scores, and sums of values
+            if model.decider.skippers_make_keys:    # Half of its matrices make keys and values.
+                share = (1 + share) / 2
+        total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
+    return total
+
+# ------------------------------------------------------------------------------------------ checks
+
+def problems(config):
+    """-> a list of sentences, one for each problem of the config"""
+    bad = field_problems(config)
+    try:
+        kind, _ = read_residual(config.residual)
+    except ValueError as error:
+        bad.append(str(error))
+    if bad:   # What follows needs values that are in their ranges.
+        return bad
+    try:
+        order = block_order(config)
+        with torch.device("meta"):   # shapes without numbers, so without memory
+            with_rms = replace(config, norm="rms")
+            first, ends = (make_residual(with_rms, l) for l in (1, 2 * config.n_layer + 1))
+            stream = ends.start(torch.empty(1, 1, config.n_embd))
+    except ValueError as error:
+        return [str(error)]
+    one_tensor, name = isinstance(stream, torch.Tensor) and stream.dim() == 3, config.residual
+    has_norms = any(isinstance(m, nn.RMSNorm) for m in [*first.modules(), *ends.modules()])
+    routed, with_router = config.mod == "router", config.n_layer // 2 / config.n_layer
+    rules = [   # (is it wrong, why, and what to do)
+        (config.n_embd % (2 * config.n_head),
+         f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
+        (config.norm != "rms" and not has_norms,
+         f"--norm {config.norm}: --residual {name} has no norm that could be another one; use pre"),
+        (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
+        (len(order) > config.n_layer and kind.stream_grows,
+         f"--repeat: the stream of --residual {name} has places for 2L updates; use pre"),
+        (config.mod_rate and config.layer_drop,
+         "--mod_rate and --layer_drop: both decide who skips; drop one"),
+        (config.layer_drop and not kind.can_skip,
+         f"--layer_drop: tokens can't skip with --residual {name}; use pre or nag"),
+        (not routed and config.mod_rate and not kind.knows_gain,
+         f"--mod_rate: --residual {name} knows no gain; use nag, or --mod router"),
+        (routed and not one_tensor,
+         f"--mod router: the stream of --residual {name} isn't one tensor; use pre"),
+        (routed and not 0 < config.mod_rate <= 0.9001 * with_router,
+         f"--mod_rate {config.mod_rate}: every second block has a router; use more than 0, at most "
+         f"{0.9 * with_router:.2f}, and two blocks or more"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
-
-source = functools.cache(inspect.getsource)   # It is slow.
-def field_problems(config):
-    """A sentence per field that is none of its choices, or out of range."""
-    bad = []
-    ranges = dict(re.findall(r"^    (\w+):.*?  # \[(\S+, \S+)\]", source(type(config)), re.M))
-    for field in fields(config):
-        value, choices = getattr(config, field.name), get_args(field.type)
-        if choices and value not in choices:
-            bad.append(f"--{field.name} {value}: unknown; choose from {', '.join(map(str, choices))}")
-        if field.name in ranges:
-            low, high = ranges[field.name].split(", ")
-            if not float(low) <= value <= float(high):   # or nan
-                bad.append(f"--{field.name} {value}: must be from {low} to {high}")
-    return bad

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
+from flags import say, start
+from runs import VOCABULARIES
 
 # A shard is what llm.c reads: a header of 256 int32 (magic, version, number of tokens), then uint16 tokens.
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
-VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # newer ones have over 65536 tokens, more than uint16 can name
 SHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
@@ -169,7 +170,7 @@ def fineweb(args, new):
             read_shard(new / shard.name)
             os.replace(new / shard.name, shard)
     os.replace(new / "meta.json", args.out / "meta.json")
-    print("NOT CHECKED: the sha256 of these shards, as none is pinned. Header and length of each are right.")
+    say("NOT CHECKED: the sha256 of these shards, as none is pinned. Header and length of each are right.")
 
 def download(url, path, sha256=None):
     """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
@@ -211,9 +212,8 @@ def main(argv=None):
     except (KeyboardInterrupt, OSError, OverflowError) as e:
         raise SystemExit(f"{out}: not written ({str(e) or 'interrupted'}); mend it or end another prepare.py")
     train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
-    print(f"{train:,} train and {val:,} val tokens ({args.tokenizer}); next: python train.py --data {out}")
+    say(f"{train:,} train and {val:,} val tokens ({args.tokenizer}); next: python train.py --data {out}")
 
 DATA_SETS = dict(stdlib=stdlib, shakespeare=shakespeare, fineweb=fineweb, text=text)
 if __name__ == "__main__":
-    from runs import start   # here, as reading shards needs no model
     start(main)

@@ -2,40 +2,43 @@
 Sample from a run: its text goes to stdout as it comes, everything about it to stderr.
 
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
-    python sample.py runs/nag --skip 0.25 --depth    # colours: the share of sublayers that ran for a token
-    python sample.py runs/pre --exit 0.9             # a token stops at the block whose prediction is sure
+    python sample.py runs/nag --skip 0.25 --depth    # colours: the share of sublayers that ran
+    python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
     python sample.py runs/pre --remove 9,10          # without these two blocks
 """
 import codecs
-import math
 import sys
 import time
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
 import prepare
-from model import LEAST_SKIPPED, all_run, by_threshold, ran_shares, without
-from runs import parse, pick_device, start
-from train import open_run, share_run
+from flags import flag, parse, printable, start
+from model import (EarlyExit, REMOVED, Without, all_run, calibrate, flops_per_token, mean_share,
+                   ran_shares, why_not)
+from runs import open_run, pick_device, pick_threads
 
 @dataclass
 class SampleConfig:
-    run: str = ""                # run folder, made by train.py
-    prompt: str = ""             # text to continue; without it, the start of a document
-    max_new_tokens: int = 300    # [1, 1e9] tokens per sample
-    num_samples: int = 1         # [1, 1e9] samples, one after the other
-    temperature: float = 0.8     # [0, 1e6] 0: always the likeliest token
-    top_k: int = 0               # [0, 1e9] draw from the k likeliest tokens only; 0: from all
-    seed: int = 1337             # [0, 9e18] of the draws
-    # depth
-    skip: float = -1.0           # [-1, 0.99] share of the sublayer runs to skip; 0: none; below: as trained
-    exit: float = 1.0            # [0, 1] a token stops when its prediction has this probability; 1: never
-    remove: str = ""             # blocks to remove, from 1, as analyze.py numbers them: 9,10,11
-    depth: bool = False          # colour each token by the share of the sublayers that ran for it
-    # machine
-    which: Literal["ckpt.pt", "best.pt"] = "ckpt.pt"    # the last checkpoint, or the best one
-    device: Literal["auto", "cpu", "cuda"] = "auto"     # auto: cuda where there is one
+    run: str = flag("", "run folder, made by train.py")
+    prompt: str = flag("", "text to continue; without it, the start of a document")
+    max_new_tokens: int = flag(300, "tokens per sample", 1, 1e9)
+    num_samples: int = flag(1, "samples, one after the other", 1, 1e9)
+    temperature: float = flag(0.8, "0: always the likeliest token", 0, 1e6)
+    top_k: int = flag(0, "draw from the k likeliest tokens only; 0: from all", 0, 1e9)
+    seed: int = flag(1337, "of the draws", 0, 9e18)
+
+    skip: float = flag(-1.0, "share of the sublayer runs to skip; 0: none; below: as trained", -1,
+                       0.99, group="depth")
+    exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never", 0, 1)
+    remove: str = flag("", "blocks to remove, from 1, as analyze.py numbers them: 9,10,11")
+    depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
+
+    which: Literal["ckpt.pt", "best.pt"] = flag("ckpt.pt", "the last checkpoint, or the best one",
+                                                group="machine")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
     def problems(self):
         if self.skip >= 0 and self.exit < 1:
@@ -43,74 +46,44 @@ class SampleConfig:
         if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):
             yield "--prompt: is not UTF-8 text; convert it first"
 
-# ----------------------------------------------------------------------------- early exit, and who decides
+# -------------------------------------------------------------------------------------- who decides
 
-class EarlyExit:
-    """A `decide`: before each block but the first, a token exits if the head is sure of its successor. It
-    runs no further sublayer, but still makes keys and values there, because later tokens may go deeper and
-    look for them. This is why an exit is an answer of `decide`, and not an end of the walk."""
-    def __init__(self, model, confidence):
-        self.model, self.confidence = model, confidence   # the head's probability from which on a token exits
-        self.l = math.inf   # the sublayer that was asked about last
-        self.looks = 0      # how often the head has looked at a stream, which costs FLOPs
-
-    def __call__(self, l, residual, stream):
-        if l <= self.l:   # A new pass begins.
-            shape = self.model.ends.as_tensor(stream).shape[:2]
-            self.inside = torch.ones(shape, dtype=torch.bool, device=self.model.device)
-        elif l % 2 == 1 and self.inside.any():
-            probability = self.model.head(stream).softmax(-1).amax(-1)          # (B, T)
-            self.inside = self.inside & (probability < self.confidence)
-            self.looks += 1
-        self.l = l
-        return self.inside, None
-
-@torch.no_grad()
-def calibrate(model, batches, rate, whole=()):
-    """Thresholds (2L,) with which a model in eval mode skips the share `rate` of its sublayer runs on batches
-    (a list of idx (B, T)): one for all sublayers, by bisection, as what is skipped changes what comes next.
-    But attentions that few tokens would skip run whole (-1), as in training. whole: their numbers, from 0"""
-    n = 2 * len(model.order)
-    low, high = 0.0, 4.0
-    for _ in range(16):
-        middle, kept = (low + high) / 2, []
-        tau = [-1.0 if l in whole else middle for l in range(n)]
-        for idx in batches:
-            model(idx, decide=by_threshold(tau), kept=kept)
-        ran = ran_shares(kept)
-        low, high = (middle, high) if 1 - share_run(ran) < rate else (low, middle)
-    few = {l for l in range(0, n, 2) if 1 - share_run(ran[l::n]) < LEAST_SKIPPED}
-    return torch.tensor(tau) if whole or not few else calibrate(model, batches, rate, few)
-
-def pick_decide(model, config, settings):
-    """-> the `decide` that the flags ask for. SystemExit where the model can't do that."""
+def pick_decider(model, config, settings):
+    """-> the decider that the flags ask for. SystemExit if the model can't do that."""
     for what, asked in dict(skip=config.skip >= 0, exit=config.exit < 1).items():
-        if asked and model.why_not(what):
-            raise SystemExit(f"--{what}: {model.why_not(what)}")
+        if asked and why_not(model, what):
+            raise SystemExit(f"--{what}: {why_not(model, what)}")
     if config.exit < 1:
         return EarlyExit(model, config.exit)
-    if config.skip <= 0:
-        return all_run if config.skip == 0 else model.decide   # model.decide: as trained
+    if config.skip < 0:
+        return model.decider   # as trained
+    if config.skip == 0:
+        return all_run
     if prepare.load_meta(settings["data"])["tokenizer"] != settings["tokenizer"]:
-        raise SystemExit(f"--skip: {settings['data']} has other tokens than the run; prepare it as it was")
+        raise SystemExit(f"--skip: {settings['data']} has other tokens than the run; prepare it as it "
+                         f"was")
     x, _ = prepare.val_windows(settings["data"], model.config.block_size, 32)
-    return by_threshold(calibrate(model, x.to(model.device).split(8), config.skip))
+    return calibrate(model, x.to(model.device).split(8), config.skip)
 
-def sublayers_of(blocks, n_blocks):
+def places_of(blocks, n_blocks):
     """"9,10" -> {17, 18, 19, 20}: both sublayers of each block, as they run"""
     numbers = {str(block): block for block in range(1, n_blocks + 1)}
     named = {*blocks.split(",")} if blocks else set()
     if not named < numbers.keys():
-        raise SystemExit(f"--remove {blocks}: name some of the {n_blocks} blocks, counted from 1, as 9,10,11")
-    return {l for block in named for l in (2 * numbers[block] - 1, 2 * numbers[block])}
+        raise SystemExit(f"--remove {blocks}: name some of the {n_blocks} blocks, counted from 1, as "
+                         f"9,10,11")
+    return {place for block in named for place in (2 * numbers[block] - 1, 2 * numbers[block])}
 
-# ----------------------------------------------------------------------------- show
+# --------------------------------------------------------------------------------------------- show
 
 # Of a terminal's 256 colours: name, background, text. From few sublayers to all, in fifths.
 PALETTE = [("navy", 17, 231), ("blue", 26, 231), ("teal", 37, 16), ("green", 113, 16), ("yellow", 227, 16)]
 
 def show(text, share=None, style="plain"):
-    """Prints text at once. share: of the sublayers that ran for it. style: plain, colours or numbers"""
+    """Prints text at once. share: of the sublayers that ran for it. style: plain, colours or
+    numbers. A terminal gets no characters that could do something to it, whatever a model says."""
+    if sys.stdout.isatty():
+        text = "".join(c if c == "\t" else printable(c) for c in text)
     if style == "numbers":
         text = f"{'' if share is None else f'{share:.0%}':>4} {text!r}\n"
     elif style == "colours" and share is not None and text.strip():
@@ -125,45 +98,48 @@ def legend():
     fifths = [painted(f" {name}: from {20 * i}% ", i / 5) for i, (name, _, _) in enumerate(PALETTE)]
     return "share of the sublayers that ran for a token: " + "".join(fifths)
 
-# ----------------------------------------------------------------------------- sampling
+# ----------------------------------------------------------------------------------------- sampling
 
-def sample(model, tokenizer, config, decide, generator, style="plain"):
+def sample(model, tokenizer, config, decider, generator, style="plain"):
     """Shows one sample as it comes. Yields which sublayers ran for each token, as ran_shares says it."""
     prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
     idx = torch.tensor([prompt], device=model.device)
     tokens = model.stream_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                                 generator, decide, tokenizer.n_vocab)
+                                 generator, decider, tokenizer.n_vocab)
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     show(config.prompt, style=style)
     try:
-        for token, kept in tokens:
-            ran = ran_shares([keep[:, -1] if torch.is_tensor(keep) else keep for keep in kept])
+        for token, keeps in tokens:
+            ran = ran_shares([keep[:, -1] if torch.is_tensor(keep) else keep for keep in keeps])
             yield ran
             if token.item() == tokenizer.eot_token:
                 break
-            show(decoder.decode(tokenizer.decode_single_token_bytes(token.item())), share_run(ran), style)
+            show(decoder.decode(tokenizer.decode_single_token_bytes(token.item())), mean_share(ran), style)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", style=style)
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
-    model, settings = open_run(config.run, pick_device(config.device), config.which)
+    device = pick_device(config.device)
+    model, settings = open_run(config.run, device, config.which)
+    pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    removed = sublayers_of(config.remove, len(model.order))
-    decide = pick_decide(model, config, settings)
+    removed = places_of(config.remove, len(model.order))
+    decider = pick_decider(model, config, settings)
     generator = torch.Generator(model.device).manual_seed(config.seed)
     style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
     if style == "colours":
         print(legend(), file=sys.stderr)
     passes, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        passes += sample(model, tokenizer, config, without(removed, decide), generator, style)
+        passes += sample(model, tokenizer, config, Without(removed, decider), generator, style)
     speed = len(passes) / (time.perf_counter() - begin)
-    ran = [False if each[0] is False else sum(each) / len(each) for each in zip(*passes)]
-    looks = getattr(decide, "looks", 0) / len(passes) * 2 * model.lm_head.weight.numel()
-    saved = 1 - (model.flops_per_token(ran=ran) + looks) / model.flops_per_token()
-    print(f"{speed:,.0f} tokens/s; {1 - sum(ran) / len(ran):.1%} of the sublayer runs skipped, "
+    ran = [REMOVED if each[0] is REMOVED else sum(each) / len(each) for each in zip(*passes)]
+    looks = getattr(decider, "looks", 0) / len(passes) * 2 * model.lm_head.weight.numel()
+    saved = 1 - (flops_per_token(model, ran=ran) + looks) / flops_per_token(model)
+    gone = f"{len(removed)} sublayers removed, " if removed else ""
+    print(f"{speed:,.0f} tokens/s; {gone}{1 - mean_share(ran):.1%} of the sublayer runs skipped, "
           f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
 
 if __name__ == "__main__":

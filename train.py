@@ -1,18 +1,19 @@
 """
 Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
-    python train.py                                          # a small default, minutes on a CPU
-    python train.py --residual nag --out runs/nag            # every field of both configs is a flag
-    python train.py --out runs/nag --resume                  # go on from the last checkpoint, bit for bit
-    python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # the same run, another seed
-    torchrun --nproc_per_node 8 train.py --batch_size 512    # batch_size counts all processes
+    python train.py                                     # a small default, minutes on a CPU
+    python train.py --residual nag --out runs/nag       # every field of both configs is a flag
+    python train.py --out runs/nag --resume             # go on from its checkpoint, bit for bit
+    python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
+    torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
 
-runs.py has flags and run folders. Several machines need it on a disk that all of them see.
+flags.py turns the configs into flags, and runs.py has run folders. For several machines the folder
+has to be on a disk that all of them see.
 """
 import contextlib
-import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -26,98 +27,107 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from model import GPT, GPTConfig, field_problems, ran_shares
-from runs import (RunFolder, all_finite, environment, fingerprint, highest, n_weights, parse, pick_device,
-                  read_checkpoint, read_metrics, reading, refuse, restore, say, start)
+from flags import environment, flag, parse, refuse, say, start
+from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
+                   mean_share, num_params, options_of, ran_shares)
+from runs import (RunFolder, all_finite, fingerprint, n_weights, optimizer_state, pick_device,
+                  pick_threads, read_checkpoint, read_metrics, read_settings, reading,
+                  restore_optimizers)
 
-# ----------------------------------------------------------------------------- config
+# ------------------------------------------------------------------------------------------ config
 
 @dataclass
 class TrainConfig:
-    # data and run folder
-    data: str = "data/stdlib"      # folder of token shards, made by prepare.py
-    out: str = ""                  # run folder; without it runs/RESIDUAL
-    config: str = ""               # config.json of an earlier run to replay; flags given beside it win
-    resume: bool = False           # continue the run in --out from its last checkpoint
-    overwrite: bool = False        # replace the run in --out
-    # length of the run
-    max_iters: int = 420           # [0, 1e9] end after this many optimizer steps, or by one of the next two
-    max_tokens: float = 0.0        # [0, 1e15] end after this many training tokens
-    max_flops: float = 0.0         # [0, 1e27] end after this many matmul FLOPs, so skipping buys tokens
-    eval_interval: int = 100       # [1, 1e9] steps between checkpoint and evaluation
-    eval_windows: int = 128        # [1, 1e5] fixed validation windows of block_size tokens
-    log_interval: int = 20         # [1, 1e9] steps between status lines
-    # optimizer
-    batch_size: int = 16           # [1, 1e6] sequences per optimizer step, of all processes together
-    grad_accum: int = 1            # [1, 1e6] micro-batches per optimizer step, in each process
-    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"  # sgd: momentum beta1; muon: for blocks' matrices
-    lr: float = 6e-3               # [0, 1e3] peak learning rate
-    gate_lr: float = 1e-3          # [0, 1e3] peak learning rate of what a residual names in own_lr
-    min_lr: float = 0.1            # [0, 1] final learning rate / peak
-    warmup: float = 0.05           # [0, 1] share of the run with a rising learning rate
-    schedule: Literal["cosine", "wsd"] = "cosine"  # wsd: constant, then linear over the last fifth
-    weight_decay: float = 0.1      # [0, 1e3] of matrices only
-    beta1: float = 0.9             # [0, 0.9999] AdamW's first momentum
-    beta2: float = 0.95            # [0, 0.9999] AdamW's second momentum
-    grad_clip: float = 1.0         # [0, 1e9] largest global gradient norm; 0: no clipping
-    equalize_grads: bool = False   # give the gradients of all blocks the same norm before the optimizer
-    # machine
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
-    compile: bool = None           # torch.compile what all tokens run; without it, on CUDA only
-    checkpoint_blocks: bool = False  # save memory: the backward pass runs each sublayer again
+    data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
+                     group="data and run folder")
+    out: str = flag("", "run folder; without it runs/RESIDUAL")
+    config: str = flag("", "config.json of an earlier run to repeat; flags beside it win")
+    resume: bool = flag(False, "continue the run in --out from its last checkpoint")
+    overwrite: bool = flag(False, "replace the run in --out")
+
+    max_iters: int = flag(420, "end after this many optimizer steps, or by one of the next two", 0,
+                          1e9, group="length of the run")
+    max_tokens: float = flag(0.0, "end after this many training tokens", 0, 1e15)
+    max_flops: float = flag(0.0, "end after this many matmul FLOPs: skipping buys tokens", 0, 1e27)
+    eval_interval: int = flag(100, "steps between checkpoint and evaluation", 1, 1e9)
+    eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
+    log_interval: int = flag(20, "steps between status lines", 1, 1e9)
+
+    batch_size: int = flag(16, "sequences per optimizer step, of all processes together", 1, 1e6,
+                           group="optimizer")
+    grad_accum: int = flag(1, "micro-batches per optimizer step, in each process", 1, 1e6)
+    optimizer: Literal["adamw", "sgd", "muon"] = flag(
+        "adamw", "sgd has momentum beta1; muon is for the matrices of blocks, adamw for the rest")
+    lr: float = flag(6e-3, "peak learning rate", 0, 1e3)
+    gate_lr: float = flag(1e-3, "peak learning rate of a residual's own_lr, such as gates", 0, 1e3)
+    min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
+    warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
+    schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
+    weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
+    beta2: float = flag(0.95, "AdamW's second momentum", 0, 0.9999)
+    beta1: float = flag(0.9, "AdamW's first momentum", 0, 0.9999)
+    gate_beta1: float = flag(0.8, "the same of a residual's own_lr", 0, 0.9999)
+    grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
+    equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
+
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
+                                                  group="machine")
+    compile: bool = flag(None, "torch.compile what all tokens run; without it, on CUDA only")
+    checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
         """Every reason why this config can't be run, a sentence each."""
-        parts, ends = self.grad_accum * environment("WORLD_SIZE", 1), [e for e in ENDS if getattr(self, e)]
+        parts = self.grad_accum * environment("WORLD_SIZE", 1)
+        ends = [name for name in ENDS if getattr(self, name)]
         rules = [
             (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
             (not ends, "--max_iters 0: would train nothing; give 1 or more, or --max_tokens"),
-            (self.resume and self.overwrite, "--resume and --overwrite: contradict each other; give one"),
-            (0 < self.min_lr < 1e-3, f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
-            (self.batch_size % parts, f"--batch_size {self.batch_size}: must be a multiple of grad_accum x "
-                                      f"processes = {parts}")]
+            (self.resume and self.overwrite,
+             "--resume and --overwrite: contradict each other; give one"),
+            (0 < self.min_lr < 1e-3,
+             f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
+            (self.batch_size % parts,
+             f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
+             f"{parts}")]
         return [sentence for wrong, sentence in rules if wrong]
 
 ENDS = "max_iters", "max_tokens", "max_flops"
-# The default on a GPU is GPT-2 small with 0.5M tokens a step, unless a flag says another size of the model.
-SIZES = "n_layer", "n_head", "n_embd", "block_size"
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512, grad_accum=8,
-                     lr=1e-3, max_iters=2000, eval_interval=250)
+ONE_START = "out", "config", "resume", "overwrite"   # These are about one start of the program.
+# The default on a GPU is GPT-2 small with 0.5M tokens a step, unless a flag says another size.
+SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
+                     grad_accum=8, lr=1e-3, max_iters=2000, eval_interval=250)
 
-# ----------------------------------------------------------------------------- batch and evaluation
+# ---------------------------------------------------------------------------- batch and evaluation
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
-    """Part `part` of n_parts of the batch of a step: x, y (batch_size / n_parts, T). A pure function: any
-    number of processes, and a run that is resumed, see the same batch."""
+    """Part `part` of n_parts of the batch of a step: x, y (batch_size / n_parts, T). A pure
+    function: any number of processes, and a run that is resumed, see the same batch."""
     n_windows = sum(len(shard) - T for shard in shards)
     starts = np.random.default_rng((seed, step)).integers(0, n_windows, batch_size)
     return prepare.read_windows(shards, starts.reshape(n_parts, -1)[part], T)
 
 @torch.no_grad()
-def evaluate(model, x, y, token_bytes, batch_size, decide=None):
-    """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were skipped.
-    token_bytes (V,): the length of each token. decide: see GPT.walk."""
+def evaluate(model, x, y, token_bytes, batch_size, decider=None):
+    """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
+    skipped. token_bytes (V,): the length of each token. decider: see GPT.walk"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        kept = []
-        loss = model(xi.to(model.device), yi.to(model.device), decide=decide, kept=kept)[1].item()
-        nats += loss * len(xi) / len(x)
-        skipped += (1 - share_run(ran_shares(kept))) * len(xi) / len(x)
+        keeps = []
+        _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)
+        nats += loss.item() * len(xi) / len(x)
+        skipped += (1 - mean_share(ran_shares(keeps))) * len(xi) / len(x)
     model.train(was_training)
-    return nats, nats / math.log(2) * y.numel() / max(1, token_bytes[y].sum().item()), skipped
+    bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()
+    return nats, nats / math.log(2) / bytes_per_token, skipped
 
-def share_run(ran):
-    """ran: see ran_shares -> the mean over the sublayers that are there"""
-    there = [share for share in ran if share is not False]
-    return sum(there) / max(1, len(there))
-
-# ----------------------------------------------------------------------------- optimizers and schedule
+# ------------------------------------------------------------------------- optimizers and schedule
 
 def make_optimizers(model, config):
-    """A list of one or two. Matrices have weight decay, vectors don't. What a residual names in own_lr has
-    the learning rate gate_lr. Muon is a second optimizer, for the blocks' matrices. Its updates are as large
-    as AdamW's (arXiv:2502.16982), so one --lr fits both."""
+    """A list of one or two. Matrices have weight decay, vectors don't. What a residual names in
+    own_lr has the learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks.
+    Its updates have the rms of AdamW's (arXiv:2502.16982), but its best --lr is higher."""
     own_lr, not_matrices, in_blocks = set(), set(), {*model.blocks.parameters()}
     for residual in model.residuals():
         own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
@@ -128,27 +138,30 @@ def make_optimizers(model, config):
             own.append(p)
         elif p.dim() < 2 or p in not_matrices:
             vectors.append(p)
-        elif config.optimizer == "muon" and p in in_blocks and p.dim() == 2 and min(p.shape) > 1:
+        elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:
             muon.append(p)
         else:
             matrices.append(p)
+    gate_betas = config.gate_beta1, config.beta2
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
-              dict(params=own, peak_lr=config.gate_lr, weight_decay=0.0, betas=(0.8, 0.95))]
+              dict(params=own, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
     if config.optimizer == "sgd":
         optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
     else:
-        optimizers = [torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), fused=True)]
+        betas = config.beta1, config.beta2
+        optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
     if muon:
-        optimizers.append(torch.optim.Muon([dict(params=muon, peak_lr=config.lr)], config.lr,
-                                           config.weight_decay, adjust_lr_fn="match_rms_adamw"))
-    placed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    assert len(placed) == len({*placed}) == len([*model.parameters()]), "a parameter is not in one group"
+        groups = [dict(params=muon, peak_lr=config.lr)]
+        optimizers.append(torch.optim.Muon(groups, config.lr, config.weight_decay,
+                                           adjust_lr_fn="match_rms_adamw"))
+    placed = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    assert len(placed) == len({*placed}) == len([*model.parameters()]), "one group for each"
     return optimizers
 
 def lr_share(config, progress):
-    """Learning rate / its peak: linear warm-up, then cosine or wsd down to min_lr. progress: share of the run
-    that is over after this step."""
+    """Learning rate / its peak: linear warm-up, then cosine or wsd down to min_lr. progress: share
+    of the run that is over after this step"""
     if progress < config.warmup:
         return progress / config.warmup
     if config.schedule == "cosine":
@@ -164,252 +177,392 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(norms.square().mean().sqrt() / norm.clamp_min(1e-30))
 
-# ----------------------------------------------------------------------------- training
+# ---------------------------------------------------------------------------------------- training
 
 def main(argv=None):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it."""
-    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, under=settings_below)
-    device, rank, world_size = start_processes(config)
-    if config.data == TrainConfig.data and not any(Path(config.data).glob("*.bin")):
-        if rank == 0:
-            say(f"{config.data} is not there yet: preparing it from the Python standard library")
+    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
+    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=other_settings,
+                        epilog=residual_list())
+    processes = start_processes(config)
+    data = open_data(gpt, config, processes)
+    check_memory(gpt, config, processes)
+    settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+    for name in ONE_START:
+        settings.pop(name)
+    # runs/attnres-group4 for attnres:group=4
+    out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
+    folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+    with contextlib.closing(folder):
+        return Training(gpt, config, data, folder, processes).run()
+
+@dataclass
+class Data:
+    meta: dict                   # what meta.json says
+    shards: list                 # of training tokens
+    val: tuple                   # x, y: fixed windows
+    token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
+    mark: str                    # a fingerprint, to notice other data on --resume
+
+def open_data(gpt, config, processes):
+    """Makes the default data if they are missing, and gives gpt its vocab_size."""
+    if processes.rank == 0 and config.data == TrainConfig.data:
+        if not any(Path(config.data).glob("*.bin")):
+            say(f"{config.data} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", config.data])
-        highest(0)   # The others wait here.
+    processes.wait()   # All of them wait, whatever they have seen.
     meta = prepare.load_meta(config.data)
-    gpt.vocab_size = max(gpt.vocab_size, -(-meta["vocab_size"] // 64) * 64)   # Multiples of 64 are fast.
-    check_memory(gpt, config, world_size)
-    data = (meta, prepare.open_split(config.data, "train", gpt.block_size),
-            prepare.val_windows(config.data, gpt.block_size, config.eval_windows),
-            prepare.token_bytes(meta, gpt.vocab_size))
-    with contextlib.closing(RunFolder(gpt, config, meta, rank)) as folder:
-        return train(gpt, config, data, folder, device, rank, world_size)
+    multiple_of_64 = -(-meta["vocab_size"] // 64) * 64   # That is fast.
+    gpt.vocab_size = max(gpt.vocab_size, multiple_of_64)
+    return Data(meta, prepare.open_split(config.data, "train", gpt.block_size),
+                prepare.val_windows(config.data, gpt.block_size, config.eval_windows),
+                prepare.token_bytes(meta, gpt.vocab_size), fingerprint(config.data, meta))
 
-def train(gpt, config, data, folder, device, rank, world_size):
-    # setup: model, optimizers, and what a checkpoint says of them
-    meta, shards, val, token_bytes = data
-    T, parts = gpt.block_size, config.grad_accum * world_size    # parts: of a batch
-    tokens_per_step = config.batch_size * T
-    path, data_mark = folder.out / "ckpt.pt", fingerprint(config.data, meta)
-    ckpt, model = read_checkpoint(path, gpt) if config.resume else (None, GPT(gpt))
-    model.to(device)
-    if "cuda" in device and torch.cuda.get_device_capability()[0] >= 8:
-        model.half = torch.bfloat16
-    optimizers = make_optimizers(model, config)
-    step, flops, best_loss = 0, 0.0, math.inf
-    grad_norms = torch.zeros(len(model.blocks), dtype=torch.float64, device=device)   # sums over the steps
-    if ckpt:
-        step, flops = restore(path, ckpt, optimizers, grad_norms, data_mark)
-        past = [entry for at, entry in read_metrics(folder.out).items() if at <= step]
-        best_loss = min([entry["val_loss"] for entry in past if "val_loss" in entry], default=math.inf)
-    if config.compile or config.compile is None and "cuda" in device:
-        model.compile_blocks()
-    if config.checkpoint_blocks:
-        model.checkpoint_blocks()
-    ddp = model
-    if world_size > 1:   # With skipping, it may be that no token of this process runs some sublayer.
-        skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
-        ddp = DistributedDataParallel(model, find_unused_parameters=skipping)
+class Training:
+    """A run: its model, its optimizers, and how far it is. `run` is the loop."""
+    def __init__(self, gpt, config, data, folder, processes):
+        self.config, self.data, self.folder, self.processes = config, data, folder, processes
+        self.path = folder.out / "ckpt.pt"
+        ckpt, self.model = read_checkpoint(self.path, gpt) if config.resume else (None, GPT(gpt))
+        self.model.to(processes.device)
+        if "cuda" in processes.device and torch.cuda.get_device_capability()[0] >= 8:
+            self.model.dtype = torch.bfloat16
+        self.optimizers = make_optimizers(self.model, config)
+        self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, 0.0
+        # Gradient norms of each block, summed over the steps
+        self.grad_norms = torch.zeros(gpt.n_layer, dtype=torch.float64, device=processes.device)
+        self.tokens_per_step = config.batch_size * gpt.block_size
+        self.n_steps = self.count_steps()
+        if ckpt:
+            self.restore(ckpt)
+        self.called = self.prepare_to_call(gpt)
 
-    # length of the run
-    n_steps = config.max_iters or math.ceil(config.max_tokens / tokens_per_step)
-    if config.max_flops:   # A guess, because skipping makes steps cheaper.
-        n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * model.flops_per_token()))
-    name = torch.cuda.get_device_name() if "cuda" in device else "CPU"
-    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {model.num_params() / 1e6:.2f}M parameters; "
-        f"steps {step} to {n_steps} of {tokens_per_step:,} tokens on {world_size} x {name}")
-    folder.begin()
-    clock, since, first = time.perf_counter(), step, step
-    loss = torch.zeros((), device=device)
-    signals = note_signals()
-    while True:
-        progress = flops / config.max_flops if config.max_flops else step / n_steps
-        pause = step % config.eval_interval == 0 or progress >= 1
-        stop = highest(signals[0] if signals else 0)   # for all processes, after the same step
-
-        # checkpoint; it comes first, as an evaluation that runs out of memory must not cost the run
-        if pause or stop:
-            check_finite(model, loss, step, path)
-            state = dict(model=model.state_dict(), optimizers=[each.state_dict() for each in optimizers],
-                         step=step, flops=flops, grad_norms=grad_norms, data=data_mark,
-                         model_config=asdict(gpt))
-            folder.save("ckpt.pt", state)
+    def run(self):
+        """-> exit status"""
+        self.announce()
+        self.folder.begin(self.step, self.config.overwrite)
+        signals = note_signals()
+        seconds, timed_steps = 0.0, 0
+        first = self.step
+        while True:
+            progress = self.progress()
+            share_after_step = min(1.0, progress + 1 / self.n_steps)
+            self.model.before_step(share_after_step)
+            stop = self.processes.highest(signals[0] if signals else 0)   # for all, at this step
+            if stop or progress >= 1 or self.step % self.config.eval_interval == 0:
+                # The checkpoint comes first: an evaluation that fails must not cost the run.
+                state = self.save()
+                if stop:
+                    break
+                self.evaluate(state)
+            if progress >= 1:
+                break
+            begin = time.perf_counter()
+            ran = self.forward_and_backward()
+            norm, lr = self.update(ran, share_after_step)
+            logs = self.step % self.config.log_interval == 0
+            if logs:
+                self.check_finite()
+            if self.step > first + 1:   # The first step warms up.
+                seconds += time.perf_counter() - begin
+                timed_steps += 1
+            if logs:
+                tok_s = timed_steps * self.tokens_per_step / max(seconds, 1e-9)
+                self.log(ran, norm, lr, tok_s)
+                seconds, timed_steps = 0.0, 0
+        self.processes.end()
+        out = self.folder.out
         if stop:
-            break
-        model.before_step(min(1.0, progress + 1 / n_steps))
+            say(f"stopped at step {self.step}, all is saved; go on with: python train.py "
+                f"--out {out} --resume")
+            return 128 + stop
+        say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
+            f"next: python sample.py {out} --prompt \"def \"   or: python analyze.py {out}")
+        return 0
 
-        # evaluation, by all processes, because the others would only wait
-        if pause:
-            nats, bpb, skipped = evaluate(model, *val, token_bytes, config.batch_size // parts)
-            say(f"step {step:5d} | validation loss {nats:.4f} | {bpb:.4f} bits/byte | {skipped:.1%} skipped")
-            if not math.isfinite(nats):
-                refuse(f"step {step}: validation loss {nats}; best.pt has the best weights; use a lower --lr")
-            if nats < best_loss:
-                folder.save("best.pt", state)
-            # After best.pt, because a run that is resumed finds the best loss here.
-            folder.log(step=step, val_loss=nats, val_bpb=bpb, val_skip_rate=skipped,
-                       grad_norms=grad_norms.tolist())
-            best_loss, clock, since = min(nats, best_loss), time.perf_counter(), step
-        if progress >= 1:
-            break
+    def count_steps(self):
+        """Of the whole run. For --max_flops it is a guess, because skipping makes steps cheaper."""
+        config = self.config
+        if config.max_flops:
+            return math.ceil(config.max_flops / self.step_flops())
+        return config.max_iters or math.ceil(config.max_tokens / self.tokens_per_step)
 
-        # forward and backward
-        loss, ran = torch.zeros((), device=device), torch.zeros(2 * len(model.order))
+    def step_flops(self, ran=None):
+        """Of one step. ran: see flops_per_token"""
+        return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
+
+    def progress(self):
+        """The share of the run that is over"""
+        if self.config.max_flops:
+            return self.flops / self.config.max_flops
+        return self.step / self.n_steps
+
+    def is_beyond_end(self):
+        """by more than the last step, which no run would have begun"""
+        if self.config.max_flops:
+            return self.flops - self.step_flops() >= self.config.max_flops
+        return self.step > self.n_steps
+
+    def prepare_to_call(self, gpt):
+        """-> what a forward pass calls: the model, perhaps compiled, perhaps one of several"""
+        on_cuda = "cuda" in self.processes.device
+        if self.config.compile or self.config.compile is None and on_cuda:
+            compile_blocks(self.model)
+        if self.config.checkpoint_blocks:
+            checkpoint_blocks(self.model)
+        if self.processes.count == 1:
+            return self.model
+        # With skipping, it may be that no token of this process runs some sublayer.
+        skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
+        return DistributedDataParallel(self.model, find_unused_parameters=skipping)
+
+    # ----------------------------------------------------------------------------- parts of a step
+
+    def forward_and_backward(self):
+        """Sums up the gradients of a batch -> the share of tokens that ran each sublayer."""
+        config, processes, model = self.config, self.processes, self.model
+        gpt, parts = model.config, config.grad_accum * processes.count
+        loss, ran = torch.zeros((), device=model.device), torch.zeros(2 * len(model.order))
         for micro in range(config.grad_accum):
-            part = micro * world_size + rank
-            x, y = train_batch(shards, T, gpt.seed, step, config.batch_size, part, parts)
-            if max(x.max(), y.max()) >= meta["vocab_size"]:
-                raise SystemExit(f"--data {config.data}: has a token beyond the {meta['vocab_size']} of its "
-                                 f"tokenizer; prepare it anew")
-            if "cuda" in device:   # Copying from pinned memory doesn't wait for the GPU.
-                x, y = x.pin_memory(), y.pin_memory()
-            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            part = micro * processes.count + processes.rank
+            x, y = self.read_batch(part, parts)
             # LayerDrop's coins depend only on seed, step and part, as the batch does.
-            torch.manual_seed(int(np.random.SeedSequence((gpt.seed, step, part)).generate_state(1)[0]))
-            if world_size > 1:   # Processes exchange gradients once a step.
-                ddp.require_backward_grad_sync = micro == config.grad_accum - 1
-            kept = []
-            micro_loss = ddp(x, y, kept=kept)[1] / config.grad_accum
+            coins = np.random.SeedSequence((gpt.seed, self.step, part)).generate_state(1)
+            torch.manual_seed(int(coins[0]))
+            if processes.count > 1:   # Processes exchange gradients once a step.
+                self.called.require_backward_grad_sync = micro == config.grad_accum - 1
+            keeps = []
+            micro_loss = self.called(x, y, keeps=keeps)[1] / config.grad_accum
             micro_loss.backward()
             loss += micro_loss.detach()
-            ran += torch.tensor(ran_shares(kept)) / config.grad_accum
-        for mean in (loss, ran) if world_size > 1 else ():
-            dist.all_reduce(mean)
-            mean /= world_size
+            ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
+        self.loss, ran = processes.mean(loss), processes.mean(ran)
+        return ran.tolist()
 
-        # update
-        grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
-        norms = torch.stack([torch.nn.utils.get_total_norm(each).to(device) for each in grads])
-        grad_norms += norms
+    def read_batch(self, part, parts):
+        gpt, config, device = self.model.config, self.config, self.processes.device
+        x, y = train_batch(self.data.shards, gpt.block_size, gpt.seed, self.step, config.batch_size,
+                           part, parts)
+        if max(x.max(), y.max()) >= self.data.meta["vocab_size"]:
+            refuse(f"--data {config.data}: has a token beyond the {self.data.meta['vocab_size']} "
+                   f"of its tokenizer; prepare it anew")
+        if "cuda" in device:   # Copying from pinned memory doesn't wait for the GPU.
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def update(self, ran, share_after_step):
+        """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
+        config, model = self.config, self.model
+        grads = [[p.grad for p in block.parameters() if p.grad is not None]
+                 for block in model.blocks]
+        norms = [torch.nn.utils.get_total_norm(each).to(model.device) for each in grads]
+        norms = torch.stack(norms)
+        self.grad_norms += norms
         if config.equalize_grads:
             equalize(grads, norms)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        share = lr_share(config, progress + 1 / n_steps)
-        for optimizer in optimizers:
+        clip = config.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        share = lr_share(config, share_after_step)
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * share
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        model.after_step(ran.tolist())
-        step, flops = step + 1, flops + 3 * tokens_per_step * model.flops_per_token(ran=ran.tolist())
+        model.after_step(ran)
+        self.step += 1
+        self.flops += self.step_flops(ran)
+        return norm, config.lr * share
 
-        # status line
-        if step % config.log_interval == 0:
-            check_finite(model, loss, step, path)
-            tok_s = (step - since) * tokens_per_step / (time.perf_counter() - clock)
-            skip_rate = 1 - ran.mean().item()
-            folder.log(step=step, loss=loss.item(), lr=config.lr * share, grad_norm=norm.item(), tok_s=tok_s,
-                       tokens=step * tokens_per_step, flops=flops, skip_rate=skip_rate)
-            say(f"step {step:5d} | loss {loss.item():.4f} | lr {config.lr * share:.2e} | gradient "
-                f"{norm.item():.2f} | {skip_rate:.1%} skipped | {tok_s:,.0f} tokens/s")
-        if step % config.log_interval == 0 or step == first + 1:   # The first step warms up: it isn't timed.
-            clock, since = time.perf_counter(), step
+    # ------------------------------------------------------------------------- saving and reporting
 
-    if world_size > 1:
-        dist.barrier()   # Nobody leaves while another one is still writing.
-        dist.destroy_process_group()
-    if stop:
-        say(f"stopped at step {step}, all is saved; go on with: python train.py --out {folder.out} --resume")
-        return 128 + stop
-    say(f"done: {folder.out} holds the run; best validation loss {best_loss:.4f}\n"
-        f"next: python sample.py {folder.out} --prompt \"def \"   or: python analyze.py {folder.out}")
-    return 0
+    def save(self):
+        """-> the checkpoint"""
+        self.check_finite()
+        state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
+                     optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
+                     flops=self.flops, grad_norms=self.grad_norms, data=self.data.mark)
+        self.folder.save("ckpt.pt", state)
+        return state
 
-def check_finite(model, loss, step, path):
-    """Nothing that has gone wrong is saved."""
-    if not math.isfinite(loss.item()) or not all_finite(model):
-        refuse(f"step {step}: loss {loss.item()}, or weights that are not finite; {path} is from before: "
-               f"go on from there with --resume and a lower --lr")
+    def restore(self, ckpt):
+        """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
+        gpt, end = self.model.config, self.n_steps
+        may_lack = gpt.mod_rate > 0 or gpt.layer_drop > 0 or ckpt.get("step") == 0
+        if self.config.optimizer == "sgd" and self.config.beta1 == 0:   # It has no moments.
+            may_lack = True
+        with reading(self.path):
+            if ckpt["data"] != self.data.mark:
+                refuse(f"{self.path}: is of other data than --data has now; put that back, or "
+                       f"start a new run")
+            restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
+            self.step, self.flops = int(ckpt["step"]), float(ckpt["flops"])
+            self.grad_norms.copy_(ckpt["grad_norms"])
+            if not 0 <= self.step <= 1e9 or not 0 <= self.flops <= 1e27:
+                raise ValueError("a step or FLOPs that can't be")
+            if not self.grad_norms.isfinite().all():
+                raise ValueError("gradient norms that are not finite")
+        if self.is_beyond_end():
+            refuse(f"--resume: {self.path} is at step {self.step}, beyond the end that the flags "
+                   f"set (about {end} steps); give a later end, or none")
+        past = [entry for at, entry in read_metrics(self.folder.out).items() if at <= self.step]
+        losses = [entry["val_loss"] for entry in past if "val_loss" in entry]
+        self.best_loss = min(losses, default=math.inf)
 
-# ----------------------------------------------------------------------------- processes and signals
+    def evaluate(self, state):
+        """All processes do this, because the others would only wait. state: the checkpoint"""
+        parts = self.config.grad_accum * self.processes.count
+        nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
+                                       self.config.batch_size // parts)
+        say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
+            f"{skipped:.1%} skipped")
+        if not math.isfinite(nats):
+            refuse(f"step {self.step}: validation loss {nats}; best.pt has the best weights; use a "
+                   f"lower --lr")
+        if nats < self.best_loss:
+            self.folder.save("best.pt", state)
+        # After best.pt, because a run that is resumed finds the best loss here.
+        self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
+                        grad_norms=self.grad_norms.tolist())
+        self.best_loss = min(nats, self.best_loss)
+
+    def log(self, ran, norm, lr, tok_s):
+        loss, skipped = self.loss.item(), 1 - sum(ran) / len(ran)
+        tokens = self.step * self.tokens_per_step
+        self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
+                        tokens=tokens, flops=self.flops, skip_rate=skipped)
+        say(f"step {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
+            f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
+
+    def check_finite(self):
+        """Nothing that has gone wrong is saved."""
+        loss = float(self.loss)
+        if not math.isfinite(loss) or not all_finite(self.model):
+            refuse(f"step {self.step}: loss {loss}, or weights that are not finite; {self.path} is "
+                   f"from before: go on from there with --resume and a lower --lr")
+
+    def announce(self):
+        gpt, device = self.model.config, self.processes.device
+        where = torch.cuda.get_device_name() if "cuda" in device else "CPU"
+        threads = pick_threads(gpt, device, self.processes.count)
+        if device == "cpu":
+            where += f", {threads} thread{'s' * (threads > 1)}"
+        say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, "
+            f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
+            f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
+
+# --------------------------------------------------------------------------- processes and signals
+
+class Processes:
+    """All processes of this run, and which one this is. Where there is only one, they agree."""
+    def __init__(self, device, rank, count):
+        self.device, self.rank, self.count = device, rank, count
+
+    def wait(self):
+        """until all are here"""
+        if self.count > 1:
+            dist.barrier()
+
+    def highest(self, number):
+        """of the numbers that the processes say: how they agree that one has to stop"""
+        if self.count == 1:
+            return number
+        number = torch.tensor(number)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return number.item()
+
+    def mean(self, x):
+        if self.count > 1:
+            dist.all_reduce(x)
+            x /= self.count
+        return x
+
+    def end(self):
+        if self.count > 1:
+            dist.barrier()   # Nobody leaves while another one is still writing.
+            dist.destroy_process_group()
 
 def start_processes(config):
-    """-> device, rank of this process, number of processes. torchrun says in the environment who we are."""
-    rank, world_size = environment("RANK", 0), environment("WORLD_SIZE", 1)
+    """torchrun says in the environment who we are."""
+    rank, count = environment("RANK", 0), environment("WORLD_SIZE", 1)
     device = pick_device(config.device)
     if device == "cuda":
         device = f"cuda:{environment('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-    if rank >= world_size:
-        refuse(f"RANK={rank}: must be below WORLD_SIZE={world_size}; start with torchrun")
-    if world_size > 1:
+    if rank >= count:
+        refuse(f"RANK={rank}: must be below WORLD_SIZE={count}; start with torchrun")
+    if count > 1:
         if not {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys():
-            refuse(f"WORLD_SIZE={world_size}: the processes can't find each other; start them with torchrun")
+            refuse(f"WORLD_SIZE={count}: the processes can't find each other; start them with "
+                   f"torchrun")
         dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
-    return device, rank, world_size
+    return Processes(device, rank, count)
 
 def note_signals():
-    """-> a list that gets the numbers of signals. One ends a run after its step, a second one at once."""
+    """-> a list that gets the numbers of signals. One ends a run after its step, a second one ends
+    it at once."""
     signals = []
-
     def note(number, frame):
         signals.append(number)
         if len(signals) > 1:
             sys.exit(128 + number)
-
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         if signal.getsignal(number) is not signal.SIG_IGN:   # as nohup wants it
             signal.signal(number, note)
     return signals
 
-def check_memory(gpt, config, world_size):
-    """Refuses what can't fit: by a lower bound for weights, gradients, moments, and one micro-batch."""
-    micro_tokens = config.batch_size // (config.grad_accum * world_size) * gpt.block_size
+def check_memory(gpt, config, processes):
+    """Refuses what can't fit: a lower bound for weights, gradients, moments, and a micro-batch."""
+    sequences = config.batch_size // (config.grad_accum * processes.count)
+    micro_tokens = sequences * gpt.block_size
     need = (16 * n_weights(gpt) + 4 * micro_tokens * (gpt.vocab_size + gpt.n_layer * gpt.n_embd)
             + 16 * config.eval_windows * gpt.block_size)
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if "cuda" in processes.device:
+        _, have = torch.cuda.mem_get_info()
+    else:
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > have:
-        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} --batch_size "
-               f"{config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and there are "
-               f"{have / 1e9:,.0f}; make one of them smaller")
+        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
+               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and "
+               f"there are {have / 1e9:,.0f}; make one of them smaller")
 
-# ----------------------------------------------------------------------------- settings of a run
+# ---------------------------------------------------------------------------------- other settings
 
-def settings_below(given):
-    """What counts where there is no flag: settings of the run to resume or to replay, or those for a GPU."""
-    if given.get("resume") and ("config" in given or "out" not in given):
-        refuse("--resume: continues the run in --out with its own settings; give --out, and no --config")
+def other_settings(given):
+    """What counts where there is no flag. given: the flags that are typed"""
     values = {}
-    if given.get("resume") or given.get("config"):
-        values = read_config(given.get("config") or Path(given["out"]) / "config.json")
-        for name in "out", "config", "resume", "overwrite":   # A replay is a run of its own. What may
-            values.pop(name, None)                             # replace files is typed, not read.
-    elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & {*SIZES}:
+    if given.get("resume"):
+        values = settings_to_resume(given)
+    elif given.get("config"):
+        values = read_config(given["config"])
+    elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
-    size = values.get("batch_size")
-    if given.get("resume") and given.get("batch_size", size) != size:
-        refuse(f"--batch_size {given['batch_size']}: the run counts its tokens by {size}; leave that, or "
-               f"start a new run")
     if given.keys() & {*ENDS}:   # A typed end replaces another one.
         values |= dict.fromkeys(ENDS, 0)
     return values
 
-def read_config(path):
-    """config.json -> dict. SystemExit where it is missing or broken, or has other settings than ours."""
-    if not Path(path).is_file():
-        refuse(f"{path}: no such file; name a run folder that train.py has made")
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="", compile=False)
-    with reading(path):
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-        for key, value in values.items():
-            kinds = (int, float) if type(defaults[key]) is float else (type(defaults[key]),)
-            if type(value) not in kinds and not (key == "compile" and value is None):
-                raise ValueError(f"{key} is {value!r}")
+def settings_to_resume(given):
+    if "config" in given or "out" not in given:
+        refuse("--resume: continues the run in --out with its own settings; give --out, and no "
+               "--config")
+    values = read_config(Path(given["out"]) / "config.json")
+    size = values["batch_size"]
+    if given.get("batch_size", size) != size:
+        refuse(f"--batch_size {given['batch_size']}: the run counts its tokens by {size}; leave "
+               f"that, or start a new run")
     return values
 
-def open_run(run, device="cpu", which="ckpt.pt"):
-    """Run folder -> model in eval mode, its settings as a dict. Only reads. SystemExit with one sentence,
-    whatever is wrong inside."""
-    path = Path(run) / "config.json"
-    config = read_config(path)
-    _, model = read_checkpoint(Path(run) / which)
-    with reading(path):
-        if prepare.VOCABULARIES[config["tokenizer"]] > model.config.vocab_size:
-            raise ValueError("its tokenizer has more tokens than its model")
-        names = asdict(TrainConfig()).keys() - {"config", "resume", "overwrite"}
-        for bad in field_problems(TrainConfig(**{name: config[name] for name in names})):
-            raise ValueError(bad)
-        config |= asdict(model.config)   # The checkpoint knows better.
-    return model.to(device).eval(), config
+def read_config(path):
+    """The settings of a run, without those of one start: what may replace files is typed."""
+    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
+    values = read_settings(path, defaults)
+    return {name: value for name, value in values.items() if name not in ONE_START}
+
+def residual_list():
+    """For --help: all residuals with their options"""
+    lines = ["residuals, with their options:"]
+    for name in RESIDUALS:
+        options = ",".join(f"{key}={default}" for key, default in options_of(name).items())
+        lines.append(f"  {name}:{options}".rstrip(":"))
+    return "\n".join(lines)
 
 if __name__ == "__main__":
     start(main)

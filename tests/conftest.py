@@ -3,6 +3,7 @@ import math, os, signal, sys, zlib
 from pathlib import Path
 
 import pytest, torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 if not torch.cuda.is_available():
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from model import GPT, GPTConfig, KVCache
+from model import GPT, GPTConfig, KVCache, SHARPNESS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
@@ -107,7 +108,7 @@ def unit(x, eps=1e-6):
 def attention_by_hand(attn, x, keep=None):
     """Causal attention, RoPE, normalised queries and keys, one score per pair. x (B, T, C) -> (B, T, C).
     keep (B, T): the other tokens have no keys"""
-    (B, T, _), nh = x.shape, attn.n_head
+    (B, T, C), nh = x.shape, attn.n_head
     q, k, v = ((x @ w.T).view(B, T, nh, -1) for w in attn.c_attn.weight.chunk(3))
     hs = q.shape[-1]
     angle = torch.arange(T)[:, None, None] * 1e4 ** -(torch.arange(0, hs, 2, dtype=torch.float64) / hs)
@@ -118,19 +119,21 @@ def attention_by_hand(attn, x, keep=None):
         return torch.stack(pair, -1).flatten(-2)
 
     q, k = turned(q), turned(k)
-    if attn.q_scale is not None:   # nGPT's
-        q, k = q * attn.q_scale.view(nh, hs), k * attn.k_scale.view(nh, hs)
+    if not isinstance(attn.scale_q, nn.Identity):   # nGPT's factors are stored as factor / sqrt(C).
+        q = q * attn.scale_q.weight.view(nh, hs) * C ** 0.5
+        k = k * attn.scale_k.weight.view(nh, hs) * C ** 0.5
     seen = torch.ones(T, T, dtype=torch.bool).tril().expand(B, T, T)
     if keep is not None:         # A token sees itself, because a row without any key would be NaN.
         seen = seen & (keep[:, None] | torch.eye(T, dtype=torch.bool))
-    scores = torch.einsum("bihc,bjhc->bhij", q, k) / hs ** 0.5
+    scores = torch.einsum("bihc,bjhc->bhij", q, k) * SHARPNESS / hs
     weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
     return torch.einsum("bhij,bjhc->bihc", weights, v).flatten(-2) @ attn.c_proj.weight.T
 
 def mlp_by_hand(mlp, x):
+    C = x.shape[-1]
     x = x @ mlp.c_fc.weight.T
-    if mlp.scale is not None:    # nGPT's
-        x = x * mlp.scale
+    if not isinstance(mlp.scale, nn.Identity):   # nGPT's
+        x = x * mlp.scale.weight * C ** 0.5
     if mlp.activation == "swiglu":
         gate, x = x.chunk(2, dim=-1)
         x = gate / (1 + (-gate).exp()) * x

@@ -6,26 +6,26 @@ import pytest, torch
 import torch.nn.functional as F
 import analyze, prepare, runs, train
 from conftest import attention_by_hand, ids, make, mlp_by_hand, streams, sublayers_by_hand, unit
-from model import by_threshold, without
+from model import ByFunction, EVERYONE, Threshold, Without, flops_per_token
 
 L = 4   # blocks
 
-def run_of(residual="pre", history=None, text="", mod_rate=0.0, **config):
+def run_of(residual="pre", history=None, text="", mod_rate=0.0, windows=None, **config):
     """Twelve windows: `some` and `others` are three batches of one."""
     model = make(residual, mod_rate=mod_rate, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, mod_rate=mod_rate, tokenizer="bytes", residual=residual)
-    windows = ids(12, 12, V=256), ids(12, 12, V=256, seed=1)
+    windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
     return analyze.Run(model, settings, history or {}, SimpleNamespace(text=text, skip=0.4), windows)
 
-def loss_of(run, decide=None):
+def loss_of(run, decider=None):
     """On every fourth window, the mean per token"""
     idx, targets = (torch.cat(part)[::4] for part in zip(*run.batches))
-    return run.model(idx, targets, decide=decide)[1]
+    return run.model(idx, targets, decider=decider)[1]
 
 @torch.no_grad()
 def increase(run, numbers):
     """By how much the loss rises without the sublayers of these numbers"""
-    return (loss_of(run, without(numbers)) - loss_of(run)).item()
+    return (loss_of(run, Without(numbers)) - loss_of(run)).item()
 
 def silent(block, **options):
     run = run_of(**options)
@@ -122,7 +122,8 @@ def test_nag_by_hand():
     targets, gains, sums = torch.cat([y for _, y in run.batches]), [], []
     r, s = run.model.ends.start(run.model.wte(idx_of(run)))
     for _, residual, f in sublayers_by_hand(run.model):
-        m = (residual.p.softmax(0) * torch.sigmoid(r @ residual.w.T + residual.b)).sum(-1, keepdim=True)
+        near = torch.sigmoid(r @ residual.preferred.T + residual.bias)
+        m = (residual.votes.softmax(0) * near).sum(-1, keepdim=True)
         gains.append(residual.alpha * m ** F.softplus(residual.beta))
         sums.append((gains[-1].abs() * r).sum((0, 1)))
         r, s = residual((r, s), f, gains[-1])
@@ -138,13 +139,13 @@ def test_nag_by_hand():
     ends = [loss[:15].mean().item(), loss[-14:].mean().item()]
     assert analyze.norm_confidence(run)[""]["loss"][::9] == pytest.approx(ends)
 
-@pytest.mark.parametrize("block", [1, 2])
-def test_depth_attention(block):
-    run, l = run_of(f"attnres:block={block}"), 5
+@pytest.mark.parametrize("group", [1, 2])
+def test_depth_attention(group):
+    run, l = run_of(f"attnres:group={group}"), 5
     ends, rows = run.model.ends, analyze.depth_attention(run)[""]
     sources = [v for v, _ in list(run.model.walk(idx_of(run)))[l - 1][1][1].values()]
     scores = torch.stack([unit(v) for v in sources]) @ (ends.query[l - 2] * ends.key_weight[l - 2])
-    assert rows[l - 2][:4 // block + 1] == pytest.approx(scores.softmax(0).mean((1, 2)).tolist())
+    assert rows[l - 2][:4 // group + 1] == pytest.approx(scores.softmax(0).mean((1, 2)).tolist())
     assert len(rows) == 2 * L and all(w != w for w in rows[l - 2][len(sources):])   # nan
 
 @pytest.mark.parametrize("residual", ["review", "convex", "highway"])
@@ -152,7 +153,7 @@ def test_gates(residual):
     run = run_of(residual)
     block, h = run.model.blocks[1].attn_residual, streams(run.model, idx_of(run))[2]
     seen = {"h": h, "u": attention_by_hand(run.model.blocks[1].attn, block.norm(h))}
-    r = (sum(unit(seen[name], 1e-5) @ W.T for name, W in block.W.items()) + block.b).sigmoid()
+    r = (sum(unit(seen[name], 1e-5) @ W.T for name, W in block.W.items()) + block.bias).sigmoid()
     assert analyze.gate(run)[""][2] == pytest.approx((torch.histc(r, 20, 0, 1) / r.numel()).tolist())
 
 @torch.no_grad()
@@ -169,34 +170,81 @@ def test_sink():
 @torch.no_grad()
 def test_depth_map():
     text = "a\té$x$\n" + 50 * "x"
-    run, idx, kept = run_of("nag", text=text), torch.tensor([[*text.encode()][:16]]), []
+    run, idx, keeps = run_of("nag", text=text), torch.tensor([[*text.encode()][:16]]), []
     found = analyze.depth_map(run)
     assert found["tokens"][:8] == ["a", "\t", "", "é", "$", "x", "$", "\n"] and len(found["tokens"]) == 16
-    gains = [residual.gain(before).abs() for residual, _, before, *_ in run.visits(idx, run.decide)]
+    gains = [residual.gain(before).abs() for residual, _, before, *_ in run.visits(idx, run.decider)]
     assert found["size"] == torch.stack(gains)[:, 0, :, 0].tolist()
-    run.model(idx, decide=run.decide, kept=kept)
-    assert found["ran"] == [[True] * 16 if keep is None else keep[0].tolist() for keep in kept]
+    run.model(idx, decider=run.decider, keeps=keeps)
+    assert found["ran"] == [[True] * 16 if keep is EVERYONE else keep[0].tolist() for keep in keeps]
+    assert not all(map(all, found["ran"]))
     run = run_of(text=text)   # has no gain
     x = torch.stack(streams(run.model, idx))[:, 0]
     found = torch.tensor(analyze.depth_map(run)["size"])
     torch.testing.assert_close(found, (x.diff(dim=0).norm(dim=-1) / x[:-1].norm(dim=-1)).float())
 
 def test_skipping():
-    run, kept, ran = run_of("nag"), [], []
-    run.model(torch.cat([idx for idx, _ in run.some]), decide=run.decide, kept=kept)
-    shares = [0.0 if keep is None else 1 - keep.double().mean().item() for keep in kept]
+    windows = ids(64, 12, V=256), ids(64, 12, V=256, seed=1)
+    run, keeps, ran = run_of("nag", windows=windows), [], []
+    run.model(torch.cat([idx for idx, _ in run.some]), decider=run.decider, keeps=keeps)
+    shares = [0.0 if keep is EVERYONE else 1 - keep.double().mean().item() for keep in keeps]
     assert flat(analyze.skip_share(run)[""]) == pytest.approx(shares, abs=1e-6) and sum(shares) > 0.8
     usual = run.loss_with
-    run.loss_with = lambda decide: ran.append(analyze.shares_ran(run, decide)) or usual(decide)
+    run.loss_with = lambda decider: ran.append(analyze.shares_ran(run, decider)) or usual(decider)
     curve = analyze.skip_curve(run)[""]
     flops = [flops for flops, _ in curve["by gain"]]
-    assert curve["by gain"][0] == pytest.approx([run.model.flops_per_token(), run.loss])
+    assert curve["by gain"][0] == pytest.approx([flops_per_token(run.model), run.loss])
     assert flops == sorted(flops, reverse=True) == [flops for flops, _ in curve["random tokens"]]
     for by_gain, random, removed, rate in zip(ran[-18::3], ran[-17::3], ran[-16::3], (1, 2, 3, 4, 5, 6)):
-        assert random == pytest.approx(by_gain, abs=0.25)   # As many tokens skip each sublayer.
+        assert random == pytest.approx(by_gain, abs=0.15)   # As many tokens skip each sublayer.
         assert sum(removed) == 2 * L - round(2 * L * rate / 10) and {*removed} <= {0, 1}
-    alone = [analyze.mean_loss(run.model, run.others[:1], analyze.without({l})) for l in range(1, 2 * L + 1)]
+    idx, targets = (part[2::16] for part in windows)
+    alone = [run.model(idx, targets, decider=Without({l}))[1].item() for l in range(1, 2 * L + 1)]
     assert ran[-16].index(0) == alone.index(min(alone))
+
+@torch.no_grad()
+def test_the_share_that_is_asked_for_is_skipped_all_over_a_text():
+    """Its first eighth has digits, which are 0 .. 99 here, and then comes prose. Digits have large gains."""
+    x = torch.cat((ids(16, 12, V=100), 100 + ids(112, 12, V=156)))
+    run, ran = run_of("nag", windows=(x, x)), []
+    way = torch.ones(16, dtype=torch.double).cumsum(0) - 8.5
+    run.model.wte.weight[:100] += way
+    for residual in run.model.residuals()[:-1]:
+        residual.preferred += 0.03 * way
+    def skipped(decider):
+        return analyze.evaluate(run.model, x, x, torch.ones(320), 8, decider)[2]
+    assert skipped(analyze.calibrate(run.model, [run.others[0][0]], 0.4)) > 0.45   # by its first quarter
+    assert skipped(run.decider) == pytest.approx(0.4, abs=0.02)                     # as --skip says
+    usual = run.loss_with
+    run.loss_with = lambda decider: ran.append(skipped(decider)) or usual(decider)
+    analyze.skip_curve(run)
+    assert ran[-18::3] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], abs=0.02)
+
+def test_windows_are_from_all_over_the_text():
+    """Of 128 windows, window n has the tokens 2 n and 2 n + 1."""
+    x = 2 * torch.arange(128)[:, None] + ids(128, 12, V=2)
+    run = run_of(windows=(x, x))
+    parts = [torch.cat([idx for idx, _ in part]) for part in (run.some, run.others, run.few, run.few_others)]
+    for numbers in ((part[:, 0] // 2).tolist() for part in parts):
+        assert numbers == [*range(numbers[0], 128, 128 // len(numbers))] and len(numbers) >= 8
+        assert numbers[0] < 16 and numbers[-1] >= 112
+    assert not {*parts[0][:, 0].tolist()} & {*parts[1][:, 0].tolist()}
+
+    def seen(measure, run, by=object):
+        """The numbers of the windows that a statistic looks at, of each pass with such a decider"""
+        walk, found = run.model.walk, []
+        def noted(idx, cache=None, decider=None):
+            if isinstance(decider, by):
+                found.append((idx[:, 0] // 2).tolist())
+            return walk(idx, cache, decider)
+        run.loss_of_some   # not seen
+        run.model.walk = noted
+        measure(run)
+        return found
+    assert {*map(tuple, seen(analyze.causal_score, run))} == {(0, 64)}
+    assert seen(analyze.layer_parallel, run_of(windows=(x, x)))[0][-1] >= 112
+    removed = seen(analyze.skip_curve, run_of("nag", windows=(x, x)), Without)[:2 * L]
+    assert all(numbers[0] < 16 and numbers[-1] >= 112 for numbers in removed)
 
 @torch.no_grad()
 def test_could_skip():
@@ -206,17 +254,17 @@ def test_could_skip():
     needed = torch.ones(L, *growth.shape[1:], dtype=torch.bool)
     for i in range(1, L):
         needed[i] = growth[i] >= a * (growth[:i].amax(0) - growth[:i].amin(0))
-    loss = loss_of(run, lambda l, *_: (needed[(l - 1) // 2], None)) - loss_of(run)
+    loss = loss_of(run, ByFunction(lambda place, *_: (needed[(place - 1) // 2], None))) - loss_of(run)
     points = analyze.could_skip(run)[""]["by growth"]
     right = [1 - needed.double().mean().item(), run.loss + loss.item()]
     assert points[0] == [0, run.loss] and points[4] == pytest.approx(right) and 0.1 < right[0] < 0.7
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod_rate=0.3)
-    run.model.tau.fill_(99.0)
+    run.model.decider.threshold.fill_(99.0)
     assert flat(analyze.skip_share(run)[""]) == [1] * 2 * L
     assert flat(analyze.update(run)["angle (degrees)"]) == [0] * 2 * L
-    curve, dense = analyze.skip_curve(run)[""], loss_of(run, by_threshold([-1.0] * 2 * L))
+    curve, dense = analyze.skip_curve(run)[""], loss_of(run, Threshold(-1.0))
     gained = curve["by gain"][0][1] - curve["as trained"][0][1]   # by a run of all
     assert gained == pytest.approx((dense - loss_of(run)).item())
 
@@ -278,15 +326,41 @@ def test_a_browser_shows_it(made):
     assert "Start here" in found and "_&lt;b&gt;" in found and "<b>:" not in found
     assert re.search('title="token &quot;/&quot;, block 2 MLP: size of the write [0-9.e-]+, ran"', found)
 
+def test_whatever_metrics_hold_is_one_entry_less(made, tmp_path):
+    """Norms that are no numbers, and lines that are none of ours"""
+    out, words = tmp_path / "out", ["--only", "loss_curve,prune_curve,fan_in"]
+    run = shutil.copytree(made / "a$x^$b", tmp_path / "run")
+    lines = {"step": 7, "grad_norms": "x"}, {"step": 7, "grad_norms": 5}, {"step": 7, "grad_norms": [[1]]}
+    lines += {"step": 7, "grad_norms": ["x", "y"]}, {"step": "x"}, {"loss": 1.0}, [7], {"step": 7, "loss": "x"}
+    kept = (run / "metrics.jsonl").read_text()
+    found = []
+    for more in "", "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "loss": NaN}\n{"step":':
+        (run / "metrics.jsonl").write_text(kept + more)
+        analyze.main([str(run), "--out", str(out), *words])
+        found.append(json.loads((out / "numbers.json").read_text())["statistics"])
+    assert found[0] == found[1] and len(found[0]["fan_in"]["run"][""]["measured"]) == 2
+
+def test_names_do_nothing_to_a_terminal(made, tmp_path, capsys):
+    run = shutil.copytree(made / "_<b>", tmp_path / "a\x1b]0;x\x07\r\x9b5n")
+    capsys.readouterr()
+    for words in ([run], [run, tmp_path / ".." / tmp_path.name / run.name]):   # names, and whole paths
+        analyze.main([*map(str, words), "--only", "update", "--out", str(tmp_path / "o\x1b[2Jut")])
+        told = capsys.readouterr()
+        assert "index.html shows " in told.out and told.err.count("measuring 1 statistics") == len(words)
+        assert all(c.isprintable() or c == "\n" for c in told.out + told.err)
+    assert (tmp_path / "o\x1b[2Jut" / "index.html").exists()
+
 def test_list_and_bad_input(made, tmp_path, capsys):
     analyze.main(["--list"])
     assert capsys.readouterr().out.count(".\n") == len(analyze.STATS)
     run, text = str(made / "a$x^$b"), tmp_path / "text"
     text.write_text("precious $text$")
     for words in ([run, "--only", "remuval"], [run, "--skip", "1"], [run, "--windows", "-1"], [str(tmp_path)],
-                  [run, "--out", str(text)]):
+                  [run, "--out", str(text)], [run, str(tmp_path / "nowhere")]):
+        out = [] if "--out" in words else ["--out", str(tmp_path / "a/figures")]
         with pytest.raises(SystemExit, match=f"^[^\n]*{re.escape(words[-1])}[^\n]*$"):
-            analyze.main(words)
+            analyze.main(words + out)
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]   # What is refused leaves nothing behind.
     analyze.main([run, "--only", "depth_map", "--text", str(text), "--out", str(tmp_path / "new")])
     found = json.loads((tmp_path / "new/numbers.json").read_text())["statistics"]["depth_map"]["a$x^$b"]
     assert "".join(found["tokens"]) == text.read_text() == "precious $text$"

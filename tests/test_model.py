@@ -23,12 +23,12 @@ def norm(model, n, x):
     return x if kind == "none" else unit(x) * n.weight
 
 def additive_row(name, L, i, alpha):
-    """n_in, n_post, n_out, a, b, s of x <- n_out(a x + b n_post(f(s n_in(x)))), and whether the last stream
-    is normalised, from the papers. i: number of the block; None: b is learned"""
+    """norm_in, norm_update, norm_out, a, b, s of x <- norm_out(a x + b norm_update(f(s norm_in(x)))), and
+    whether the last stream is normalised, from the papers. i: number of the block; None: b is learned"""
     if name == "mixln":
         return (0, 0, 1, 1, 1, 1, alpha < 1) if i <= math.floor(alpha * L) else (1, 0, 0, 1, 1, 1, 1)
     return dict(
-        pre=(1, 0, 0, 1, 1, 1, 1), post=(0, 0, 1, 1, 1, 1, 0), peri=(1, 1, 0, 1, 1, 1, 1),
+        post=(0, 0, 1, 1, 1, 1, 0), peri=(1, 1, 0, 1, 1, 1, 1),
         reordered=(0, 1, 0, 1, 1, 1, 1), lns=(1, 0, 0, 1, 1, i ** -0.5, 1),
         deepnorm=(0, 0, 1, (2 * L) ** 0.25, 1, 1, 0),
         rezero=(0, 0, 0, 1, None, 1, 0), skipinit=(1, 0, 0, 1, None, 1, 1),
@@ -36,33 +36,33 @@ def additive_row(name, L, i, alpha):
 
 def additive(model, x, embed=False, alpha=0.25, **_):
     name, L = model.config.residual.split(":")[0], model.config.n_layer
-    x = norm(model, model.ends.n_embed, x) if embed else x
+    x = norm(model, model.ends.norm_embedding, x) if embed else x
     for l, residual, f in sublayers_by_hand(model):
-        n_in, n_post, n_out, a, b, s, n_final = additive_row(name, L, (l + 1) // 2, alpha)
-        u = f(s * norm(model, residual.n_in, x) if n_in else s * x)
-        u = norm(model, residual.n_post, u) if n_post else u
-        x = a * x + (residual.b if b is None else b) * u
-        x = norm(model, residual.n_out, x) if n_out else x
-    x = norm(model, model.ends.n_final, x) if n_final else x
+        norm_in, norm_update, norm_out, a, b, s, norm_final = additive_row(name, L, (l + 1) // 2, alpha)
+        u = f(s * norm(model, residual.norm_in, x) if norm_in else s * x)
+        u = norm(model, residual.norm_update, u) if norm_update else u
+        x = a * x + (residual.scale_update if b is None else b) * u
+        x = norm(model, residual.norm_out, x) if norm_out else x
+    x = norm(model, model.ends.norm_final, x) if norm_final else x
     size = M.EMBEDDING_STD if name == "rezero" else 1   # where no norm makes up for the embedding's size
     return x / size @ model.lm_head.weight.T
 
 def prenorm(model, x, **_):
-    """template, x0 and denseformer: PreNorm and one more line each"""
+    """PreNorm itself; template, x0 and denseformer have one more line each."""
     name, outputs = model.config.residual.split(":")[0], [x]
     for l, residual, f in sublayers_by_hand(model):
         if name == "x0" and l % 2 == 1:
-            x = residual.share[0] * x + residual.share[1] * outputs[0]
+            x = residual.weights[0] * x + residual.weights[1] * outputs[0]
         x = x + (residual.b if name == "template" else 1) * f(norm(model, residual.norm, x))
         if name == "denseformer" and l % 2 == 0:
             outputs.append(x)
-            x = torch.einsum("i,ibtc->btc", residual.share, torch.stack(outputs))
+            x = torch.einsum("i,ibtc->btc", residual.weights, torch.stack(outputs))
     return norm(model, model.ends.norm, x) @ model.lm_head.weight.T
 
 def gated(model, h, inputs="hu", convex=False, **_):
     for l, residual, f in sublayers_by_hand(model):
         u = f(norm(model, residual.norm, h))
-        z = residual.b
+        z = residual.bias
         for name, seen in (("h", h), ("u", u)):
             if name in inputs:
                 z = z + (seen / (seen.square().mean(-1, keepdim=True) + 1e-5).sqrt()) @ residual.W[name].T
@@ -75,14 +75,14 @@ def nag(model, x, head="cos", **_):
     C = x.shape[-1]
     x = x - x.mean(-1, keepdim=True)
     rho = x.norm(dim=-1, keepdim=True) / C ** 0.5
-    r, s = x / rho, rho.log() + model.ends.g
+    r, s = x / rho, rho.log() + model.ends.log_scale
     for l, residual, f in sublayers_by_hand(model):
         update = f(r)
         update = update - update.mean(-1, keepdim=True)
         update = update - (update * r).sum(-1, keepdim=True) / C * r
         u = unit(update, eps=1e-10)
-        near = torch.sigmoid(r @ residual.w.T + residual.b)
-        m = (near * residual.p.softmax(0)).sum(-1, keepdim=True) ** F.softplus(residual.beta)
+        near = torch.sigmoid(r @ residual.preferred.T + residual.bias)
+        m = (near * residual.votes.softmax(0)).sum(-1, keepdim=True) ** F.softplus(residual.beta)
         gain = residual.alpha * m
         r = (r + gain * u) / (1 + gain ** 2).sqrt()
         s = s + 0.5 * (1 + gain ** 2).log()
@@ -100,13 +100,13 @@ def ngpt(model, h):
 
     h = one(h)
     for l, residual, f in sublayers_by_hand(model):
-        alpha = 0.05 * (residual.alpha * C ** 0.5).abs()
+        alpha = 0.05 * (residual.alpha.weight * C ** 0.5).abs()
         h = one(h + alpha * (one(f(C ** 0.5 * h)) - h), eps=1e-6)
-    return h @ model.lm_head.weight.T * (first * model.ends.logit_scale * C ** 0.5)
+    return h @ model.lm_head.weight.T * (first * model.ends.logit_scale.weight * C ** 0.5)
 
-def attnres(model, x, block=1):
+def attnres(model, x, group=1):
     """arXiv:2603.15031, eqs. 2-4 and section 3.2"""
-    sums, ends = {0: x}, model.ends   # number of the depth block: the sum of its updates
+    sums, ends = {0: x}, model.ends   # number of the group: the sum of its updates
 
     def read(l, n):
         sources = torch.stack(list(sums.values()))
@@ -117,18 +117,18 @@ def attnres(model, x, block=1):
         return norm(model, n, len(sources) * (weights * sources).sum(0))
 
     for l, residual, f in sublayers_by_hand(model):
-        update, number = f(read(l, residual.norm)), (l - 1) // block + 1
+        update, number = f(read(l, residual.norm)), (l - 1) // group + 1
         sums[number] = sums.get(number, 0) + update
     return read(2 * model.config.n_layer + 1, ends.norm) @ model.lm_head.weight.T
 
 def siamese(model, y):
     x = y
     for l, residual, f in sublayers_by_hand(model):
-        x = norm(model, residual.n_x, x)
-        u = f(norm(model, residual.n_in, x + norm(model, residual.n_y, y)))
+        x = norm(model, residual.norm_x, x)
+        u = f(norm(model, residual.norm_in, x + norm(model, residual.norm_y, y)))
         x, y = x + u / math.sqrt(2 * ((l + 1) // 2)), y + u
     end = model.ends
-    h = norm(model, end.n_in, norm(model, end.n_x, x) + norm(model, end.n_y, y))
+    h = norm(model, end.norm_in, norm(model, end.norm_x, x) + norm(model, end.norm_y, y))
     return h @ model.lm_head.weight.T
 
 def hyper(model, x, kind="lite", n=4):
@@ -171,7 +171,7 @@ class Momentum(M.Residual):
         return x + added, added
 
 ORACLES = dict.fromkeys(M.ADDITIVE, additive) | dict(
-    template=prenorm, x0=prenorm, denseformer=prenorm, nag=nag, ngpt=ngpt, attnres=attnres, siamese=siamese,
+    pre=prenorm, template=prenorm, x0=prenorm, denseformer=prenorm, nag=nag, ngpt=ngpt, attnres=attnres, siamese=siamese,
     hyper=hyper, review=gated, highway=partial(gated, inputs="h"), convex=partial(gated, convex=True))
 
 NAMES = [*M.RESIDUALS, "momentum"]
@@ -182,7 +182,7 @@ VARIANTS = [(name, {}) for name in NAMES] + [
     ("pre", dict(init="gpt2", tie=True)), ("template:first=0.5", dict(tie=True)),
     ("momentum:keep=0.3", dict(tie=True)),
     ("nag:head=linear,power=1", {}), ("nag:warmup=0.3,directions=5", dict(tie=True)),
-    ("attnres:block=2", {}), ("attnres:block=4", dict(norm="layer")), ("attnres:block=99", {}),
+    ("attnres:group=2", {}), ("attnres:group=4", dict(norm="layer")), ("attnres:group=99", {}),
     ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("hyper:kind=mhc,n=2", {}),
     ("ngpt", dict(init="gpt2", activation="swiglu")),
     ("pre", dict(taper="cosine", taper_on="both", n_embd=32, n_head=4)), ("attnres", dict(taper="linear")),
@@ -211,10 +211,23 @@ def test_a_model_is_its_equations(model):
         return   # A residual of your own has no equation but its code.
     _, given = M.read_residual(model.config.residual)
     written = {key: value for key, value in given.items() if f"{key}=" in text}
-    mine, right = model(ids())[0], ORACLES[name](model, model.embed_scale * model.wte(ids()), **written)
+    embedding = model.embedding_scale * model.wte(ids())
+    mine, right = model(ids())[0], ORACLES[name](model, embedding, **written)
     same(mine, right)
     his = gradients(model, (right * some(*right.shape)).sum())
     same_gradients(gradients(model, (mine * some(*right.shape)).sum()), his, 1e-6)
+
+@pytest.mark.parametrize("head_size", [2, 32, 128, 512])
+def test_a_score_is_a_cosine_times_the_sharpness(head_size):
+    """Whatever the head size. In heads of 128 it is the usual one."""
+    query = torch.ones(1, 1, 1, head_size, dtype=torch.float64)
+    other = query.clone()
+    other[..., ::2] = -1   # It is orthogonal to the query, so its score is 0.
+    keys, values = torch.cat((query, other), dim=1), torch.eye(2, head_size, dtype=torch.float64)
+    seen = torch.ones(1, 1, 2, dtype=torch.bool)
+    weights = M.attend(query, keys, values[None, :, None], seen).flatten()
+    assert (weights[0] / weights[1]).log().item() == pytest.approx(M.SHARPNESS, rel=1e-9)
+    assert M.SHARPNESS / 128 == pytest.approx(128 ** -0.5)
 
 # ----------------------------------------------------------------------------- properties of all variants
 
@@ -238,13 +251,20 @@ def test_cached_decoding_is_the_full_forward(model):
 def test_counted_flops_are_those_of_torch(model):
     for T in (1, 7, 16):
         counted = count_flops(lambda: logits(model, ids(2, T)))
-        assert counted == pytest.approx(2 * T * model.flops_per_token(T), rel=1e-9)
+        assert counted == pytest.approx(2 * T * M.flops_per_token(model, T), rel=1e-9)
 
 def test_saved_weights_are_the_whole_model(model):
     fresh = make(model.config.residual, noise=0, seed=7, **model.given)
     assert not torch.equal(logits(fresh), logits(model))
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(logits(fresh), logits(model))
+
+def test_weights_that_are_saved_in_a_warm_up_are_the_whole_model():
+    model, fresh = (make("nag:warmup=0.3", seed=seed) for seed in (0, 7))
+    warm = logits(model)
+    model.before_step(0.1)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(logits(fresh), logits(model)) and not torch.equal(logits(model), warm)
 
 @pytest.mark.parametrize("residual", NAMES)
 def test_draws_are_those_of_pre(residual):
@@ -265,6 +285,14 @@ def test_first_logits_have_a_sane_size(model, tie):
     out = logits(make(model.config.residual, noise=0, dtype=torch.float32, **config), ids(4, 16, 320))
     assert 0.3 < out.std(-1).mean() < 1.2
 
+@pytest.mark.parametrize("options, std", [("", 0.8), (":temp=0.3", 0.3), (":warmup=0.5", 0.8),
+                                          (":warmup=0.5,temp=0.3,power=0.25", 0.3)])
+def test_first_logits_of_nag_have_the_size_temp(options, std):
+    """At the first step, when gains are nearly 0 if there is a warm-up"""
+    model = make(f"nag{options}", noise=0, n_layer=12, n_embd=64, vocab_size=320)
+    model.before_step(1e-6)
+    assert logits(model, ids(4, 16, 320)).std(-1).mean() == pytest.approx(std, rel=0.1)
+
 @pytest.mark.parametrize("depth", [1, 64])
 @pytest.mark.parametrize("residual", NAMES)
 def test_depths_1_and_64_run(residual, depth):
@@ -275,22 +303,22 @@ def test_depths_1_and_64_run(residual, depth):
 
 @pytest.mark.parametrize("residual", NAMES)
 def test_autocast_leaves_the_stream_alone(residual):
-    """model.half rounds what sublayers and head compute. In the stream, roundings would add up over depth."""
+    """model.dtype rounds what sublayers and head compute. In the stream, roundings would add up over depth."""
     model = make(residual, noise=0.05, dtype=torch.float32, n_layer=6)
     exact = [*streams(model), logits(model)]
-    model.half = torch.bfloat16
+    model.dtype = torch.bfloat16
     rounded = [*streams(model), logits(model)]
     assert all(x.dtype == torch.float32 for x in rounded) and torch.equal(rounded[0], exact[0])
     for ours, other in zip(rounded[-2:], exact[-2:]):
         assert 0 < (ours - other).norm() < 0.05 * other.norm()
     stream = list(model.walk(ids()))[-1][2]
-    model.half = None
+    model.dtype = None
     assert not torch.equal(model.head(stream), rounded[-1])
 
 # ----------------------------------------------------------------------------- how residuals start
 
 @pytest.mark.parametrize("residual, tolerance, config", [
-    ("attnres", 1e-12, {}), ("attnres:block=5", 1e-12, dict(norm="layer")), ("template", 1e-14, {}),
+    ("attnres", 1e-12, {}), ("attnres:group=5", 1e-12, dict(norm="layer")), ("template", 1e-14, {}),
     ("layerscale:init=1", 1e-14, {}), ("x0", 1e-14, {}), ("denseformer", 1e-14, {}),
     ("mixln:alpha=0", 1e-14, {}), ("completep", 1e-14, dict(n_layer=6)), ("review:bias=40", 1e-12, {}),
     ("highway:bias=40", 1e-12, {}), ("hyper", 1e-6, {}), ("hyper:kind=mhc,n=3", 1e-6, {})])
@@ -314,9 +342,10 @@ def test_first_values_are_the_papers():
     for name, c_proj in factors.items():
         block = make(name, noise=0, n_embd=64).blocks[1]
         same(block.mlp.c_proj.weight, c_proj * pre.mlp.c_proj.weight, 1e-12)
-        same(block.attn.value_weight(), (deep if name == "deepnorm" else 1) * pre.attn.value_weight(), 1e-12)
-    for name in "rezero", "skipinit", "convex":   # The first two start as the identity.
-        assert all((residual.b == 0).all() for residual in make(name, noise=0).residuals()[:-1])
+        same(M.value_weight(block.attn), (deep if name == "deepnorm" else 1) * M.value_weight(pre.attn), 1e-12)
+    for name in "rezero", "skipinit":   # They start as the identity.
+        assert not any(residual.scale_update for residual in make(name, noise=0).residuals()[:-1])
+    assert all((residual.bias == 0).all() for residual in make("convex", noise=0).residuals()[:-1])
     for l, residual in enumerate(make("hyper:n=3", noise=0).residuals()[:-1]):
         assert residual.static[:3].argmax() == l % 3   # Streams are read in turn.
 
@@ -332,7 +361,8 @@ def test_nag_starts_as_its_paper_says_and_warms_up():
     for l, residual, _ in model.sublayers(ids()):
         assert residual.alpha.item() == pytest.approx(l ** -0.75, rel=1e-12)
         assert F.softplus(residual.beta).item() == pytest.approx(1, rel=1e-12)
-        assert residual.w.shape == (7, 16) and not residual.b.any() and not residual.p.any()
+        assert residual.preferred.shape == (7, 16)
+        assert not residual.bias.any() and not residual.votes.any()
     stream = model.ends.start(model.wte(ids()))
     whole = residual.gain(stream)
     for progress, share in ((0.03, 0.1), (0.15, 0.5), (0.3, 1.0), (1.0, 1.0)):
@@ -343,7 +373,7 @@ def test_nag_has_finite_gradients_where_gates_are_shut_and_updates_are_0():
     model = make("nag", noise=0)
     with torch.no_grad():
         model.blocks[0].mlp.c_proj.weight.zero_()
-        model.blocks[1].mlp_residual.b.fill_(-1e4)
+        model.blocks[1].mlp_residual.bias.fill_(-1e4)
         model.blocks[1].mlp_residual.beta.fill_(-3.0)   # The slope of m^0.05 at m = 0 would be infinite.
     assert all(g.isfinite().all() for g in gradients(model, model(ids(), ids(seed=1))[1]).values())
 
@@ -358,8 +388,13 @@ def test_ngpt_stays_on_its_sphere():
         model.after_step([1.0] * 6)
     for x in streams(model):
         same(x.square().mean(-1), torch.ones(2, 12, dtype=torch.float64), 1e-5)
-    scales = [name for name, _ in model.named_parameters() if name.endswith("scale")]
-    assert len(scales) == 3 * 3 + 1   # of queries, keys and hidden units, and of the logits
+
+def test_factors_of_ngpt_start_at_1_and_their_parameters_at_the_size_of_a_weight():
+    scales = [module for module in make("ngpt", noise=0).modules() if isinstance(module, M.LearnedScale)]
+    assert len(scales) == 4 * 3 + 3 + 1   # of queries, keys, hidden units, two updates; of the logits
+    for scale in scales:
+        same(scale.weight, torch.full_like(scale.weight, 16 ** -0.5), 1e-12)
+        same(scale.factor(), torch.ones_like(scale.factor()), 1e-12)
 
 # ----------------------------------------------------------------------------- options and refusals
 
@@ -378,7 +413,7 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(residual="nag:steps=3"), ["nag", "steps", "directions=32"]),
     (dict(residual="nag:directions=many"), ["directions", "int"]), (dict(residual="nag:head"), ["head"]),
     (dict(residual="peri:embed=2"), ["embed", "bool"]), (dict(residual="nag:power=nan"), ["power", "float"]),
-    (dict(residual="attnres:block=0"), ["block=0"]), (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]),
+    (dict(residual="attnres:group=0"), ["group=0"]), (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]),
     (dict(residual="hyper:n=6"), ["n=6", "5"]), (dict(residual="review:inputs=uh"), ["inputs", "hu"]),
     (dict(n_head=3), ["--n_embd 16", "--n_head 3"]), (dict(n_layer=0), ["--n_layer 0", "1"]),
     (dict(norm="batch"), ["--norm batch", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
@@ -389,7 +424,9 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(layer_drop=0.2, residual="hyper"), ["--layer_drop", "hyper"]),
     (dict(mod="router", mod_rate=0.2, residual="hyper"), ["--mod router", "hyper"]),
     (dict(mod="router"), ["--mod_rate"]), (dict(mod="router", mod_rate=0.2, n_layer=1), ["--mod_rate 0.2"]),
-    (dict(mod="router", mod_rate=0.6), ["--mod_rate 0.6"])]
+    (dict(mod="router", mod_rate=0.6), ["--mod_rate 0.6"]),
+    *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
+    (dict(residual="mixln:alpha=7"), ["mixln", "alpha=7", "from 0 to 1"])]
 
 @pytest.mark.parametrize("config, words", REFUSED, ids=str)
 def test_what_can_not_be_built_is_one_sentence(config, words):
@@ -398,6 +435,13 @@ def test_what_can_not_be_built_is_one_sentence(config, words):
     with pytest.raises(ValueError) as error:
         make(**config)
     assert found[0] in str(error.value)
+
+@pytest.mark.parametrize("n_layer", [4097, 10 ** 9, 10 ** 20])
+def test_a_depth_that_is_too_large_is_refused_before_anything_is_built(n_layer, monkeypatch):
+    for name in "Block", "make_residual", "block_order", "block_widths":
+        monkeypatch.setattr(M, name, None)   # A call would be a TypeError.
+    with pytest.raises(ValueError, match=f"^--n_layer {n_layer}: must be from 1 to 4096$"):
+        make(n_layer=n_layer)
 
 def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
     assert len(M.problems(M.GPTConfig(residual="prenorm", activation="tanh", norm="batch"))) == 3
@@ -420,7 +464,7 @@ def test_tapers_have_the_published_profiles():
     back = make(taper="cosine", **back, **size)
     assert [block.attn.n_head for block in back.blocks] == [2, 3, 5, 6]
     for model in back, make(taper="linear", taper_start=3, taper_end=1, **size):
-        assert model.num_params() == pytest.approx(make(**size).num_params(), rel=0.01)
+        assert M.num_params(model) == pytest.approx(M.num_params(make(**size)), rel=0.01)
     flat = make(taper="linear", taper_start=1, taper_end=1, taper_on="both", **size)
     assert torch.equal(logits(flat), logits(make(**size)))
 
@@ -435,7 +479,7 @@ def test_deep_supervision_is_the_mean_over_all_blocks(residual):
               for l, _, after, _ in model.walk(idx) if l % 2 == 0]
     same(model.train()(idx, targets)[1], sum(losses) / 3, 1e-12)
     counted = count_flops(lambda: model(idx, targets))
-    assert counted == pytest.approx(24 * model.flops_per_token(12), rel=1e-9)
+    assert counted == pytest.approx(24 * M.flops_per_token(model, 12), rel=1e-9)
     same(model.eval()(idx, targets)[1], losses[-1], 1e-12)
 
 def same_step(model, change):
@@ -451,14 +495,14 @@ def same_step(model, change):
 def test_checkpoints_change_nothing(residual):
     model, ran = make(residual), []
     model.blocks[1].mlp.c_fc.register_forward_hook(lambda *_: ran.append(1))
-    same_step(model, model.checkpoint_blocks)
+    same_step(model, lambda: M.checkpoint_blocks(model))
     assert len(ran) == 3   # once more in the backward pass
 
 @pytest.mark.parametrize("residual", ["lns", "nag", "attnres"])
 def test_two_compiled_graphs_at_any_depth(residual):
     torch._dynamo.reset()
     model, counter = make(residual, n_layer=5), CompileCounter()
-    same_step(model, lambda: model.compile_blocks(backend=counter, fullgraph=True))
+    same_step(model, lambda: M.compile_blocks(model, backend=counter, fullgraph=True))
     assert counter.frame_count == 2, "a Python number that differs between layers? Make it a tensor."
     whole = logits(model.eval())
     same(decode(model, ids(), [4] + [1] * 8), whole)
@@ -466,7 +510,7 @@ def test_two_compiled_graphs_at_any_depth(residual):
 
 def test_generate():
     """When the cache is full, it starts anew from the newer half of the context, and goes on from there."""
-    model, usual = make("nag"), dict(decide=M.without({3}))
+    model, usual = make("nag"), dict(decider=M.Without({3}))
     out = model.generate(ids(2, 5), 40, temperature=0, **usual)
     assert out.shape == (2, 45)
     assert torch.equal(logits(model, out[:, :16], **usual)[:, 4:].argmax(-1), out[:, 5:17])
@@ -474,7 +518,7 @@ def test_generate():
     assert torch.equal(model.generate(ids(2, 5), 40, top_k=1, **usual), out)
     pairs = list(model.stream_tokens(ids(2, 5), 12, temperature=0, **usual))
     assert torch.equal(torch.cat([token for token, _ in pairs], dim=1), out[:, 5:17])
-    assert all(kept == [None, None, False, None, None, None] for _, kept in pairs)
+    assert all(keeps == [None, None, False, None, None, None] for _, keeps in pairs)
     draws = [model.generate(ids(2, 5), 12, generator=torch.Generator().manual_seed(seed), n_vocab=9)
              for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])

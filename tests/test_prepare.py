@@ -143,6 +143,12 @@ def test_bad_input(tmp_path, capsys, monkeypatch):
     assert sorted(os.listdir()) == ["fifo", "good", "latin", "one"]
     assert (tmp_path / "good").read_text() == PROSE
 
+def test_a_name_does_nothing_to_a_terminal(tmp_path, capsys):
+    run("text", "--input", write(tmp_path / "a.txt", PROSE), "--out", tmp_path / "o\x1b]0;x\x07\r\x9b5n")
+    told = capsys.readouterr()
+    assert told.out.endswith("/o?]0;x???5n\n") and told.out.count("\n") == 1 and told.err == ""
+    assert len(tokens(tmp_path / "o\x1b]0;x\x07\r\x9b5n", "val")) > 100
+
 def test_what_ends_a_run_leaves_the_old_data_set(tmp_path, monkeypatch):
     """A kill in either shard, whose leftovers are cleared up; another prepare.py; a full disk; Ctrl-C"""
     out = tmp_path / "out"

@@ -1,9 +1,12 @@
 """sample.py: early exit, then the command line on a real run, in process."""
 import json, os, re, shutil, subprocess, sys
 from types import SimpleNamespace
-import prepare, pytest, sample, torch, train
+
+import pytest, torch
+import prepare, runs as folders, sample, train
 from conftest import ROOT, ids, make, same
-from model import KVCache, LEAST_SKIPPED, all_run, by_threshold, ran_shares, without
+from model import (EVERYONE, EarlyExit, KVCache, LEAST_SKIPPED, REMOVED, Without, all_run, calibrate,
+                   flops_per_token, mean_share, ran_shares)
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -27,8 +30,10 @@ def main(runs, capsys):
     return call
 
 def numbers(told):
-    found = re.search(r"([-\d.]+)% of the sublayer runs skipped, ([-\d.]+)% of the FLOPs saved", told)
-    return float(found[1]), float(found[2])
+    """-> percent skipped, percent saved, sublayers removed"""
+    found = re.fullmatch(r"[\d,]+ tokens/s; (?:(\d+) sublayers removed, )?([-\d.]+)% of the sublayer runs "
+                         r"skipped, ([-\d.]+)% of the FLOPs saved", told.splitlines()[-1])
+    return float(found[2]), float(found[3]), int(found[1] or 0)
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", ["pre", "siamese", "hyper"])
@@ -36,49 +41,59 @@ def test_early_exit(residual):
     """At confidence 0 after the first block there is, never above 1. test_skip has what is between."""
     model, idx = make(residual, n_layer=5), ids(1, 12)
     for confidence, removed, blocks in (0.0, (), [1]), (0.0, {1, 2}, [2]), (1.1, (), [1, 2, 3, 4, 5]):
-        decide, cache, kept = sample.EarlyExit(model, confidence), KVCache(model, 1), []
-        pieces = [model(part, cache=cache, decide=without(removed, decide), kept=kept)[0]
+        decider, cache, keeps = EarlyExit(model, confidence), KVCache(model, 1), []
+        pieces = [model(part, cache=cache, decider=Without(removed, decider), keeps=keeps)[0]
                   for part in idx.split([5, 1, 3, 1, 2], 1)]
-        whole = model(idx, decide=without(removed, sample.EarlyExit(model, confidence)))[0]
+        whole = model(idx, decider=Without(removed, EarlyExit(model, confidence)))[0]
         same(torch.cat(pieces, 1), whole)
-        ran = [l for l, keep in enumerate(kept[-10:]) if keep is not False and keep[0, -1]]
+        ran = [l for l, keep in enumerate(keeps[-10:]) if keep is not REMOVED and keep[0, -1]]
         assert ran == [l for block in blocks for l in (2 * block - 2, 2 * block - 1)]
-        assert decide.looks == (5 if confidence == 0 else 5 * 4)   # one per piece: then all of it is out
+        assert decider.looks == (5 if confidence == 0 else 5 * 4)   # one per piece: then all of it is out
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
     assert a.out == b.out != c.out and a.out.startswith("line 7: é") and "tokens/s" in a.err
-    assert numbers(a.err) == (0.0, 0.0)
+    assert numbers(a.err) == (0.0, 0.0, 0)
     greedy = main("nag", "--temperature", 0, "--num_samples", 2).out
     assert greedy[:len(greedy) // 2] == greedy[len(greedy) // 2:]   # Both begin alike and draw nothing.
     assert 2 * main("nag", "--top_k", 1).out == greedy
 
 def test_skip_exit_remove(main, runs):
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-    skipped, saved = numbers(main("nag", "--skip", 0.4, "--max_new_tokens", 200).err)
+    skipped, saved, removed = numbers(main("nag", "--skip", 0.4, "--max_new_tokens", 200).err)
     assert 20 < skipped < 60 and 10 < saved < skipped   # Who skips attention has a key there, too.
-    model, settings = train.open_run(runs / "nag")
+    assert removed == 0
+    model, settings = folders.open_run(runs / "nag")
     x, y = prepare.val_windows(settings["data"], 32, 32)
-    tau, kept = sample.calibrate(model, x.split(8), 0.1), []
-    model(x, decide=by_threshold(tau), kept=kept)
-    ran = ran_shares(kept)   # Attentions that few tokens would skip run whole.
-    assert train.share_run(ran) == pytest.approx(0.9, abs=0.02)
+    decider, keeps = calibrate(model, x.split(8), 0.1), []
+    model(x, decider=decider, keeps=keeps)
+    ran = ran_shares(keeps)   # Attentions that few tokens would skip run whole.
+    assert mean_share(ran) == pytest.approx(0.9, abs=0.02)
     assert {1.0} <= {*ran[::2]} and all(share == 1 or share <= 1 - LEAST_SKIPPED for share in ran[::2])
-    trained = SimpleNamespace(why_not=lambda what: None, decide="as trained")
-    assert sample.pick_decide(trained, sample.SampleConfig(skip=0), settings) is all_run
-    assert sample.pick_decide(trained, sample.SampleConfig(), settings) == "as trained"
-    decide = sample.pick_decide(model, sample.SampleConfig(skip=0.4), settings)
-    assert train.evaluate(model, x, y, torch.ones(320), 8, decide)[2] == pytest.approx(0.4, abs=0.02)
+    trained = SimpleNamespace(decider="as trained", config=model.config, ends=model.ends)
+    assert sample.pick_decider(trained, sample.SampleConfig(skip=0), settings) is all_run
+    assert sample.pick_decider(trained, sample.SampleConfig(), settings) == "as trained"
+    decider = sample.pick_decider(model, sample.SampleConfig(skip=0.4), settings)
+    assert train.evaluate(model, x, y, torch.ones(320), 8, decider)[2] == pytest.approx(0.4, abs=0.02)
     # Blocks 1 and 3 of three are removed. The FLOPs that stay are those of one block, and of the head.
-    model, _ = train.open_run(runs / "pre")
-    skipped, saved = numbers(main("pre", "--remove", "1,3").err)
-    left = model.flops_per_token(ran=[False, False, 1.0, 1.0, False, False]) / model.flops_per_token()
-    assert skipped == 66.7 and saved == pytest.approx(100 * (1 - left), abs=0.06)
+    # What is not there is not skipped.
+    model, _ = folders.open_run(runs / "pre")
+    gone = [REMOVED, REMOVED, 1.0, 1.0, REMOVED, REMOVED]
+    assert mean_share([REMOVED, 1.0, 0.0, 0.5]) == 0.5 == 1 - mean_share([REMOVED, 0.5, REMOVED])
+    assert mean_share(gone) == 1 == mean_share(ran_shares([REMOVED, EVERYONE]))
+    left = flops_per_token(model, ran=gone) / flops_per_token(model)
+    saved = pytest.approx(100 * (1 - left), abs=0.06)
+    assert numbers(main("pre", "--remove", "1,3").err) == (0.0, saved, 4)
+    skipped, saved, removed = numbers(main("nag", "--remove", "1", "--skip", 0).err)
+    assert (skipped, removed) == (0.0, 2) and saved > 10
     # An exit after block 1 costs a look by the head, which is counted.
-    skipped, saved = numbers(main("pre", "--exit", 0).err)
-    look = 2 * model.lm_head.weight.numel() / model.flops_per_token()
-    left = model.flops_per_token(ran=[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]) / model.flops_per_token()
+    skipped, saved, _ = numbers(main("pre", "--exit", 0).err)
+    look = 2 * model.lm_head.weight.numel() / flops_per_token(model)
+    left = flops_per_token(model, ran=[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]) / flops_per_token(model)
     assert (skipped, saved) == pytest.approx((200 / 3, 100 * (1 - left - look)), abs=0.3)
+    # Of the four sublayers that stay without block 2, two run.
+    skipped, _, removed = numbers(main("pre", "--exit", 0, "--remove", "2").err)
+    assert (skipped, removed) == (pytest.approx(50, abs=0.3), 2)
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before   # Nothing is written there.
 
 def test_depth(main, monkeypatch):
@@ -89,7 +104,7 @@ def test_depth(main, monkeypatch):
     assert len(shares) > 1 and shares <= {0, 17, 33, 50, 67, 83, 100}
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     terminal = main("nag", "--skip", 0.4, "--depth", "--prompt", "é")
-    assert terminal.out.startswith("é\033[38;5;")
+    assert re.match(r"é\s*\033\[38;5;", terminal.out)   # A first space has no colour.
     assert all(name in terminal.err for name, _, _ in sample.PALETTE)
     assert sample.painted("x", 1.0) == sample.painted("x", 0.8)
     assert re.sub(r"\033\[[\d;]*m", "", terminal.out) == main("nag", "--skip", 0.4, "--prompt", "é").out
@@ -126,16 +141,42 @@ def test_other_tokens_than_the_run_had(main, runs, tmp_path):
 
 def test_stops_at_end_of_text(capsys):
     """é comes in two tokens. Three sublayers: run by all tokens, removed, run by the first of two tokens"""
-    ran = [None, False, torch.tensor([[True, False]])]
+    ran = [EVERYONE, REMOVED, torch.tensor([[True, False]])]
     tokens = iter([(torch.tensor([[token]]), ran) for token in (0xc3, 0xa9, 0xc3, 256, 67)])
     calls = []
     model = SimpleNamespace(device="cpu", stream_tokens=lambda *args: calls.append(args) or tokens)
     shown = sample.sample(model, prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt="A"), None, None)
-    assert [*shown] == [[1.0, False, 0.0]] * 4
+    shown = [*shown]
+    assert shown == [[1.0, REMOVED, 0.0]] * 4 and all(each[1] is REMOVED for each in shown)
     assert calls[0][0].tolist() == [[ord("A")]] and calls[0][-1] == 257   # tokens that may come
     assert next(tokens)[0] == 67 and capsys.readouterr().out == "Aé\ufffd\n"
     sample.show(" \n", 0.5, "colours")   # needs no colour
     assert capsys.readouterr().out == " \n"
+
+def test_a_terminal_gets_no_control_characters(main, monkeypatch, capsys):
+    """Whoever has written the prompt, or the text that the model has learned. A file gets all of it."""
+    prompt = "a\tb\n\x1b]0;x\x07\r\x9b31m\b" + 400 * "é"
+    bad = [*b"\x1b]0;y\x07\r\b\t\n", *"\x9b5n\u202e".encode(), ord("z")]
+
+    def say_bad(*args):   # as stream_tokens
+        for token in bad:
+            yield torch.tensor([[token]]), [EVERYONE, REMOVED]
+    model = SimpleNamespace(device="cpu", stream_tokens=say_bad)
+    def shown(style):
+        tokenizer, config = prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt=prompt)
+        assert len([*sample.sample(model, tokenizer, config, None, None, style)]) == len(bad)
+        return capsys.readouterr().out
+
+    assert shown("plain") == prompt + bytes(bad).decode() + "\n"
+    assert main("nag", "--prompt", prompt).out.startswith(prompt)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    plain = shown("plain")
+    assert plain == "a\tb\n?]0;x???31m?" + 400 * "é" + "?]0;y???\t\n?5n?z\n"
+    assert re.sub(r"\033\[([\d;]*)m", "", shown("colours")) == plain
+    for flags in (), ("--depth",):
+        told = main("nag", "--prompt", prompt, *flags)
+        text = re.sub(r"\033\[([\d;]*)m", "", told.out + told.err)   # our own colours
+        assert all(c.isprintable() or c in "\t\n" for c in text)
 
 def test_a_reader_that_has_had_enough_and_knows_ascii_only(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"
