@@ -1480,7 +1480,7 @@ def block_order(config):
         return numbers
     found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
     first, last, count = (int(found[i] or found[1]) for i in (1, 2, 3)) if found else (0, 0, 0)
-    if not 1 <= first <= last <= config.n_layer or not 1 <= count * (last + 1 - first) <= 4096:
+    if not 1 <= first <= last <= config.n_layer or not 1 <= count * (last + 1 - first) <= 512:
         raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
     return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
 

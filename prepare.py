@@ -1,6 +1,7 @@
 """
 Data sets to token shards, one command each. First comes what the other scripts read, then how it is made.
 
+    python prepare.py steps                             # lines whose depth is known; seconds, no network
     python prepare.py stdlib                            # the Python standard library's own source; no network
     python prepare.py shakespeare                       # tiny-shakespeare, 1 MB
     python prepare.py fineweb --shards 10               # GPT-2 tokens of web text, 100M (200 MB) per shard
@@ -89,6 +90,31 @@ def get_tokenizer(name):
         raise SystemExit(f"--tokenizer {name}: no table of it ({type(e).__name__}); go online once, or set "
                          "TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
 
+# ------------------------------------------------------------------ the steps text: depth that is known
+
+def next_line(cells, table):
+    """One step of the steps text: cells (..., n) of numbers -> (..., n). Each cell becomes
+    table[its left neighbour][itself], all at once. Left of the first cell is a 0."""
+    left = np.concatenate((np.zeros_like(cells[..., :1]), cells[..., :-1]), axis=-1)
+    return np.asarray(table)[left, cells]
+
+def steps_asked(tokens, n_cells):
+    """How deep each target of the steps text is. tokens (n, T + 1), a window with its last target ->
+
+    steps (n, T): how many steps lead to this cell, as the letter of the line before says; -1 where nobody can
+    know, because it is no cell, or the line before it is not in the window
+    cell (n, T): its place in the line, 0 is the leftmost; only of use where steps is known"""
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
+    letter = torch.where(is_letter, place, -1).cummax(dim=1).values   # where the own line begins
+    cell = place - letter - 1
+    before = letter - (n_cells + 2)                                   # where the line before it begins
+    # Between two documents stands an end-of-text, and no newline.
+    follows = (before >= 0) & (tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n"))
+    asked = tokens.gather(1, before.clamp_min(0)) - ord("a")
+    known = follows & (cell >= 0) & (cell < n_cells)
+    return torch.where(known, asked, -1)[:, 1:], cell[:, 1:]
+
 # ------------------------------------------------------------------ text -> tokens -> shards
 
 def tokenize(path, share, split, tokenizer):
@@ -109,14 +135,20 @@ def tokenize(path, share, split, tokenizer):
         yield [tokenizer.eot_token]
 
 def write_text(args, new, files):
-    """{path: share for validation} -> shards in the folder `new`, which then takes the place of --out."""
+    """{path: share for validation} -> shards, see write_shards."""
     tokenizer = get_tokenizer(args.tokenizer)
+    def pieces(split):
+        for path, share in files.items():
+            yield from tokenize(path, share, split, tokenizer)
+    write_shards(args, new, pieces)
+
+def write_shards(args, new, pieces):
+    """pieces(split) yields lists of tokens -> shards in the folder `new`, which then takes the place of --out."""
     for split in ("train", "val"):
         with open(new / f"{split}_000000.bin", "wb") as shard:
             shard.write(bytes(HEADER))
-            for path, share in files.items():
-                for tokens in tokenize(path, share, split, tokenizer):
-                    shard.write(np.array(tokens, "<u2").tobytes())
+            for tokens in pieces(split):
+                shard.write(np.array(tokens, "<u2").tobytes())
             n = (shard.tell() - HEADER) // 2
             if n == 0:
                 raise SystemExit(f"--input: has too little text for a {split} split; name more files")
@@ -128,7 +160,36 @@ def write_text(args, new, files):
         args.out.rename(new.parent / "old")
     new.rename(args.out)
 
-# ------------------------------------------------------------------ the four data sets
+# ------------------------------------------------------------------ the five data sets
+
+LINES = 16   # of a document of the steps text
+DOCUMENTS = dict(train=24_000, val=1_200)
+
+def steps(args, new):
+    """Lines such as c2031133021: a letter (a: 0, b: 1, c: 2 ...) and cells. The next line has the same cells,
+    so many steps later; see next_line. So the depth that a cell needs is known."""
+    rng = np.random.default_rng(args.table)
+    # A Latin square: each row and each column holds each symbol once, so nothing is lost in a step.
+    rows, columns, names = (rng.permutation(args.symbols) for _ in range(3))
+    table = names[(rows[:, None] + columns) % args.symbols]
+    meta = json.loads((new / "meta.json").read_text())
+    meta["steps"] = dict(table=table.tolist(), cells=args.cells, most=args.most)
+    (new / "meta.json").write_text(json.dumps(meta))
+
+    def pieces(split):
+        rng, n = np.random.default_rng((args.table, len(split))), DOCUMENTS[split]
+        share = 0.7 ** np.arange(args.most + 1)   # Few steps are asked for often: they teach the many.
+        asked = rng.choice(args.most + 1, (n, LINES), p=share / share.sum())
+        cells, lines = rng.integers(args.symbols, size=(n, args.cells)), []
+        for i in range(LINES):
+            lines += [ord("a") + asked[:, i:i + 1], ord("0") + cells, np.full((n, 1), ord("\n"))]
+            later = cells
+            for step in range(args.most):
+                later = next_line(later, table)
+                cells = np.where(step < asked[:, i:i + 1], later, cells)
+        end = np.full((n, 1), get_tokenizer("bytes").eot_token)
+        yield np.concatenate([*lines, end], axis=1).flatten()
+    write_shards(args, new, pieces)
 
 def stdlib(args, new):
     """The standard library of the Python that runs this: code of one style, on every machine."""
@@ -187,6 +248,10 @@ def main(argv=None):
     parser.add_argument("--tokenizer", choices=VOCABULARIES, help="default: bytes; fineweb has gpt2 only")
     parser.add_argument("--out", help="folder of the shards; default: data/NAME")
     parser.add_argument("--shards", type=int, default=1, help="of fineweb, 1 to 103; default: 1")
+    parser.add_argument("--symbols", type=int, default=4, help="of steps, 2 to 10; default: 4")
+    parser.add_argument("--cells", type=int, default=10, help="of steps, in a line, 2 to 100; default: 10")
+    parser.add_argument("--most", type=int, default=7, help="of steps, the most of them, 1 to 25; default: 7")
+    parser.add_argument("--table", type=int, default=0, help="of steps, the seed of its table; default: 0")
     parser.add_argument("--input", type=Path, nargs="+", default=[], help="of text: UTF-8 files or folders")
     args = parser.parse_args(argv)
     out = f"data/{args.name}" if args.out is None else args.out
@@ -194,6 +259,11 @@ def main(argv=None):
     args.tokenizer = args.tokenizer or ("gpt2" if args.name == "fineweb" else "bytes")
     if args.name == "fineweb" and not (args.tokenizer == "gpt2" and 1 <= args.shards <= 103):
         parser.error("fineweb comes as gpt2 tokens in 103 shards: use --tokenizer gpt2 and --shards 1 to 103")
+    if args.name == "steps" and args.tokenizer != "bytes":
+        parser.error("steps comes as bytes, a token for each character: leave --tokenizer out")
+    for name, low, high in ("symbols", 2, 10), ("cells", 2, 100), ("most", 1, 25), ("table", 0, 10**9):
+        if not low <= getattr(args, name) <= high:
+            parser.error(f"--{name} {getattr(args, name)}: must be from {low} to {high}")
     meta = dict(name=args.name, tokenizer=args.tokenizer, vocab_size=VOCABULARIES[args.tokenizer])
     temporary = args.out.parent / f".{args.out.name}.tmp"
     try:
@@ -214,6 +284,6 @@ def main(argv=None):
     train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     say(f"{train:,} train and {val:,} val tokens ({args.tokenizer}); next: python train.py --data {out}")
 
-DATA_SETS = dict(stdlib=stdlib, shakespeare=shakespeare, fineweb=fineweb, text=text)
+DATA_SETS = dict(steps=steps, stdlib=stdlib, shakespeare=shakespeare, fineweb=fineweb, text=text)
 if __name__ == "__main__":
     start(main)

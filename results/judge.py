@@ -14,9 +14,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 import analyze
 import prepare
-from model import by_threshold, ran_shares, without
+from model import ByFunction, EarlyExit, Threshold, Without, calibrate, flops_per_token, ran_shares, why_not
 from runs import read_metrics
-from sample import EarlyExit, calibrate
 from train import train_batch
 
 # ----------------------------------------------------------------------------- what is measured on a run
@@ -27,16 +26,16 @@ def rounded(values):
     return [round(float(value), 4) for value in values]
 
 @torch.no_grad()
-def score(model, config, decide=None):
+def score(model, config, decider=None):
     """-> bits per byte of the validation windows, of each group; share of tokens that ran each sublayer"""
     windows = prepare.val_windows(config["data"], config["block_size"], WINDOWS)
     x, y = (part.to(model.device) for part in windows)
     sizes = prepare.token_bytes(config, config["vocab_size"]).to(model.device)
-    bits, n_bytes, kept = [], [], []
+    bits, n_bytes, keeps = [], [], []
     for idx, targets in zip(x.chunk(GROUPS), y.chunk(GROUPS)):
-        bits.append(model(idx, targets, decide=decide, kept=kept)[1].item() / math.log(2) * targets.numel())
+        bits.append(model(idx, targets, decider=decider, keeps=keeps)[1].item() / math.log(2) * targets.numel())
         n_bytes.append(sizes[targets].sum().item())
-    shares, n = ran_shares(kept), 2 * len(model.order)   # n of each pass
+    shares, n = ran_shares(keeps), 2 * len(model.order)   # n of each pass
     ran = [shares[l] is not False and statistics.mean(shares[l::n]) for l in range(n)]
     return sum(bits) / sum(n_bytes), [b / n for b, n in zip(bits, n_bytes)], ran
 
@@ -49,15 +48,15 @@ def skip(model, config, dense, groups):
     x, y = x.to(model.device), y.to(model.device)
     n, rng, curves = 2 * len(model.order), torch.Generator().manual_seed(0), {}
 
-    def add(name, decide):
-        bits, parts, ran = score(model, config, decide)
-        looks = 2 * model.lm_head.weight.numel() * getattr(decide, "looks", 0) / GROUPS
-        saved = 1 - (model.flops_per_token(ran=ran) + looks) / model.flops_per_token()
+    def add(name, decider):
+        bits, parts, ran = score(model, config, decider)
+        looks = 2 * model.lm_head.weight.numel() * getattr(decider, "looks", 0) / GROUPS
+        saved = 1 - (flops_per_token(model, ran=ran) + looks) / flops_per_token(model)
         lost = [after - before for after, before in zip(parts, groups)]
         curves.setdefault(name, []).append([round(saved, 4), round(bits - dense, 5), rounded(lost)])
         return ran
 
-    if model.why_not("skip"):
+    if why_not(model, "skip"):
         for confidence in (0.98, 0.95, 0.9, 0.8, 0.6):
             add("early exit", EarlyExit(model, confidence))
         return curves
@@ -65,14 +64,14 @@ def skip(model, config, dense, groups):
              zip(model.walk(x), model.sublayers(x))]
     least, greedy = sorted(range(1, n + 1), key=lambda l: gains[l - 1]), set()
     for share in (1 / 6, 1 / 4, 1 / 3, 1 / 2):
-        ran = add("by gain", by_threshold(calibrate(model, list(x.split(16)), share)))
-        add("random tokens", lambda l, residual, stream: (
-            torch.rand(stream[0].shape[:2], generator=rng).to(stream[0].device) < ran[l - 1], None))
+        ran = add("by gain", calibrate(model, list(x.split(16)), share))
+        add("random tokens", ByFunction(lambda l, residual, stream: (
+            torch.rand(stream[0].shape[:2], generator=rng).to(stream[0].device) < ran[l - 1], None)))
         while len(greedy) < round(share * n):
             greedy.add(min({*range(1, n + 1)} - greedy, key=lambda l: model(
-                x, y, decide=without(greedy | {l}))[1].item()))
-        add("greedy sublayers", without(greedy))
-        add("least-gain sublayers", without({*least[:round(share * n)]}))
+                x, y, decider=Without(greedy | {l}))[1].item()))
+        add("greedy sublayers", Without(greedy))
+        add("least-gain sublayers", Without({*least[:round(share * n)]}))
     return curves
 
 def inside(model, config, *_):

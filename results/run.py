@@ -24,9 +24,10 @@ ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE)]
 import judge
 import prepare
-from model import GPT, GPTConfig
-from runs import fingerprint, parse, read_metrics, reading, refuse, say, start, write_file
-from train import TrainConfig, open_run, train_batch
+from flags import parse, refuse, say, start
+from model import GPT, GPTConfig, flops_per_token, num_params
+from runs import fingerprint, open_run, read_metrics, reading, write_file
+from train import TrainConfig, train_batch
 
 # ----------------------------------------------------------------------------- experiments
 
@@ -94,7 +95,7 @@ EXPERIMENTS = {}
 STARTS = ["pre", "nag", "skipinit", "nag:head=linear"]
 SIZED = "pre --mlp_ratio 4.5"   # as many parameters and FLOPs as nag, whose gates have 7 %
 QUICKER = "nag --gate_lr 3e-3"   # Its step sizes still grow at the end of long runs.
-OTHERS = ["attnres:block=3", "review", "highway", "ngpt"]
+OTHERS = ["attnres:group=3", "review", "highway", "ngpt"]
 EXPERIMENTS["tokens"] = Experiment(
     "Does a lead at the start last?",
     [Stage(300, STARTS), Stage(1200, STARTS[:2], FIVE), Stage(4800, STARTS[:2], FIVE),
@@ -106,7 +107,7 @@ EXPERIMENTS["tokens"] = Experiment(
     [Claim("NAG beats PreNorm with equal draws of first weights", "nag", ("pre",)),
      Claim("NAG with quicker gates (tried after plain NAG) beats PreNorm", QUICKER, ("pre",)),
      Claim("NAG with quicker gates beats a PreNorm of its size and FLOPs", QUICKER, (SIZED,)),
-     Claim("Block Attention Residuals beat PreNorm", "attnres:block=3", ("pre",)),
+     Claim("Block Attention Residuals beat PreNorm", "attnres:group=3", ("pre",)),
      Claim("nGPT beats PreNorm", "ngpt", ("pre",)),
      Claim("Review's gate beats PreNorm", "review", ("pre",)),
      Claim("Review's gate beats Highway's", "review", ("highway",))],
@@ -262,7 +263,7 @@ def flops_of(scale, variant, steps):
     gpt, config = parse((GPTConfig, TrainConfig), shlex.split(f"{scale.shape} --residual {variant}"))
     gpt.vocab_size = scale.vocab_size
     with torch.device("meta"):   # takes no memory, and no time
-        per_token = 3 * GPT(gpt).flops_per_token()
+        per_token = 3 * flops_per_token(GPT(gpt))
     return per_token * config.batch_size * gpt.block_size * scale.steps.get(steps, steps)
 
 def work(name, scale, job):
@@ -286,7 +287,7 @@ def work(name, scale, job):
     seconds = history[-1]["tokens"] / statistics.median(entry["tok_s"] for entry in history)
     bits, groups, _ = judge.score(model, config)
     record |= dict(bits=round(bits, 5), groups=judge.rounded(groups), seconds=round(seconds),
-                   params=model.num_params(), tokens=history[-1]["tokens"], flops=history[-1]["flops"])
+                   params=num_params(model), tokens=history[-1]["tokens"], flops=history[-1]["flops"])
     if EXPERIMENTS[name].measure != "loss":
         record["curves"] = judge.MEASURES[EXPERIMENTS[name].measure](model, config, bits, groups)
     return record

@@ -18,18 +18,18 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import prepare
-from model import GPT, GPTConfig, all_run, by_threshold, pick, ran_shares
-from runs import parse, refuse, say, start, write_file
-from sample import calibrate
+from flags import flag, parse, refuse, say, start
+from model import GPT, GPTConfig, all_run, calibrate, flops_per_token, pick, ran_shares
+from runs import write_file
 from train import train_batch
 
 @dataclass
 class SpeedConfig:
-    nanogpt: str = ""              # model.py of a copy of nanoGPT; without it that comparison is left out
-    only: str = ""                 # some of training, skipping, decoding, separated by commas
-    rounds: int = 12               # [3, 1000] rounds that count
-    data: str = "data/stdlib"      # folder of token shards, for the model that skips
-    out: str = "results/speed.json"  # file of the numbers
+    nanogpt: str = flag("", "model.py of a copy of nanoGPT; without it that comparison is left out")
+    only: str = flag("", "some of training, skipping, decoding, separated by commas")
+    rounds: int = flag(12, "rounds that count", 3, 1000)
+    data: str = flag("data/stdlib", "folder of token shards, for the model that skips")
+    out: str = flag("results/speed.json", "file of the numbers")
 
 B, T, V = 16, 128, 320   # sequences, tokens, vocabulary
 
@@ -67,7 +67,7 @@ def train_step(model, x, y):
 def training(args):
     x, y = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0))
     for n_embd in (128, 256):
-        others = "nag", "attnres", "attnres:block=3"
+        others = "nag", "attnres", "attnres:group=3"
         programs = {residual: train_step(make(residual, 12, n_embd), x, y) for residual in ("pre", *others)}
         if args.nanogpt:
             nano = read_nanogpt(args.nanogpt)
@@ -92,24 +92,24 @@ def skipping(args):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
         x, y = train_batch(shards, T, 1, step, B)
-        kept = []
+        keeps = []
         model.before_step((step + 1) / 60)
-        model(x, y, kept=kept)[1].backward()
+        model(x, y, keeps=keeps)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step(ran_shares(kept))
-    decide, kept = by_threshold(calibrate(model.eval(), [x], 0.5)), []
+        model.after_step(ran_shares(keeps))
+    decider, keeps = calibrate(model.eval(), [x], 0.5), []
     with torch.no_grad():
-        model(x, decide=decide, kept=kept)
-    predicted = 1 - model.flops_per_token(ran=ran_shares(kept)) / model.flops_per_token()
+        model(x, decider=decider, keeps=keeps)
+    predicted = 1 - flops_per_token(model, ran=ran_shares(keeps)) / flops_per_token(model)
 
-    def both_ways(decide):
-        model(x, y, decide=decide)[1].backward()
+    def both_ways(decider):
+        model(x, y, decider=decider)[1].backward()
         model.zero_grad(set_to_none=True)
 
-    prefill = torch.no_grad()(lambda decide: model(x, decide=decide))
+    prefill = torch.no_grad()(lambda decider: model(x, decider=decider))
     for name, program in {"forward and backward": both_ways, "prefill": prefill}.items():
-        found = times({"dense": lambda: program(all_run), "skips": lambda: program(decide)}, args.rounds)
+        found = times({"dense": lambda: program(all_run), "skips": lambda: program(decider)}, args.rounds)
         faster = ratio(found, "dense", "skips")
         saved = (1 - 1 / faster["ratio"]) / predicted
         yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
@@ -118,9 +118,9 @@ def decoding(args):
     """48 tokens, half skipped or dense; 256 tokens after 256, cached or run on the whole text each time"""
     nag, pre = make("nag", 24, 384, n_head=6).eval(), make("pre", 12, 128, block_size=512).eval()
     x = torch.randint(256, (8, T), generator=torch.Generator().manual_seed(0))
-    decide, prompt = by_threshold(calibrate(nag, [x], 0.5)), x[:2].view(1, 256)
-    found = times({"dense": lambda: nag.generate(x[:1, :8], 48, decide=all_run),
-                   "skips": lambda: nag.generate(x[:1, :8], 48, decide=decide)}, args.rounds)
+    decider, prompt = calibrate(nag, [x], 0.5), x[:2].view(1, 256)
+    found = times({"dense": lambda: nag.generate(x[:1, :8], 48, decider=all_run),
+                   "skips": lambda: nag.generate(x[:1, :8], 48, decider=decider)}, args.rounds)
     yield "decoding 24 x 384, half skipped against dense", ratio(found, "dense", "skips")
 
     @torch.no_grad()

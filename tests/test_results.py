@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import ROOT
-from train import settings_below
+from train import other_settings
 
 sys.path.append(str(ROOT / "results"))
 import judge
@@ -155,7 +155,7 @@ def test_dry_prints_commands_that_parse(name, scale, capsys, tmp_path, monkeypat
     assert last.startswith(f"{name}: ") and len(commands) == len({*commands}) >= 2
     for command in commands[:3]:
         flags = shlex.split(command.replace("cuda", "cpu"), comments=True)[2:]
-        gpt, config = run.parse((run.GPTConfig, run.TrainConfig), flags, under=settings_below)
+        gpt, config = run.parse((run.GPTConfig, run.TrainConfig), flags, defaults=other_settings)
         assert config.data == run.SCALES[scale].data and f"--seed {gpt.seed}" in command
 
 def test_bad_input_is_one_sentence(tmp_path):

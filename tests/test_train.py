@@ -4,9 +4,9 @@ import sys, time
 from pathlib import Path
 from unittest.mock import Mock
 import numpy as np
-import prepare, pytest, runs, torch, train
+import flags, prepare, pytest, runs, torch, train
 from conftest import ROOT, TINY
-from model import GPT, GPTConfig, RESIDUALS
+from model import GPT, GPTConfig, RESIDUALS, ByFunction, REMOVED, flops_per_token
 
 # On CPUs, because a process that has used CUDA can't be forked.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --eval_windows 8 "
@@ -112,15 +112,17 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     config = json.loads((run / "config.json").read_text())
     assert config["tokenizer"] == "bytes" and config["vocab_size"] == 320   # a multiple of 64
     assert not {"resume", "overwrite", "config"} & config.keys()
-    assert "out" not in train.settings_below(dict(config=run / "config.json"))
+    assert "out" not in train.other_settings(dict(config=run / "config.json"))
     assert train.main(["--config", str(run / "config.json"), "--out", str(tmp_path / "replay")]) == 0
     same_run(run, tmp_path / "replay")
-    model, found = train.open_run(run, which="best.pt")
-    assert found == config and not model.training
+    model, found = runs.open_run(run, which="best.pt")
+    assert found.items() <= config.items() and "tokenizer" in found and not model.training
     best = min(entry["val_loss"] for entry in entries.values() if "val_loss" in entry)
     nats = train.evaluate(model, *prepare.val_windows(data, 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(best, rel=1e-6)
-    assert resume(run, "--max_iters", 4) == 0 and max(metrics(run)) == 50   # Nothing is left to do.
+    before = content(run)
+    assert "beyond the end" in refused("--out", run, "--resume", "--max_iters", 4) and content(run) == before
+    assert resume(run) == 0 and max(metrics(run)) == 50   # Nothing is left to do.
 
 def test_data_order_is_a_pure_function():
     shards = [np.arange(100, 400, dtype=np.uint16), np.arange(1000, 1050, dtype=np.uint16)]
@@ -141,8 +143,8 @@ def test_evaluate():
     assert bpb == pytest.approx(wanted * 80 / math.log(2) / sizes[y].sum().item(), rel=1e-6)
     quarter = (torch.arange(16) < 4).expand(5, 16)
     def decide(l, residual, stream):   # Sublayer 1 is removed; a quarter of the tokens run the third.
-        return {1: False, 3: quarter[:len(stream)]}.get(l), None
-    assert train.evaluate(model, x, y, sizes, 2, decide)[2] == pytest.approx(0.75 / 5)
+        return {1: REMOVED, 3: quarter[:len(stream)]}.get(l), None
+    assert train.evaluate(model, x, y, sizes, 2, ByFunction(decide))[2] == pytest.approx(0.75 / 5)
 
 def test_steps_by_hand(data, tmp_path):
     """Weights - lr x clipped gradients, and nothing else. The blocks' norms are summed, before clipping."""
@@ -180,10 +182,10 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, flags):
     seeds, manual_seed = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
     go(data, tmp_path, *flags.split(), "--max_flops", 3e8, "--log_interval", 1, "--grad_accum", 2)
-    entries, model = losses(tmp_path), train.open_run(tmp_path)[0]
+    entries, model = losses(tmp_path), runs.open_run(tmp_path)[0]
     coins = seeds[-2 * len(entries):]   # other ones in each step and in each part of a batch
     assert len({*coins}) == len(coins) > 4
-    spent, dense = [0, *(entry["flops"] for entry in entries)], 3 * 128 * model.flops_per_token()
+    spent, dense = [0, *(entry["flops"] for entry in entries)], 3 * 128 * flops_per_token(model)
     assert spent[-2] < 3e8 <= spent[-1] == load(tmp_path)["flops"]
     for entry, before in zip(entries, spent):   # Where tokens skip, a step costs less.
         assert (entry["flops"] - before < 0.97 * dense) == (entry["skip_rate"] > 0.1)
@@ -192,8 +194,8 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, flags):
 
 def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(train, "pick_device", lambda name: "cuda")
-    def size(*flags):
-        gpt, config = runs.parse((GPTConfig, train.TrainConfig), flags, under=train.settings_below)
+    def size(*given):
+        gpt, config = flags.parse((GPTConfig, train.TrainConfig), given, defaults=train.other_settings)
         return [gpt.n_embd, config.batch_size, gpt.block_size, config.grad_accum, config.max_iters]
     assert size() == [768, 512, 1024, 8, 2000] and size("--batch_size", "64") == [768, 64, 1024, 8, 2000]
     assert size("--n_layer", "6") == [128, 16, 128, 1, 420]   # another model: the small defaults
@@ -233,8 +235,8 @@ def test_optimizer_groups(residual):
 def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
     calls = []
     for name in "checkpoint_blocks", "compile_blocks":
-        switch = getattr(GPT, name)
-        monkeypatch.setattr(GPT, name, lambda self, switch=switch: calls.append(self) or switch(self))
+        switch = getattr(train, name)
+        monkeypatch.setattr(train, name, lambda model, switch=switch: calls.append(model) or switch(model))
     for name, more in ("plain", []), ("switched", flags.split()):
         go(data, tmp_path / name, "--layer_drop", 0.3, "--max_iters", 4, "--log_interval", 1, *more)
     plain, switched = ([entry["loss"] for entry in losses(tmp_path / name)] for name in ("plain", "switched"))
@@ -257,17 +259,17 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
         before_step(self, progress)
     monkeypatch.setattr(GPT, "before_step", interrupted)
     assert go(data, tmp_path / "parts", *flags) == 128 + number
-    assert load(tmp_path / "parts")["step"] == 13 and "--resume" in capsys.readouterr().out.splitlines()[-1]
+    assert load(tmp_path / "parts")["step"] == 12 and "--resume" in capsys.readouterr().out.splitlines()[-1]
     assert calls == [pytest.approx((step + 1) / 24) for step in range(13)]
     assert resume(tmp_path / "parts") == 0
     same_run(tmp_path / "whole", tmp_path / "parts")
     assert "--mod_rate" not in flags or losses(tmp_path / "parts")[-1]["skip_rate"] > 0.1
 
 def test_kill_9(data, tmp_path):
-    """... while the n-th file is written: config.json, then ckpt.pt and best.pt of steps 0, 10 and 20"""
+    """... while the n-th file is written: config.json, metrics.jsonl, ckpt.pt and best.pt of steps 0, 10 and 20"""
     flags = "--residual nag:warmup=0.9 --max_iters 20 --log_interval 5 --eval_interval 10".split()
     go(data, tmp_path / "whole", *flags)
-    for n in range(2, 8):   # Before the first one is there, nothing says that the folder is a run's.
+    for n in range(2, 9):   # Before the first one is there, nothing says that the folder is a run's.
         run = tmp_path / f"killed{n}"
         pid = os.fork()
         if pid == 0:
@@ -278,7 +280,7 @@ def test_kill_9(data, tmp_path):
             finally:
                 os._exit(0)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL and any(run.glob(HALF))
-        assert go(data, run, *flags, *["--resume"] * (n > 2)) == 0 and not any(run.glob(HALF))
+        assert go(data, run, *flags, *["--resume"] * (n > 3)) == 0 and not any(run.glob(HALF))
         same_run(tmp_path / "whole", run)
 
 def test_a_finished_run_that_is_extended(data, tmp_path, monkeypatch):
@@ -302,7 +304,7 @@ def test_resume_on_another_machine_after_a_crash(copy):
     before = path.read_bytes()
     path.write_bytes(before + b'{"step": 9, "loss": 0.0\0\0')
     assert resume(copy, "--max_iters", 12, "--log_interval", 1, "--kernels", "off") == 0
-    assert train.open_run(copy)[0].config.kernels == "auto"
+    assert runs.open_run(copy)[0].config.kernels == "auto"
     assert path.read_bytes().startswith(before + b'{"step": 8, "val_loss": ')
     assert metrics(copy)[9]["loss"] > 0.1
     lines = ['{"step": 1, "loss": 5}', "not ours", "[1]", '{"loss": 2}', '{"step": 2, "loss": "x"}',
@@ -331,8 +333,8 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A full disk and Ctrl-C keep the old file."""
-    folder = runs.RunFolder(GPTConfig(), train.TrainConfig(out=str(tmp_path)), dict(tokenizer="bytes"), 0)
-    folder.begin()
+    folder = runs.RunFolder(tmp_path, dict(n_layer=2))
+    folder.begin(0)
     path, order, fsync, replace = tmp_path / "file", [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda file: order.append(os.stat(file).st_size) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or replace(*paths))
@@ -362,9 +364,11 @@ def test_links_in_a_run_folder_are_not_followed(copy, tmp_path, name):
     for link in copy / name, copy / "best.pt":
         link.unlink()
         link.symlink_to(mine)
-    assert "can't be written" in refused("--out", copy, "--resume", "--max_iters", 12)
-    (copy / name).unlink()
+    if name == "lock":   # The others are replaced, as files that were not there.
+        assert "can't be written" in refused("--out", copy, "--resume", "--max_iters", 12)
+        (copy / name).unlink()
     assert resume(copy, "--max_iters", 12) == 0 and not (copy / "best.pt").is_symlink()
+    assert not (copy / name).is_symlink()
     assert mine.read_text() == "mine"
 
 def test_two_runs_in_one_folder(data, copy, monkeypatch):
@@ -422,7 +426,7 @@ def test_a_dead_stdout_ends_no_run(data, tmp_path):
 
 def test_a_second_signal_ends_a_run_at_once_and_nohup_is_heard():
     with pytest.raises(SystemExit, match="^130$"):   # as does the first, before the training
-        runs.start(lambda: signal.raise_signal(signal.SIGINT))
+        flags.start(lambda: signal.raise_signal(signal.SIGINT))
     signals = train.note_signals()
     signal.raise_signal(signal.SIGHUP)
     assert signals == [signal.SIGHUP]
@@ -469,12 +473,13 @@ def test_processes_stop_together(data, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert wait(*start_two(tmp_path, "--out", run, "--resume")) == [1, 1]
     says = [(tmp_path / f"process{rank}.err").read_text() for rank in range(2)]
-    assert re.fullmatch(".*another process.*\n", says[0]) and says[1] == ""
+    assert re.fullmatch(".*another process is training there.*\n", says[0])
+    assert re.fullmatch("process 1: another process of this run has ended.*\n", says[1])
     flags = "--lr 1e3 --gate_lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0 --log_interval 1"
     two = start_two(tmp_path, "--out", run, "--resume", "--max_iters", begun + 50, *flags.split())
     assert wait(*two) == [1, 1] and load(run)["step"] == begun + 2
     says = [(tmp_path / f"process{rank}.err").read_text() for rank in range(2)]
-    assert "lower --lr" in says[0].splitlines()[-1] and "lower" not in says[1]
+    assert "lower --lr" in says[0].splitlines()[-1] and says[1].startswith("process 1: ")
 
 @pytest.mark.slow
 def test_torchrun(data, tmp_path):
@@ -542,12 +547,12 @@ class Evil:
         return os.mkdir, ("evil",)
 
 def moments(ckpt):
-    return ckpt["optimizers"][0]["state"][0]
+    return ckpt["optimizers"][0]["wte.weight"]
 
 BROKEN = {   # a file and what is wrong with it -> how that comes about
     "config.json gone": Path.unlink,
     "config.json deep": lambda path: path.write_text("[" * 99999),
-    "config.json unknown": edited(lambda c: c.update(n_legs=4)),
+    "config.json unknown, to resume": edited(lambda c: c.update(n_legs=4)),
     "config.json type": edited(lambda c: c.update(n_layer=2.5)),
     "ckpt.pt gone": Path.unlink,
     "ckpt.pt cut": lambda path: os.truncate(path, 1000),
@@ -560,7 +565,7 @@ BROKEN = {   # a file and what is wrong with it -> how that comes about
     "config.json range": edited(lambda c: c.update(eval_windows=-2)),
     "ckpt.pt moments, to resume": edited(lambda c: moments(c).update(exp_avg=torch.zeros(3))),
     "ckpt.pt inf, to resume": edited(lambda c: moments(c)["exp_avg"].fill_(math.inf)),
-    "ckpt.pt many, to resume": edited(lambda c: c["optimizers"][0]["state"].update({999: moments(c)})),
+    "ckpt.pt many, to resume": edited(lambda c: c["optimizers"][0].update({"wte": moments(c)})),
     "ckpt.pt optimizer, to resume": edited(lambda c: c.update(optimizers=[])),
     "ckpt.pt step, to resume": edited(lambda c: c.update(step=-1)),
     "ckpt.pt norms, to resume": edited(lambda c: c.update(grad_norms=torch.zeros(7)))}
@@ -571,20 +576,20 @@ def test_broken_run_folders(copy, monkeypatch, what):
     monkeypatch.chdir(copy.parent)
     BROKEN[what](copy / what.split()[0])
     before = content(copy)
-    name = "--eval_windows -2" if "range" in what else what.split()[0]
+    name = "eval_windows" if "range" in what else what.split()[0]
     assert name in refused("--out", copy, "--resume", "--max_iters", 20)
     if "to resume" not in what:   # Only then is it read.
-        sentence = refused(call=lambda words: train.open_run(copy))
+        sentence = refused(call=lambda words: runs.open_run(copy))
         assert name in sentence
         assert ("larger model" in sentence) == (what in ("ckpt.pt large", "ckpt.pt deep"))
     assert content(copy) == before and not Path("evil").exists()
 
 def test_help(capsys):
-    parser = runs.Parser()
-    runs.add_flag(parser, train.TrainConfig.__dataclass_fields__["lr"], "in %", False)
-    assert "in % (default 0.006)" in parser.format_help()
+    parser, field = flags.Parser(), train.TrainConfig.__dataclass_fields__["lr"]
+    flags.add_flag(parser, field, False)
+    assert "(default 0.006)" in parser.format_help()
     with pytest.raises(SystemExit):
-        runs.parse((train.TrainConfig,), ["--help"])
+        flags.parse((train.TrainConfig,), ["--help"])
     assert "residuals, with their options" not in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train.main(["--help"])
