@@ -63,8 +63,9 @@ class NotHere(Exception):
 
 class Run:
     """What a statistic gets: a run, and the ways through its model. windows: x, y (n, T)"""
-    def __init__(self, model, config, history, args, windows):
+    def __init__(self, model, config, history, args, windows, steps=None):
         self.model = model        # in eval mode
+        self.steps = steps        # what meta.json says of the steps text: table, cells, most; None: another text
         self.config = config      # config.json
         self.history = history    # step -> what metrics.jsonl says about it
         self.args = args
@@ -92,6 +93,11 @@ class Run:
         walk, sublayers = self.model.walk(idx, decider=decider), self.model.sublayers(idx)
         for (_, before, after, keep), (_, residual, f) in zip(walk, sublayers):
             yield residual, f, before, after, keep
+
+    def steps_text(self):
+        if not self.steps:
+            raise NotHere("the depth of its text is not known; prepare.py steps makes one where it is")
+        return self.steps
 
     def mean(self, measure, batches=None):
         """The mean over batches of measure(idx), a tensor"""
@@ -132,6 +138,98 @@ def by_kind(values):
     """A value per sublayer -> a line of attentions and one of MLPs, with a value per block"""
     values = values.tolist() if torch.is_tensor(values) else values
     return {"attention": values[::2], "MLP": values[1::2]}
+
+# ----------------------------------------------------------------------------- the steps text
+
+STEPS = "The steps text"   # The depth of its cells is known, so these figures are right or wrong.
+
+@stat(STEPS, "Which depth it has learned", x="steps asked for", start=0)
+def steps(run):
+    """How many of the cells are right, by the steps that lead to them. Each block can add a step.
+
+    Cells of the right half of a line, whose line before is in the window: each can be known, so the floor of
+    the loss is 0. On the left, lines repeat soon, and can be guessed. Guessing: 1 / symbols, ln(symbols)."""
+    symbols, n = len(run.steps_text()["table"]), run.steps_text()["most"] + 1
+    def measure(idx, targets):
+        logits = run.model(idx)[0]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return torch.stack((logits.argmax(-1) == targets, loss.view_as(targets)))
+    right, loss = by_steps(run, measure)
+    return {"share of right cells": {"measured": right, "guessing": [1 / symbols] * n},
+            "loss (nats per cell)": {"measured": loss, "guessing": [math.log(symbols)] * n}}
+
+def by_steps(run, measure):
+    """measure(idx, targets) (rows, B, T) -> its mean over the cells of each number of steps: rows of numbers"""
+    text, total, count = run.steps_text(), 0, 0
+    for idx, targets in run.batches:
+        asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), text["cells"])
+        asked = torch.where(cell >= text["cells"] // 2, asked, -1)
+        is_asked = F.one_hot(asked + 1, text["most"] + 2)[..., 1:].double()                 # (B, T, steps)
+        total = total + torch.einsum("rbt,bts->rs", measure(idx, targets).double(), is_asked)
+        count = count + is_asked.sum((0, 1))
+    return (total / count).tolist()
+
+@stat(STEPS, "Where each step is done", "blocks run", "heat", x="steps asked for", label="share of right cells",
+      first_row=0, first_column=0, vmax=1)
+def lens_by_steps(run):
+    """What the head would say after each block. A diagonal: one block after the other adds its step.
+
+    Share of right cells, as above. Final norm and head, applied to the stream after each block (row 0: to the
+    embedding). Source: the logit lens, as in arXiv:2505.13898."""
+    def measure(idx, targets):
+        walk = list(run.model.walk(idx))
+        ends = [before for _, before, _, _ in walk[::2]] + [walk[-1][2]]
+        return torch.stack([run.model.head(stream).argmax(-1) == targets for stream in ends])
+    return {"": by_steps(run, measure)}
+
+@stat(STEPS, "Which block does which step", "block left out", "heat", x="steps asked for",
+      label="share of right cells", first_column=0, vmax=1)
+def removal_by_steps(run):
+    """Right cells without one block. A block with a job costs the steps that it does, and all that come after.
+
+    The stream passes a removed block unchanged; nothing is trained after it. Cells as above."""
+    blocks = range(len(run.model.blocks))
+    deciders = [Without(sublayers_of(run.model, block), run.model.decider) for block in blocks]
+    def measure(idx, targets):
+        return torch.stack([run.model(idx, decider=each)[0].argmax(-1) == targets for each in deciders])
+    return {"": by_steps(run, measure)}
+
+@stat(STEPS, "Who skips", x="steps asked for", start=0)
+def depth_by_steps(run):
+    """Whether a token that needs less depth gets less: flat lines say that skipping knows no tokens.
+
+    At the position that predicts the cell. Thresholds as in the map of tokens and sublayers."""
+    run.steps_text()
+    if run.config["mod_rate"] == 0 and (why := why_not(run.model, "skip")):
+        raise NotHere(why)
+    def measure(idx, targets):
+        keeps = []
+        logits = run.model(idx, decider=run.decider, keeps=keeps)[0]
+        ran = [torch.ones_like(targets) if keep is EVERYONE else keep.float() for keep in keeps]
+        return torch.stack((torch.stack(ran).mean(0), (logits.argmax(-1) == targets).float()))
+    ran, right = by_steps(run, measure)
+    return {"share of the sublayers that ran": {"both": ran}, "share of right cells": {"both": right}}
+
+@stat(STEPS, "What can be known, and what cannot", "nats per token", x="blocks run", start=0)
+def known_loss(run):
+    """The loss of the cells that can be known, and of all the rest: letters, first lines, and line ends.
+
+    Final norm and head after each block, as above. Here left cells count, too. The rest has a floor above 0."""
+    text, sums = run.steps_text(), torch.zeros(2, len(run.model.order) + 1)
+    n = torch.zeros(2, 1)
+    for idx, targets in run.batches:
+        asked, _ = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), text["cells"])
+        groups = torch.stack((asked >= 0, asked < 0)).float().cpu()
+        walk = list(run.model.walk(idx))
+        ends = [before for _, before, _, _ in walk[::2]] + [walk[-1][2]]
+        for i, stream in enumerate(ends):
+            loss = F.cross_entropy(run.model.head(stream).transpose(1, 2), targets, reduction="none")
+            sums[:, i] += (groups * loss.cpu()).sum((1, 2))
+        n += groups.sum((1, 2))[:, None]
+    known, rest = (sums / n).tolist()
+    return {"": {"can be known": known, "the rest": rest}}
+
+# ----------------------------------------------------------------------------- any text
 
 @stat("The stream", "Loss while training", "loss (nats per token)", x="training tokens")
 def loss_curve(run):
@@ -564,7 +662,7 @@ def draw_heat(stat, results, colors):
         left, bottom, (rows, columns) = left - step / 2, how.get("first_row", 1) - 0.5, values.shape
         image = axes.imshow(values.numpy(), origin="lower", aspect="auto", interpolation="nearest",
                             extent=(left, left + columns * step, bottom, bottom + rows),
-                            vmin=how.get("vmin", 0), cmap=how.get("cmap", "viridis"))
+                            vmin=how.get("vmin", 0), vmax=how.get("vmax"), cmap=how.get("cmap", "viridis"))
         axes.set(xlabel=how["x"], ylabel=stat.ylabel, facecolor="0.85")
         axes.set_title(f"{run} {title}", color=colors[run])
         figure.colorbar(image, ax=axes, label=how["label"])
@@ -617,7 +715,9 @@ def open_runs(args):
         pick_threads(model.config, device)
         n = max(4, args.windows or config["eval_windows"])   # Some are for measuring, others to choose by.
         windows = prepare.val_windows(config["data"], config["block_size"], n)
-        runs[name if names.count(name) == 1 else path] = Run(model, config, read_metrics(path), args, windows)
+        steps_text = prepare.load_meta(config["data"]).get("steps")
+        run = Run(model, config, read_metrics(path), args, windows, steps_text)
+        runs[name if names.count(name) == 1 else path] = run
     return runs
 
 def save(out, runs, results):
@@ -628,7 +728,9 @@ def save(out, runs, results):
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
     page, results = {}, json.loads(json.dumps(results), parse_constant=lambda name: None)   # JSON has no nan.
-    for name in sorted(results, key=lambda name: not STATS[name].options.get("first")):   # Those stand first.
+    # The steps text comes first, and then what a newcomer should see first.
+    order = sorted(results, key=lambda name: (STATS[name].section != STEPS, not STATS[name].options.get("first")))
+    for name in order:
         stat = STATS[name]
         measured = {run: result for run, result in results[name].items() if not isinstance(result, str)}
         page[name] = vars(stat) | dict(measure=None, results=results[name], image="", width=0)

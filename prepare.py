@@ -64,11 +64,18 @@ def load_meta(data):
         return dict(name="fineweb", tokenizer="gpt2", vocab_size=50257)
     try:
         meta = json.loads(path.read_bytes()) if path.is_file() else None
-        if meta["vocab_size"] == VOCABULARIES[meta["tokenizer"]]:
+        known = meta["vocab_size"] == VOCABULARIES[meta["tokenizer"]]
+        if known and ("steps" not in meta or is_steps(**meta["steps"])):
             return meta
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     raise SystemExit(f"--data {data}: no good meta.json there; name a folder that prepare.py has made")
+
+def is_steps(table, cells, most):
+    """Is this what a steps text says about itself in meta.json?"""
+    n = len(table)
+    right = all(sorted(row) == [*range(n)] for row in table)
+    return right and 2 <= n <= 10 and cells in range(2, 101) and most in range(1, 26)
 
 def token_bytes(meta, vocab_size):
     """How many bytes of text each token stands for: (vocab_size,) int64; end-of-text and padding 0."""
@@ -260,10 +267,10 @@ def main(argv=None):
     if args.name == "fineweb" and not (args.tokenizer == "gpt2" and 1 <= args.shards <= 103):
         parser.error("fineweb comes as gpt2 tokens in 103 shards: use --tokenizer gpt2 and --shards 1 to 103")
     if args.name == "steps" and args.tokenizer != "bytes":
-        parser.error("steps comes as bytes, a token for each character: leave --tokenizer out")
+        raise SystemExit("--tokenizer: steps comes as bytes, a token for each character; leave this flag out")
     for name, low, high in ("symbols", 2, 10), ("cells", 2, 100), ("most", 1, 25), ("table", 0, 10**9):
         if not low <= getattr(args, name) <= high:
-            parser.error(f"--{name} {getattr(args, name)}: must be from {low} to {high}")
+            raise SystemExit(f"--{name} {getattr(args, name)}: must be from {low} to {high}")
     meta = dict(name=args.name, tokenizer=args.tokenizer, vocab_size=VOCABULARIES[args.tokenizer])
     temporary = args.out.parent / f".{args.out.name}.tmp"
     try:

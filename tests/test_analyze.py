@@ -308,13 +308,15 @@ def test_page(made):
     assert "<" not in report   # No text ends a script.
     report = json.loads(report)
     first = [name for name, stat in report["statistics"].items() if stat["options"].get("first")]
-    assert len(first) == 5 and first == [*report["statistics"]][:5]
+    on_steps = [name for name, stat in report["statistics"].items() if stat["section"] == analyze.STEPS]
+    assert len(on_steps) == len(first) == 5 and [*report["statistics"]][:10] == on_steps + first
     assert report["runs"]["a$x^$b"]["color"] != report["runs"]["_<b>"]["color"]
     run, logged = numbers["runs"]["a$x^$b"], runs.read_metrics(made / "a$x^$b")[6]
     assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=1e-6)
     for name, stat in report["statistics"].items():
         assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]
-        assert bool(stat["image"]) == (made / f"out/{name}.png").exists() == (name != "depth_attention"), name
+        assert bool(stat["image"]) == (made / f"out/{name}.png").exists() == (
+            name != "depth_attention" and name not in on_steps), name
     assert "only nag" in numbers["statistics"]["gain"]["_<b>"]
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here")
@@ -322,7 +324,8 @@ def test_a_browser_shows_it(made):
     words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
              f"--user-data-dir={made}/chromium", f"file://{made}/out/index.html"]
     found = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout.split("</script>")[-1]
-    assert found.count("<figure ") == len(analyze.STATS) == found.count("<img ") + 2   # a map is a table
+    assert found.count("<figure ") == len(analyze.STATS) == found.count("<img ") + 7   # A map is a table, and this
+    # is no steps text.
     assert "Start here" in found and "_&lt;b&gt;" in found and "<b>:" not in found
     assert re.search('title="token &quot;/&quot;, block 2 MLP: size of the write [0-9.e-]+, ran"', found)
 
@@ -364,3 +367,36 @@ def test_list_and_bad_input(made, tmp_path, capsys):
     analyze.main([run, "--only", "depth_map", "--text", str(text), "--out", str(tmp_path / "new")])
     found = json.loads((tmp_path / "new/numbers.json").read_text())["statistics"]["depth_map"]["a$x^$b"]
     assert "".join(found["tokens"]) == text.read_text() == "precious $text$"
+
+@torch.no_grad()
+def test_steps_text_by_hand(tmp_path, monkeypatch):
+    """Against loops over single targets. A silent block costs nothing, and a model that skips says so."""
+    monkeypatch.setattr(prepare, "DOCUMENTS", dict(train=40, val=40))
+    prepare.main(["steps", "--out", str(tmp_path / "data"), "--cells", "4", "--most", "3"])
+    about = prepare.load_meta(tmp_path / "data")["steps"]
+    x, y = prepare.val_windows(tmp_path / "data", 16, 12)
+    run = run_of("nag", windows=(x, y))
+    with pytest.raises(analyze.NotHere):
+        analyze.steps(run)
+    run.steps = about
+    steps, cell = prepare.steps_asked(torch.cat((x[:, :1], y), 1), 4)
+    def shares(logits):
+        right = [[] for _ in range(4)]
+        for row, t in (steps >= 0).nonzero().tolist():
+            if cell[row, t] >= 2:
+                right[steps[row, t]].append((logits[row, t].argmax() == y[row, t]).item())
+        return [sum(each) / len(each) for each in right]
+    for block in run.model.blocks[2].pairs():
+        torch.nn.init.zeros_(block[1].c_proj.weight)
+    found = analyze.steps(run)["share of right cells"]
+    assert found["measured"] == pytest.approx(shares(run.model(x)[0])) and found["guessing"] == [0.25] * 4
+    lens, without = analyze.lens_by_steps(run)[""], analyze.removal_by_steps(run)[""]
+    assert len(lens) == L + 1 and len(without) == L and lens[-1] == pytest.approx(found["measured"])
+    assert without[2] == pytest.approx(found["measured"])
+    assert without[0] == pytest.approx(shares(run.model(x, decider=Without({1, 2}))[0]))
+    run.decider = Threshold(0.3)
+    ran = analyze.depth_by_steps(run)
+    assert ran["share of right cells"]["both"] == pytest.approx(shares(run.model(x, decider=run.decider)[0]))
+    loss, parts = run.model(x, y)[1].item(), analyze.known_loss(run)[""]
+    share = (steps >= 0).double().mean().item()
+    assert share * parts["can be known"][-1] + (1 - share) * parts["the rest"][-1] == pytest.approx(loss, rel=1e-5)

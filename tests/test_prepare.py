@@ -1,5 +1,5 @@
 """prepare.py on real files. Downloads come through urllib from file:// addresses; kills are real ones."""
-import fcntl, hashlib, os, resource, signal, subprocess, sys
+import fcntl, hashlib, json, os, resource, signal, subprocess, sys
 import numpy as np
 import prepare, pytest, tiktoken, tiktoken_ext.openai_public, torch
 from conftest import ROOT
@@ -222,3 +222,45 @@ def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     run("fineweb", "--shards", 3, "--out", out)
     assert len(tokens(out, "train")) == 90_006 and sorted(os.listdir(tmp_path)) == ["out", "web"]
     assert "NOT CHECKED" in capsys.readouterr().out and "gpt2" in (out / "meta.json").read_text()
+
+def simulated(text, about):
+    """A text of steps -> (place, steps, cell, symbol) of each symbol that can be known, one after the other"""
+    found, place, before = [], 0, None
+    for line in text.split("\n"):
+        if "|" in line:   # A document has ended: nothing is known of the next line.
+            before, place, line = None, place + 1, line[1:]
+        if before and len(before) == about["cells"] + 1:
+            row = [int(c) for c in before[1:]]
+            for step in range(ord(before[0]) - ord("a")):
+                row = [about["table"][row[j - 1] if j else 0][row[j]] for j in range(len(row))]
+            found += [(place + 1 + j, ord(before[0]) - ord("a"), j, row[j]) for j in range(len(line) - 1)]
+        before, place = line if line[:1].isalpha() else None, place + len(line) + 1
+    return found
+
+@pytest.mark.parametrize("flags", [[], ["--symbols", 6, "--cells", 4, "--most", 2, "--table", 3]])
+def test_steps(tmp_path, monkeypatch, flags):
+    """Each symbol that can be known is what a plain simulation says, and steps_asked finds just those."""
+    monkeypatch.setattr(prepare, "DOCUMENTS", dict(train=60, val=20))
+    run("steps", "--out", tmp_path / "data", *flags)
+    about = prepare.load_meta(tmp_path / "data")["steps"]
+    assert all(sorted(row) == [*range(len(about["table"]))] for row in [*about["table"], *zip(*about["table"])])
+    train, val = (tokens(tmp_path / "data", split) for split in ("train", "val"))
+    assert len(train) == 60 * (16 * (about["cells"] + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
+    x, y = prepare.val_windows(tmp_path / "data", 80, 40)
+    full = torch.cat((x[:, :1], y), dim=1)
+    steps, cell = prepare.steps_asked(full, about["cells"])
+    for row, row_steps, row_cell in zip(full.tolist(), steps.tolist(), cell.tolist()):
+        text = "".join("|" if token == 256 else chr(token) for token in row)
+        known = simulated(text, about)
+        assert known == [(t + 1, row_steps[t], row_cell[t], int(text[t + 1]))
+                         for t in range(80) if row_steps[t] >= 0]
+    assert {*steps.flatten().tolist()} == {*range(-1, about["most"] + 1)}
+
+def test_refused_steps(tmp_path):
+    for flags in "--symbols 11", "--symbols 1", "--most 26", "--cells 1", "--tokenizer gpt2":
+        assert flags.split()[0] in refused("steps", "--out", tmp_path / "data", *flags.split())
+    run("steps", "--out", tmp_path / "data")
+    meta = json.loads((tmp_path / "data/meta.json").read_text())
+    for wrong in 5, {}, meta["steps"] | dict(table=5), meta["steps"] | dict(table=[[9]]), meta["steps"] | dict(most="x"):
+        write(tmp_path / "data/meta.json", json.dumps(meta | dict(steps=wrong)))
+        assert "meta.json" in refused(tmp_path / "data", call=prepare.load_meta)
