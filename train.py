@@ -57,8 +57,8 @@ class TrainConfig:
                            group="optimizer")
     grad_accum: int = flag(1, "micro-batches per optimizer step, in each process", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
-        "adamw", "sgd has momentum beta1; muon is for the matrices of blocks, adamw for the rest")
-    lr: float = flag(6e-3, "peak learning rate", 0, 1e3)
+        "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
+    lr: float = flag(2e-2, "peak learning rate; with --optimizer adamw 0.006, with sgd 0.1", 0, 1e3)
     gate_lr: float = flag(1e-3, "peak learning rate of a residual's own_lr, such as gates", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
@@ -93,10 +93,11 @@ class TrainConfig:
 
 ENDS = "max_iters", "max_tokens", "max_flops"
 ONE_START = "out", "config", "resume", "overwrite"   # These are about one start of the program.
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # where --optimizer is given, and --lr is not
 # The default on a GPU is GPT-2 small with 0.5M tokens a step, unless a flag says another size.
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
-                     grad_accum=8, lr=1e-3, max_iters=2000, eval_interval=250)
+                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
 
 # ---------------------------------------------------------------------------- batch and evaluation
 
@@ -535,6 +536,8 @@ def other_settings(given):
         values = read_config(given["config"])
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
+    if "optimizer" in given:
+        values["lr"] = RATES[given["optimizer"]]
     if given.keys() & {*ENDS}:   # A typed end replaces another one.
         values |= dict.fromkeys(ENDS, 0)
     return values

@@ -10,7 +10,7 @@ from model import GPT, GPTConfig, RESIDUALS, ByFunction, REMOVED, flops_per_toke
 
 # On CPUs, because a process that has used CUDA can't be forked.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 --eval_windows 8 "
-        "--seed 5").split()
+        "--seed 5 --optimizer adamw --lr 6e-3").split()
 LONG = "--max_iters", "99999", "--eval_interval", "99999"
 HALF = runs.UNFINISHED + "*"
 
@@ -201,6 +201,12 @@ def test_defaults_on_a_gpu(monkeypatch):
     assert size("--n_layer", "6") == [128, 16, 128, 1, 420]   # another model: the small defaults
     assert size("--max_tokens", "1e6")[-1] == 0
 
+def test_an_optimizer_brings_its_rate():
+    def rate(*given):
+        return flags.parse((train.TrainConfig,), given, defaults=train.other_settings)[0].lr
+    assert [rate("--optimizer", name) for name in ("muon", "adamw", "sgd")] == [0.02, 0.006, 0.1]
+    assert rate() == 0.02 and rate("--optimizer", "adamw", "--lr", "0.5") == 0.5
+
 @pytest.mark.parametrize("schedule, shares", [   # at which part of the run
     ("cosine", {0.05: 0.5, 0.1: 1, 0.325: 0.868, 0.55: 0.55, 0.9: 0.127, 1: 0.1, 1.01: 0.1}),
     ("wsd", {0.05: 0.5, 0.1: 1, 0.325: 1, 0.55: 1, 0.8: 1, 0.9: 0.55, 1: 0.1, 1.01: 0.055})])
@@ -224,7 +230,7 @@ def test_optimizer_groups(residual):
             for p in group["params"]:
                 decays = p.dim() >= 2 and id(p) not in own and id(p) not in stacked
                 assert group["weight_decay"] == (0.1 if decays else 0), names[p]
-                assert group["peak_lr"] == (5e-4 if id(p) in own else 6e-3)
+                assert group["peak_lr"] == (5e-4 if id(p) in own else 2e-2)
     taken = {names[p] for p in made[1].param_groups[0]["params"]}   # by Muon
     assert taken >= {name for name in names.values() if re.search("c_(attn|fc|proj).weight$", name)}
     assert all(name.startswith("blocks.") for name in taken)
@@ -587,7 +593,7 @@ def test_broken_run_folders(copy, monkeypatch, what):
 def test_help(capsys):
     parser, field = flags.Parser(), train.TrainConfig.__dataclass_fields__["lr"]
     flags.add_flag(parser, field, False)
-    assert "(default 0.006)" in parser.format_help()
+    assert "(default 0.02)" in parser.format_help()
     with pytest.raises(SystemExit):
         flags.parse((train.TrainConfig,), ["--help"])
     assert "residuals, with their options" not in capsys.readouterr().out
@@ -597,7 +603,7 @@ def test_help(capsys):
     for config in GPTConfig, train.TrainConfig:
         for name, field in config.__dataclass_fields__.items():   # Every number has a range.
             assert re.search(rf"--{name} \S+\s+\[" if field.type in (int, float) else f"--{name}", text), name
-    assert "(default )" not in text and "(default None)" not in text and "(default 0.006)" in text
+    assert "(default )" not in text and "(default None)" not in text and "(default 0.02)" in text
     titles = "what everyone uses", "optimizer", "machine", "residuals, with their options"
     places = [text.index(f"\n{title}:") for title in titles]
     assert places == sorted(places) and text.index("  --residual") < text.index("  --n_head")

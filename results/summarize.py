@@ -1,0 +1,154 @@
+"""
+From runs.csv and comparisons.csv to the tables and figures of results/README.md.
+
+    python results/summarize.py             # prints the tables, draws results/*.png
+
+The rule. Seed 1 has chosen learning rates and is left out. A gap is A - B with the same seed. A is
+*better* or *worse* than B if 0 is outside the gap's 95 % interval, also after Holm's correction for
+so many comparisons; *equal* if the 90 % interval lies within the margin; *open* otherwise. Beside it
+stands the smallest true gap that so many runs of such a spread would have found four times of five.
+"""
+import csv
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+from flags import refuse, say, start
+from run import EXPERIMENTS, read_runs
+
+CHOOSES_RATES = "1"   # the seed that decides nothing
+UNITS = dict(steps="steps", bits="bits per byte")
+BETTER = dict(steps=1, bits=-1)   # Is more better, or less?
+
+# ------------------------------------------------------------------------------------- statistics
+
+def two_sided_p(t, n):
+    """How likely a |t| of this size or more is by chance, Student's t with n degrees of freedom.
+
+    With t = sqrt(n) tan(a) the density becomes cos(a)^(n - 1), which is easy to sum up."""
+    def area(low):
+        angles = np.linspace(low, math.pi / 2, 20_001)
+        heights = np.cos(angles).clip(0) ** (n - 1)
+        return ((heights[1:] + heights[:-1]) / 2 * np.diff(angles)).sum()
+    return area(math.atan(abs(t) / math.sqrt(n))) / area(0.0)
+
+def t_quantile(p, n):
+    """The t whose two_sided_p is p"""
+    low, high = 0.0, 1e4
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if two_sided_p(middle, n) > p else (low, middle)
+    return low
+
+class Gap:
+    """The paired differences of two variants. ours, theirs: {seed: value}"""
+    def __init__(self, ours, theirs):
+        self.gaps = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+        self.n = len(self.gaps)
+        if self.n < 2:
+            refuse("a comparison has fewer than two seeds; run results/run.py to its end")
+        self.mean = statistics.mean(self.gaps)
+        self.error = max(statistics.stdev(self.gaps) / math.sqrt(self.n), 1e-9)
+        self.p = two_sided_p(self.mean / self.error, self.n - 1)
+
+    def half(self, p):
+        """Half of the interval that holds all but p"""
+        return t_quantile(p, self.n - 1) * self.error
+
+    def could_find(self):
+        return (t_quantile(0.05, self.n - 1) + t_quantile(0.4, self.n - 1)) * self.error
+
+def holm(ps):
+    """p values -> for each one whether it is below 5 % in spite of all the others"""
+    order = sorted(range(len(ps)), key=lambda i: ps[i])
+    passed, alive = [False] * len(ps), True
+    for rank, i in enumerate(order):
+        alive = alive and ps[i] <= 0.05 / (len(ps) - rank)
+        passed[i] = alive
+    return passed
+
+def verdict(gap, is_sure, margin, measure):
+    if is_sure:
+        return "better" if gap.mean * BETTER[measure] > 0 else "worse"
+    if abs(gap.mean) + gap.half(0.1) <= margin:
+        return f"equal within {margin:g}"
+    return "open"
+
+# ----------------------------------------------------------------------------------------- tables
+
+def values(rows, variant, measure):
+    """-> {seed: value} of the seeds that decide"""
+    found = [row for row in rows if row["variant"] == variant and row["seed"] != CHOOSES_RATES]
+    return {row["seed"]: float(row[measure]) for row in found}
+
+def variants_table(rows):
+    lines = ["| experiment | variant | rate | seeds | steps | bits per byte | seconds | FLOPs |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    names = dict.fromkeys((row["experiment"], row["variant"]) for row in rows)
+    order = [*EXPERIMENTS]
+    for experiment, variant in sorted(names, key=lambda name: order.index(name[0])):
+        mine = [row for row in rows if row["variant"] == variant and row["seed"] != CHOOSES_RATES]
+        def mean(column):
+            known = [float(row[column]) for row in mine if row[column]]
+            return statistics.mean(known) if known else None
+        if mine:
+            steps = "" if mean("steps") is None else f"{mean('steps'):.2f}"
+            lines.append(f"| {experiment} | {variant} | {mine[0]['lr']} | {len(mine)} | {steps} | "
+                         f"{mean('bits'):.4f} | {mean('seconds'):.0f} | {mean('flops'):.2g} |")
+    return lines
+
+def comparisons_table(rows, comparisons):
+    lines = ["| A | B | at equal | A - B | 95 % interval | could have found | A is |",
+             "| --- | --- | --- | --- | --- | --- | --- |"]
+    there = {row["variant"] for row in rows}
+    known = [each for each in comparisons if {each["a"], each["b"]} <= there]
+    gaps = [Gap(*(values(rows, each[side], each["measure"]) for side in "ab")) for each in known]
+    for each, gap, is_sure in zip(known, gaps, holm([gap.p for gap in gaps])):
+        measure, half = each["measure"], gap.half(0.05)
+        word = verdict(gap, is_sure, float(each["margin"]), measure)
+        lines.append(f"| {each['a']} | {each['b']} | {each['equal']} | {gap.mean:+.3f} {UNITS[measure]} | "
+                     f"{gap.mean - half:+.3f} to {gap.mean + half:+.3f} | {gap.could_find():.3f} | "
+                     f"{word}, {gap.n} seeds |")
+    return lines
+
+# ---------------------------------------------------------------------------------------- figures
+
+def draw_steps(rows, experiment, names, path):
+    """Share of right cells by steps asked: a line through the means, a dot a seed"""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for i, name in enumerate(names):
+        mine = [row for row in rows if (row["experiment"], row["variant"]) == (experiment, name)
+                and row["seed"] != CHOOSES_RATES]
+        shares = np.array([[float(share) for share in row["right"].split()] for row in mine])
+        places = np.arange(shares.shape[1]) + 0.04 * (i - len(names) / 2)
+        axes.plot(places, shares.mean(0), color=f"C{i}", label=name)
+        for row in shares:
+            axes.plot(places, row, ".", color=f"C{i}", alpha=0.5)
+    axes.axhline(0.25, color="0.5", linestyle="--", label="guessing")
+    axes.set(xlabel="steps asked for", ylabel="share of right cells", title=EXPERIMENTS[experiment][0])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+def main():
+    rows = read_runs(HERE / "runs.csv")
+    if not rows:
+        refuse("results/runs.csv: holds no runs; python results/run.py makes them")
+    with open(HERE / "comparisons.csv", newline="") as f:
+        comparisons = list(csv.DictReader(f))
+    say("\n".join([*comparisons_table(rows, comparisons), "", *variants_table(rows)]))
+    for experiment in dict.fromkeys(row["experiment"] for row in rows if row["right"]):
+        names = [name for name in dict.fromkeys(variant.name for variant in EXPERIMENTS[experiment][1])
+                 if values([row for row in rows if row["experiment"] == experiment], name, "bits")]
+        if names:
+            draw_steps(rows, experiment, names, HERE / f"{experiment}.png")
+
+if __name__ == "__main__":
+    start(main)
