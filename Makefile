@@ -1,4 +1,4 @@
-# make         an environment, data, two small trained models, a sample and figures: about 7 minutes on two idle cores
+# make         an environment, data, three small models, a sample and two pages of figures: 8 minutes on two idle cores
 # make test    the tests, about a minute; make test-slow runs the long ones
 PYTHON ?= python3
 BIN = .venv/bin
@@ -13,7 +13,7 @@ all: figures/index.html
 # Without an NVIDIA device, torch's own index has a build without CUDA, a tenth of the download. Where that index can't
 # be reached, pip takes the build of requirements.txt.
 .venv/installed: requirements.txt
-	@echo "make: installs torch, once; without a target it trains two small models, too: 7 minutes on two idle cores"
+	@echo "make: installs torch, once; without a target it trains three small models, too: 8 minutes on two idle cores"
 	$(PYTHON) -m venv .venv
 	@test -e /dev/nvidiactl || $(PIP) --retries 0 --timeout 10 `grep ^torch requirements.txt` \
 	  --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || echo "make: torch's CPU index can't be reached"
@@ -25,17 +25,32 @@ idle:
 	@awk -v cores=`getconf _NPROCESSORS_ONLN` '$$1 > 0.7 * cores \
 	  {print "make: other programs use " $$1 " of " cores " cores, so this takes longer"}' /proc/loadavg 2>/dev/null || true
 
-data/stdlib/meta.json: | .venv/installed
-	$(BIN)/python prepare.py stdlib --out data/stdlib
+data/%/meta.json: | .venv/installed
+	$(BIN)/python prepare.py $* --out data/$*
 
-# PreNorm and NAG, so that the figures have something to compare. An interrupted run is continued.
-runs/%/done: data/stdlib/meta.json | .venv/installed idle
-	$(BIN)/python train.py --residual $* --out runs/$* `test -f runs/$*/ckpt.pt && echo --resume`
+# An interrupted run is continued.
+TRAIN = $(BIN)/python train.py --out $(@D) `test -f $(@D)/ckpt.pt && echo --resume`
+
+# PreNorm and NAG on the steps text, where it is known which depth a model needs. Two cores train side by side,
+# so these two write to a file.
+runs/steps-%/done: data/steps/meta.json | .venv/installed idle
+	@echo "make: trains $(@D), too; its lines are in $(@D).log"
+	@mkdir -p runs
+	$(TRAIN) --data data/steps --residual $* --n_layer 6 --n_embd 64 --max_iters 1200 --gate_lr 3e-3 > $(@D).log
 	touch $@
 
-figures/index.html: runs/pre/done runs/nag/done
-	$(BIN)/python sample.py runs/nag --prompt "def " --max_new_tokens 200
-	$(BIN)/python analyze.py runs/pre runs/nag --out figures
+# NAG on code, to see text, and the depth of each of its letters.
+runs/nag/done: data/stdlib/meta.json | .venv/installed idle
+	$(TRAIN) --residual nag --gate_lr 3e-3
+	touch $@
+
+models: runs/nag/done runs/steps-pre/done runs/steps-nag/done
+
+figures/index.html: | .venv/installed
+	$(MAKE) -j2 models
+	$(BIN)/python sample.py runs/nag --prompt "def " --temperature 0.7 --max_new_tokens 300
+	$(BIN)/python analyze.py runs/nag --out figures/text
+	$(BIN)/python analyze.py runs/steps-pre runs/steps-nag --out figures
 
 test: .venv/installed idle
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
@@ -45,6 +60,6 @@ test-slow: .venv/installed
 
 # Only what `make` has made.
 clean:
-	rm -rf runs/pre runs/nag data/stdlib figures
+	rm -rf runs/nag runs/steps-pre* runs/steps-nag* data/stdlib data/steps figures
 
-.PHONY: all idle test test-slow clean
+.PHONY: all idle models test test-slow clean
