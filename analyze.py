@@ -20,6 +20,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import EngFormatter
 
 import prepare
 from flags import flag, parse, printable, refuse, say, start
@@ -41,7 +42,7 @@ class AnalyzeConfig:
 
 STATS = {}   # name -> a statistic, in the order of a lesson
 
-def stat(section, title, ylabel="", draw="lines", **options):
+def stat(section, title, ylabel="", draw="lines", finding=None, **options):
     """Makes the function below it a statistic. The first paragraph of its docstring is the caption, the rest
     says how it is defined, and where it comes from. It gets a Run and returns what its drawing wants:
 
@@ -49,12 +50,13 @@ def stat(section, title, ylabel="", draw="lines", **options):
         heat         {panel: matrix}, a list of rows from below; None is grey
         depth_map    {"tokens": [text, ...], "size": rows of numbers, "ran": rows of booleans}
 
-    NotHere says why a run can't have it. options: of the drawing; first=1: at the top of the page."""
+    NotHere says why a run can't have it. finding: a function from what it returned to a sentence for the page.
+    options: of the drawing; first=1: at the top of the page."""
     def add(measure):
         caption, definition = (" ".join(part.split()) for part in measure.__doc__.split("\n\n", 1))
         STATS[measure.__name__] = SimpleNamespace(
             measure=torch.no_grad()(measure), section=section, title=title, ylabel=ylabel, draw=draw,
-            options=options, caption=caption, definition=definition)
+            finding=finding, options=options, caption=caption, definition=definition)
         return STATS[measure.__name__].measure
     return add
 
@@ -143,7 +145,14 @@ def by_kind(values):
 
 STEPS = "The steps text"   # The depth of its cells is known, so these figures are right or wrong.
 
-@stat(STEPS, "Which depth it has learned", x="steps asked for", start=0)
+def steps_found(result):
+    right = result["share of right cells"]["measured"]
+    wrong = [k for k, share in enumerate(right) if share < 0.95] + [len(right)]
+    if wrong[0] == 0:
+        return "has not even learned to copy a line"
+    return f"at least 95 % of the cells are right up to {wrong[0] - 1} steps"
+
+@stat(STEPS, "Which depth it has learned", finding=steps_found, x="steps asked for", start=0)
 def steps(run):
     """How many of the cells are right, by the steps that lead to them. Each block can add a step.
 
@@ -250,7 +259,7 @@ def stream_norm(run):
     size = run.mean(lambda idx: run.streams(idx).square().mean(-1).sqrt().mean(1))   # (2L + 1, T)
     return {"": {"all tokens": size.mean(1).tolist(), "without first tokens": size[:, 1:].mean(1).tolist()}}
 
-@stat("The stream", "What a sublayer changes", x="block", first=1)
+@stat("The stream", "What a sublayer changes", x="block", log=True, first=1)
 def update(run):
     """How much of the stream each sublayer rewrites and how far it turns it: near 0, it hardly does anything.
 
@@ -318,7 +327,14 @@ def causal_score(run):
         rows.append([score[later] if later > i else None for later in blocks])
     return {"": rows}
 
-@stat("What can go", "What a sublayer is worth", "loss increase (nats)", x="without block", log=True, first=1)
+def removal_found(result):
+    worth = result["one block"]["block"]
+    best, least = worth.index(max(worth)), worth.index(min(worth))
+    return (f"block {best + 1} is worth most, {worth[best]:.2f} nats, and block {least + 1} least, "
+            f"{worth[least]:.2f}")
+
+@stat("What can go", "What a sublayer is worth", "loss increase (nats)", finding=removal_found,
+      x="without block", log=True, first=1)
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
@@ -534,7 +550,16 @@ def shares_ran(run, decider):
         return torch.tensor([float(share) for share in ran_shares(keeps)])
     return run.mean(measure, run.some).tolist()
 
-@stat("Skipping", "Loss against compute", "loss (nats per token)", x="executed FLOPs per token", first=1)
+def skip_found(result):
+    lines, said = result[""], []
+    dense, dense_loss = lines["by gain"][0]
+    for name in "by gain", "random tokens", "removed":
+        flops, loss = lines[name][2]   # asked to skip 20 %
+        said.append(f"{name} {loss - dense_loss:+.3f} nats for {1 - flops / dense:.0%} less")
+    return "; ".join(said)
+
+@stat("Skipping", "Loss against compute", "loss (nats per token)", finding=skip_found,
+      x="executed FLOPs per token", first=1)
 def skip_curve(run):
     """More and more is skipped, from right to left, without further training; lower left is better.
 
@@ -628,13 +653,20 @@ def draw_lines(stat, results, colors):
             for name, line in result.get(title, {}).items():
                 pairs = [y if type(y) is list else (x, y) for x, y in enumerate(line, how.get("start", 1))]
                 x, y = zip(*pairs) if pairs else ((), ())
-                axes.plot(x, y, styles[name], color=colors[run], ms=3.5, lw=1.3)
+                width = 3 if names.index(name) == 0 < len(names) - 1 else 1.3   # to be seen below another
+                axes.plot(x, y, styles[name], color=colors[run], ms=3.5, lw=width, alpha=0.85)
         axes.xaxis.get_major_locator().set_params(integer=all(isinstance(value, int) for value in x))
         if how.get("log") and (axes.dataLim.y0 > 0 or axes.dataLim.y1 > 0.1):   # A removal may help: below 0.
-            axes.set_yscale("log") if axes.dataLim.y0 > 0 else axes.set_yscale("symlog", linthresh=0.01)
+            if axes.dataLim.y0 > 0:
+                axes.set_yscale("log")
+            else:
+                axes.set_yscale("symlog", linthresh=0.01)
+                axes.set_ylabel(f"{axes.get_ylabel()}, linear below 0.01")
             axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter("")
+        if axes.dataLim.x1 >= 1e4:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))   # 5M
         axes.grid(alpha=0.25)
     entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
     if len(names) > 1:
@@ -733,7 +765,8 @@ def save(out, runs, results):
     for name in order:
         stat = STATS[name]
         measured = {run: result for run, result in results[name].items() if not isinstance(result, str)}
-        page[name] = vars(stat) | dict(measure=None, results=results[name], image="", width=0)
+        found = {run: stat.finding(result) for run, result in measured.items()} if stat.finding else {}
+        page[name] = vars(stat) | dict(measure=None, finding=found, results=results[name], image="", width=0)
         if measured:
             figure, png = DRAWINGS[stat.draw](stat, measured, colors), io.BytesIO()
             figure.savefig(png, format="png", dpi=130)
