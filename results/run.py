@@ -53,16 +53,14 @@ def steps_run(residual, n_layer=6, iters=1000):
 EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
     "staircase": ("How many steps does a model of so many blocks learn?", [
         *(Variant(f"{n} blocks", steps_run("pre", n, 1500)) for n in (2, 3, 4, 6)),
-        Variant("2 blocks, twice as long", steps_run("pre", 2, 3000)),
-        Variant("3 blocks, twice as long", steps_run("pre", 3, 3000))], (2, 3, 4, 5)),
+        Variant("2 blocks, twice as long", steps_run("pre", 2, 3000))], (2, 3, 4, 5)),
     "residuals": ("Which residual learns more steps?", [
         Variant("PreNorm", steps_run("pre"), 2e-2, SWEEP),
         Variant("PreNorm, 1.25 times as long", steps_run("pre", iters=1250)),
         Variant("NAG", steps_run("nag") + " --gate_lr 3e-3", 2e-2, SWEEP),
         Variant("Block AttnRes", steps_run("attnres:group=3"), 2e-2, SWEEP),
         Variant("Hyper-Connections", steps_run("hyper"), 2e-2),
-        Variant("Review", steps_run("review"), 2e-2),
-        Variant("nGPT", steps_run("ngpt"), 2e-2)], (2, 3, 4, 5)),
+        Variant("Review", steps_run("review"), 2e-2)], (2, 3, 4, 5)),
     "skipsteps": ("Does skipping know who needs depth?", [
         Variant("NAG that skips a quarter", steps_run("nag") + " --gate_lr 3e-3 --mod_rate 0.25"),
         Variant("NAG with 5 blocks", steps_run("nag", 5) + " --gate_lr 3e-3")], (2, 3, 4, 5)),
