@@ -25,7 +25,7 @@ idle:
 	@awk -v cores=`getconf _NPROCESSORS_ONLN` '$$1 > 0.7 * cores \
 	  {print "make: other programs use " $$1 " of " cores " cores, so this takes longer"}' /proc/loadavg 2>/dev/null || true
 
-data/%/meta.json: | .venv/installed
+data/stdlib/meta.json data/steps/meta.json: data/%/meta.json: | .venv/installed
 	$(BIN)/python prepare.py $* --out data/$*
 
 # An interrupted run is continued.
@@ -36,7 +36,7 @@ TRAIN = $(BIN)/python train.py --out $(@D) `test -f $(@D)/ckpt.pt && echo --resu
 runs/steps-%/done: data/steps/meta.json | .venv/installed idle
 	@echo "make: trains $(@D), too; its lines are in $(@D).log"
 	@mkdir -p runs
-	$(TRAIN) --data data/steps --residual $* --n_layer 6 --n_embd 64 --max_iters 1200 --gate_lr 3e-3 > $(@D).log
+	$(TRAIN) --data data/steps --residual $* --n_layer 6 --n_embd 64 --max_iters 1500 --gate_lr 3e-3 > $(@D).log
 	touch $@
 
 # NAG on code, to see text, and the depth of each of its letters.

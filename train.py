@@ -277,7 +277,7 @@ class Training:
                 f"--out {out} --resume")
             return 128 + stop
         say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
-            f"next: python sample.py {out} --prompt \"def \"   or: python analyze.py {out}")
+            f"next: python sample.py {out}   or: python analyze.py {out}")
         return 0
 
     def count_steps(self):
