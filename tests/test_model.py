@@ -1,6 +1,6 @@
 """What model.py promises, in float64: every variant equals its equations, written out once more in a plain
 loop, and has the properties that all share. First values, refusals, shapes, graphs."""
-import itertools, math
+import contextlib, itertools, math
 from functools import partial
 
 import pytest, torch
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
 import model as M
-from conftest import (count_flops, decode, gradients, ids, logits, make, same, same_gradients, some, streams,
+from conftest import (TINY, count_flops, decode, gradients, ids, logits, make, same, same_gradients, some, streams,
                       sublayers_by_hand, unit)
 
 # ----------------------------------------------------------------------------- equations
@@ -531,3 +531,24 @@ def test_a_token_is_picked_by_its_probability():
                                       (2.0, 2, [1.5, -math.inf, 1.0, -math.inf])):
         share = M.pick(many, temperature, top_k, rng).flatten().bincount(minlength=4) / len(many)
         same(share, torch.tensor(right).softmax(0), 0.02)
+
+@pytest.mark.parametrize("residual", M.RESIDUALS)
+@pytest.mark.parametrize("how", ["dense", "cached", "tied", "tapered", "repeated"])
+def test_no_tensor_is_on_the_wrong_device(residual, how, monkeypatch):
+    """The nearest thing to a GPU that every machine has: torch's meta device, which knows shapes only. A tensor
+    that is made on the CPU by mistake does not fit to those of the model."""
+    monkeypatch.setattr(M, "autocast", lambda x, dtype: contextlib.nullcontext())
+    options = dict(tied=dict(tie=True), tapered=dict(taper="linear"), repeated=dict(repeat="2:2")).get(how, {})
+    config = M.GPTConfig(residual, **TINY, **options)
+    if how == "repeated" and config.problems():
+        pytest.skip("has no repeats")
+    gpt = M.GPT(config).to("meta")
+    idx = torch.zeros(2, 8, dtype=torch.long, device="meta")
+    if how == "cached":
+        cache = M.KVCache(gpt.eval(), 2)
+        for part in idx[:, :6], idx[:, 6:7], idx[:, 7:]:
+            found, _ = gpt(part, cache=cache)
+            assert found.device.type == "meta" and found.shape == (2, part.shape[1], 64)
+    else:
+        gpt(idx, idx)[1].backward()
+        assert all(p.grad.device.type == "meta" for p in gpt.parameters())
