@@ -48,7 +48,7 @@ models: runs/nag/done runs/steps-pre/done runs/steps-nag/done
 
 figures/index.html: | .venv/installed
 	$(MAKE) -j2 models
-	$(BIN)/python sample.py runs/nag --prompt "def " --temperature 0.7 --max_new_tokens 300
+	$(BIN)/python sample.py runs/nag --prompt "def " --temperature 0.6 --max_new_tokens 260
 	$(BIN)/python analyze.py runs/nag --out figures/text
 	$(BIN)/python analyze.py runs/steps-pre runs/steps-nag --out figures
 
