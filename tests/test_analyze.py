@@ -321,9 +321,20 @@ def test_page(made):
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here")
 def test_a_browser_shows_it(made):
+    # As if somebody went to the first map's only cell on Tab's way, and pressed an arrow.
+    keys = """<script>
+        const cell = document.querySelector(".map td[tabindex='0']")
+        cell.focus()
+        cell.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowUp", bubbles: true }))
+        document.title = document.querySelector(".says").textContent
+        </script></body>"""
+    page = (made / "out/index.html").read_text().replace("</body>", keys)
+    (made / "keys.html").write_text(page)
     words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-             f"--user-data-dir={made}/chromium", f"file://{made}/out/index.html"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout.split("</script>")[-1]
+             f"--user-data-dir={made}/chromium", f"file://{made}/keys.html"]
+    dom = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
+    assert re.search("<title>token .*, block 1 MLP: size of the write [0-9.e-]+, ran</title>", dom)
+    found = max(dom.split("</script>"), key=lambda part: part.count("<figure "))
     assert found.count("<figure ") == len(analyze.STATS) == found.count("<img ") + 7   # A map is a table, and this
     # is no steps text.
     assert "Start here" in found and "_&lt;b&gt;" in found and "<b>:" not in found
