@@ -102,6 +102,7 @@ def get_tokenizer(name):
 def next_line(cells, table):
     """One step of the steps text: cells (..., n) of numbers -> (..., n). Each cell becomes
     table[its left neighbour][itself], all at once. Left of the first cell is a 0."""
+    cells = np.asarray(cells)
     left = np.concatenate((np.zeros_like(cells[..., :1]), cells[..., :-1]), axis=-1)
     return np.asarray(table)[left, cells]
 

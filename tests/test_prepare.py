@@ -255,6 +255,8 @@ def test_steps(tmp_path, monkeypatch, flags):
         assert known == [(t + 1, row_steps[t], row_cell[t], int(text[t + 1]))
                          for t in range(80) if row_steps[t] >= 0]
     assert {*steps.flatten().tolist()} == {*range(-1, about["most"] + 1)}
+    by_hand = prepare.next_line([[3, 0, 2, 0, 1]], [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]])
+    assert by_hand.tolist() == [[0, 0, 2, 1, 1]]
 
 def test_refused_steps(tmp_path):
     for flags in "--symbols 11", "--symbols 1", "--most 26", "--cells 1", "--tokenizer gpt2":
