@@ -445,6 +445,7 @@ def test_a_second_signal_ends_a_run_at_once_and_nohup_is_heard():
 @pytest.mark.parametrize("flags, tolerance", [
     ("--residual nag --mod_rate 0.5", 2e-3),   # A gain may fall on either side of the threshold.
     ("--layer_drop 0.4", 1e-4),
+    ("--mod router --mod_rate 0.25", 1e-5),   # Equal weights are ordered by position.
     ("--optimizer muon --residual attnres", 2e-2)])   # Muon's products are in bf16.
 def test_two_processes_train_as_one(data, tmp_path, flags, tolerance):
     """Four parts of a batch, in one process or in two: the same coins and thresholds, the same losses"""
