@@ -14,8 +14,7 @@ import hashlib
 import json
 import math
 import os
-import re
-import tempfile
+import secrets
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +47,7 @@ def pick_threads(gpt, device, n_processes=1):
 UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
 def open_own(path):
-    """To append to. A link is not followed, as it could lead to any file of the user."""
+    """Opens a file to append to it. No link is followed: it could lead to any file of the user."""
     if path.exists() and not path.is_file():   # A pipe would make us wait for ever.
         raise OSError("is not a plain file")
     number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -58,16 +57,15 @@ def write_file(path, write):
     """write(file) writes to a new file, which is flushed to the disk and renamed to path. So there
     is never half a file of that name, and no link is followed."""
     with writing(path):
-        number, temporary = tempfile.mkstemp(dir=Path(path).parent, prefix=UNFINISHED)
+        temporary = Path(path).parent / (UNFINISHED + secrets.token_hex(8))
         try:
-            with open(number, "wb") as f:
+            with open(temporary, "xb") as f:   # x: it is new
                 write(f)
                 f.flush()
-                os.fsync(number)
-            os.chmod(temporary, 0o644)
+                os.fsync(f.fileno())
             os.replace(temporary, path)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
 
 @contextlib.contextmanager

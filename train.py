@@ -36,8 +36,12 @@ from runs import (RunFolder, all_finite, fingerprint, n_weights, optimizer_state
 
 # ------------------------------------------------------------------------------------------ config
 
+ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
+
 @dataclass
 class TrainConfig:
+    """These defaults are for a CPU. On a GPU other_settings, near the end of this file, has others.
+    The model's size and the seed are in GPTConfig, in model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -45,10 +49,11 @@ class TrainConfig:
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
-    max_iters: int = flag(420, "end after this many optimizer steps, or by one of the next two", 0,
+    max_iters: int = flag(420, "optimizer steps; or give max_tokens or max_flops instead", 0,
                           1e9, group="length of the run")
     max_tokens: float = flag(0.0, "end after this many training tokens", 0, 1e15)
-    max_flops: float = flag(0.0, "end after this many matmul FLOPs: skipping buys tokens", 0, 1e27)
+    max_flops: float = flag(0.0, "end after this many matmul FLOPs; what is skipped is not counted",
+                            0, 1e27)
     eval_interval: int = flag(100, "steps between checkpoint and evaluation", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "steps between status lines", 1, 1e9)
@@ -91,13 +96,7 @@ class TrainConfig:
              f"{parts}")]
         return [sentence for wrong, sentence in rules if wrong]
 
-ENDS = "max_iters", "max_tokens", "max_flops"
-ONE_START = "out", "config", "resume", "overwrite"   # These are about one start of the program.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # where --optimizer is given, and --lr is not
-# The default on a GPU is GPT-2 small with 0.5M tokens a step, unless a flag says another size.
-SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
-                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
+NOT_SAVED = "out", "config", "resume", "overwrite"   # These are about one start of the program.
 
 # ---------------------------------------------------------------------------- batch and evaluation
 
@@ -111,11 +110,11 @@ def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
-    skipped. token_bytes (V,): the length of each token. decider: see GPT.walk"""
+    skipped. token_bytes (V,): the length of each token. decider: if not the model's own one"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        keeps = []
+        keeps = []   # The model appends who ran each sublayer.
         _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)
         nats += loss.item() * len(xi) / len(x)
         skipped += (1 - mean_share(ran_shares(keeps))) * len(xi) / len(x)
@@ -126,9 +125,10 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 # ------------------------------------------------------------------------- optimizers and schedule
 
 def make_optimizers(model, config):
-    """A list of one or two. Matrices have weight decay, vectors don't. What a residual names in
-    own_lr has the learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks.
-    Its updates have the rms of AdamW's (arXiv:2502.16982), but its best --lr is higher."""
+    """A list of one or two. Matrices have weight decay. Vectors have none, nor has what a residual
+    names in not_matrices. What it names in own_lr, such as gates, has the learning rate gate_lr.
+    Muon is a second optimizer, for the matrices of blocks. Its updates have the rms of AdamW's
+    (arXiv:2502.16982), but its best --lr is higher."""
     own_lr, not_matrices, in_blocks = set(), set(), {*model.blocks.parameters()}
     for residual in model.residuals():
         own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
@@ -139,7 +139,7 @@ def make_optimizers(model, config):
             own.append(p)
         elif p.dim() < 2 or p in not_matrices:
             vectors.append(p)
-        elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:
+        elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:   # not one row
             muon.append(p)
         else:
             matrices.append(p)
@@ -185,10 +185,11 @@ def main(argv=None):
     gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=other_settings,
                         epilog=residual_list())
     processes = start_processes(config)
+    pick_threads(gpt, processes.device, processes.count)
     data = open_data(gpt, config, processes)
     check_memory(gpt, config, processes)
     settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
-    for name in ONE_START:
+    for name in NOT_SAVED:
         settings.pop(name)
     # runs/attnres-group4 for attnres:group=4
     out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
@@ -202,7 +203,7 @@ class Data:
     shards: list                 # of training tokens
     val: tuple                   # x, y: fixed windows
     token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
-    mark: str                    # a fingerprint, to notice other data on --resume
+    fingerprint: str             # to notice other data on --resume
 
 def open_data(gpt, config, processes):
     """Makes the default data if they are missing, and gives gpt its vocab_size."""
@@ -210,7 +211,7 @@ def open_data(gpt, config, processes):
         if not any(Path(config.data).glob("*.bin")):
             say(f"{config.data} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", config.data])
-    processes.wait()   # All of them wait, whatever they have seen.
+    processes.wait()   # The first process may still be writing the data.
     meta = prepare.load_meta(config.data)
     multiple_of_64 = -(-meta["vocab_size"] // 64) * 64   # That is fast.
     gpt.vocab_size = max(gpt.vocab_size, multiple_of_64)
@@ -235,7 +236,7 @@ class Training:
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
-        self.called = self.prepare_to_call(gpt)
+        self.forward_model = self.prepare_to_call(gpt)
 
     def run(self):
         """-> exit status"""
@@ -247,7 +248,7 @@ class Training:
         while True:
             progress = self.progress()
             share_after_step = min(1.0, progress + 1 / self.n_steps)
-            self.model.before_step(share_after_step)
+            self.model.before_step(share_after_step)   # Warm-ups of residuals need to know.
             stop = self.processes.highest(signals[0] if signals else 0)   # for all, at this step
             if stop or progress >= 1 or self.step % self.config.eval_interval == 0:
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
@@ -304,7 +305,7 @@ class Training:
         return self.step > self.n_steps
 
     def prepare_to_call(self, gpt):
-        """-> what a forward pass calls: the model, perhaps compiled, perhaps one of several"""
+        """-> the model as it is called: compiled and wrapped in DDP, if need be"""
         on_cuda = "cuda" in self.processes.device
         if self.config.compile or self.config.compile is None and on_cuda:
             compile_blocks(self.model)
@@ -330,9 +331,9 @@ class Training:
             coins = np.random.SeedSequence((gpt.seed, self.step, part)).generate_state(1)
             torch.manual_seed(int(coins[0]))
             if processes.count > 1:   # Processes exchange gradients once a step.
-                self.called.require_backward_grad_sync = micro == config.grad_accum - 1
+                self.forward_model.require_backward_grad_sync = micro == config.grad_accum - 1
             keeps = []
-            micro_loss = self.called(x, y, keeps=keeps)[1] / config.grad_accum
+            micro_loss = self.forward_model(x, y, keeps=keeps)[1] / config.grad_accum
             micro_loss.backward()
             loss += micro_loss.detach()
             ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
@@ -380,7 +381,7 @@ class Training:
         self.check_finite()
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
-                     flops=self.flops, grad_norms=self.grad_norms, data=self.data.mark)
+                     flops=self.flops, grad_norms=self.grad_norms, data=self.data.fingerprint)
         self.folder.save("ckpt.pt", state)
         return state
 
@@ -391,7 +392,7 @@ class Training:
         if self.config.optimizer == "sgd" and self.config.beta1 == 0:   # It has no moments.
             may_lack = True
         with reading(self.path):
-            if ckpt["data"] != self.data.mark:
+            if ckpt["data"] != self.data.fingerprint:
                 refuse(f"{self.path}: is of other data than --data has now; put that back, or "
                        f"start a new run")
             restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
@@ -443,8 +444,8 @@ class Training:
     def announce(self):
         gpt, device = self.model.config, self.processes.device
         where = torch.cuda.get_device_name() if "cuda" in device else "CPU"
-        threads = pick_threads(gpt, device, self.processes.count)
         if device == "cpu":
+            threads = torch.get_num_threads()
             where += f", {threads} thread{'s' * (threads > 1)}"
         say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, "
             f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
@@ -527,6 +528,12 @@ def check_memory(gpt, config, processes):
 
 # ---------------------------------------------------------------------------------- other settings
 
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # where --optimizer is given, and --lr is not
+# The default on a GPU is GPT-2 small with 0.5M tokens a step, unless a flag says another size.
+SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
+                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
+
 def other_settings(given):
     """What counts where there is no flag. given: the flags that are typed"""
     values = {}
@@ -536,8 +543,9 @@ def other_settings(given):
         values = read_config(given["config"])
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
-    if "optimizer" in given:
-        values["lr"] = RATES[given["optimizer"]]
+    optimizer = given.get("optimizer")
+    if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
+        values["lr"] = RATES[optimizer]
     if given.keys() & {*ENDS}:   # A typed end replaces another one.
         values |= dict.fromkeys(ENDS, 0)
     return values
@@ -554,10 +562,10 @@ def settings_to_resume(given):
     return values
 
 def read_config(path):
-    """The settings of a run, without those of one start: what may replace files is typed."""
+    """The settings of a run. Where it goes and what it may replace has to be typed anew."""
     defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
     values = read_settings(path, defaults)
-    return {name: value for name, value in values.items() if name not in ONE_START}
+    return {name: value for name, value in values.items() if name not in NOT_SAVED}
 
 def residual_list():
     """For --help: all residuals with their options"""

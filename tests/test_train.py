@@ -207,6 +207,13 @@ def test_an_optimizer_brings_its_rate():
     assert [rate("--optimizer", name) for name in ("muon", "adamw", "sgd")] == [0.02, 0.006, 0.1]
     assert rate() == 0.02 and rate("--optimizer", "adamw", "--lr", "0.5") == 0.5
 
+def test_an_optimizer_typed_again_changes_nothing(copy):
+    assert train.other_settings(dict(resume=True, out=str(copy), optimizer="adamw"))["lr"] == 0.006
+    edited(lambda config: config.update(lr=0.5))(copy / "config.json")
+    for given in dict(resume=True, out=str(copy)), dict(config=str(copy / "config.json")):
+        assert train.other_settings(given | dict(optimizer="adamw"))["lr"] == 0.5
+        assert train.other_settings(given | dict(optimizer="sgd"))["lr"] == 0.1
+
 @pytest.mark.parametrize("schedule, shares", [   # at which part of the run
     ("cosine", {0.05: 0.5, 0.1: 1, 0.325: 0.868, 0.55: 0.55, 0.9: 0.127, 1: 0.1, 1.01: 0.1}),
     ("wsd", {0.05: 0.5, 0.1: 1, 0.325: 1, 0.55: 1, 0.8: 1, 0.9: 0.55, 1: 0.1, 1.01: 0.055})])
@@ -345,7 +352,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: order.append(os.stat(file).st_size) or fsync(file))
     monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or replace(*paths))
     runs.write_file(path, lambda f: f.write(b"old"))
-    assert order == [3, "replace"] and path.stat().st_mode & 0o777 == 0o644
+    assert order == [3, "replace"] and path.stat().st_mode & 0o777 == 0o666 & ~0o22
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
