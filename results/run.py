@@ -34,8 +34,7 @@ from train import evaluate
 # ------------------------------------------------------------------------------- the experiments
 
 SMALL = "--data data/steps --device cpu --n_embd 64 --optimizer muon --eval_interval 500"
-TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420"
-START = TEXT + " --n_embd 64 --max_tokens 3e5"
+TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 --max_tokens 3e5"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
 
 @dataclass
@@ -65,14 +64,10 @@ EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
         Variant("NAG that skips a quarter", steps_run("nag") + " --gate_lr 3e-3 --mod_rate 0.25")],
         (2, 3, 4, 5)),
     "start": ("The residual or the first weights? (text)", [
-        Variant("PreNorm, width", START + " --residual pre"),
-        Variant("PreNorm, gpt2", START + " --residual pre --init gpt2"),
-        Variant("NAG, width", START + " --residual nag"),
-        Variant("NAG, gpt2", START + " --residual nag --init gpt2")], (2, 3, 4, 5)),
-    "text": ("Which optimizer reads code better?", [
-        Variant("PreNorm on text", TEXT + " --residual pre"),
-        Variant("PreNorm on text, AdamW", TEXT.replace("muon", "adamw") + " --residual pre", 6e-3)],
-        (2, 3, 4)),
+        Variant("PreNorm, width", TEXT + " --residual pre"),
+        Variant("PreNorm, gpt2", TEXT + " --residual pre --init gpt2"),
+        Variant("NAG, width", TEXT + " --residual nag"),
+        Variant("NAG, gpt2", TEXT + " --residual nag --init gpt2")], (2, 3, 4, 5)),
 }
 
 def commands(name):
