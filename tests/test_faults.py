@@ -67,7 +67,7 @@ def test_moments_go_by_name():
 
 # --------------------------------------------------------------------------------- silent, in the way
 
-@pytest.mark.parametrize("name", ["activation", "gate_lr"])
+@pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     """A hacker adds a field with a default. Runs that lack it go on as if they had it."""
     edited(lambda config: config.pop(name))(copy / "config.json")
