@@ -480,7 +480,6 @@ class Processes:
     def end(self):
         if self.count > 1:
             dist.barrier()   # Nobody leaves while another one is still writing.
-            dist.destroy_process_group()
 
 def start_processes(config):
     """torchrun says in the environment who we are."""

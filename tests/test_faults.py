@@ -3,6 +3,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 import zipfile
 
@@ -14,6 +16,7 @@ import flags
 import runs
 import sample
 import train
+from conftest import ROOT
 from model import GPT, GPTConfig
 from test_train import (SIZE, copy, data, edited, finished, go, load, metrics, moments, refused, resume,
                         start, start_two, wait)
@@ -113,6 +116,13 @@ def test_a_mistake_of_ours_has_its_traceback():
         raise RuntimeError("shapes do not fit")
     with pytest.raises(RuntimeError, match="shapes"):
         flags.start(main)
+
+@pytest.mark.parametrize("error, status, words", [("BrokenPipeError", 0, b""), ("OSError('x')", 1, b"-c: x")])
+def test_a_reader_that_has_had_enough_is_no_failure(error, status, words):
+    """python sample.py runs/nag | head"""
+    code = f"import flags\ndef main():\n    raise {error}\nflags.start(main)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr.strip()) == (status, words)
 
 @pytest.mark.parametrize("line, words", [
     ("--n_layer 99999999999999999999", "--n_layer"), ("--n_layer 1000000000", "--n_layer"),
