@@ -90,6 +90,11 @@ class Run:
             found.append(self.model.ends.as_tensor(before))
         return torch.stack([*found, self.model.ends.as_tensor(after)])
 
+    def ends_of_blocks(self, idx):
+        """The embedding's stream and that after each block, as the head can read them: L + 1 of them"""
+        walk = list(self.model.walk(idx))
+        return [before for _, before, _, _ in walk[::2]] + [walk[-1][2]]
+
     def visits(self, idx, decider=None):
         """Yields what walk does, and by what: residual, sublayer f, stream before, stream after, keep."""
         walk, sublayers = self.model.walk(idx, decider=decider), self.model.sublayers(idx)
@@ -186,8 +191,7 @@ def lens_by_steps(run):
     Share of right cells, as above. Final norm and head, applied to the stream after each block (row 0: to the
     embedding). Source: the logit lens, as in arXiv:2505.13898."""
     def measure(idx, targets):
-        walk = list(run.model.walk(idx))
-        ends = [before for _, before, _, _ in walk[::2]] + [walk[-1][2]]
+        ends = run.ends_of_blocks(idx)
         return torch.stack([run.model.head(stream).argmax(-1) == targets for stream in ends])
     return {"": by_steps(run, measure)}
 
@@ -217,7 +221,7 @@ def depth_by_steps(run):
         ran = [torch.ones_like(targets) if keep is EVERYONE else keep.float() for keep in keeps]
         return torch.stack((torch.stack(ran).mean(0), (logits.argmax(-1) == targets).float()))
     ran, right = by_steps(run, measure)
-    return {"share of the sublayers that ran": {"both": ran}, "share of right cells": {"both": right}}
+    return {"share of the sublayers that ran": {"measured": ran}, "share of right cells": {"measured": right}}
 
 @stat(STEPS, "What can be known, and what cannot", "nats per token", x="blocks run", start=0)
 def known_loss(run):
@@ -229,9 +233,7 @@ def known_loss(run):
     for idx, targets in run.batches:
         asked, _ = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), text["cells"])
         groups = torch.stack((asked >= 0, asked < 0)).float().cpu()
-        walk = list(run.model.walk(idx))
-        ends = [before for _, before, _, _ in walk[::2]] + [walk[-1][2]]
-        for i, stream in enumerate(ends):
+        for i, stream in enumerate(run.ends_of_blocks(idx)):
             loss = F.cross_entropy(run.model.head(stream).transpose(1, 2), targets, reduction="none")
             sums[:, i] += (groups * loss.cpu()).sum((1, 2))
         n += groups.sum((1, 2))[:, None]
@@ -303,8 +305,7 @@ def logit_lens(run):
     from the final prediction to this one. Means over tokens. Source: arXiv:2505.13898."""
     rows = torch.zeros(len(run.model.order) + 1, 2)
     for idx, targets in run.batches:
-        walk = [(before, after) for _, before, after, _ in run.model.walk(idx)]
-        ends = [before for before, _ in walk[::2]] + [walk[-1][1]]
+        ends = run.ends_of_blocks(idx)
         final = run.model.head(ends[-1]).log_softmax(-1)
         for row, stream in zip(rows, ends):   # One at a time: with GPT-2's vocabulary, each takes gigabytes.
             here = run.model.head(stream).log_softmax(-1)

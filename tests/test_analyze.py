@@ -407,7 +407,7 @@ def test_steps_text_by_hand(tmp_path, monkeypatch):
     assert without[0] == pytest.approx(shares(run.model(x, decider=Without({1, 2}))[0]))
     run.decider = Threshold(0.3)
     ran = analyze.depth_by_steps(run)
-    assert ran["share of right cells"]["both"] == pytest.approx(shares(run.model(x, decider=run.decider)[0]))
+    assert ran["share of right cells"]["measured"] == pytest.approx(shares(run.model(x, decider=run.decider)[0]))
     loss, parts = run.model(x, y)[1].item(), analyze.known_loss(run)[""]
     share = (steps >= 0).double().mean().item()
     assert share * parts["can be known"][-1] + (1 - share) * parts["the rest"][-1] == pytest.approx(loss, rel=1e-5)
