@@ -26,7 +26,8 @@ import prepare
 from flags import flag, parse, printable, refuse, say, start
 from model import (ByFunction, EVERYONE, SHARPNESS, Without, all_run, calibrate, flops_per_token,
                    num_params, ran_shares, why_not)
-from runs import open_run, pick_device, pick_threads, read_metrics, write_file, writing
+from processes import pick_device, pick_threads
+from runs import open_run, read_metrics, write_file, writing
 from train import evaluate
 
 @dataclass

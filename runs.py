@@ -26,22 +26,6 @@ from model import GPT, GPTConfig, block_widths, make_residual, problems
 
 VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
 
-# ------------------------------------------------------------------------------------------ device
-
-def pick_device(name):
-    """auto | cpu | cuda -> cpu | cuda"""
-    if name == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: torch sees no CUDA device; use --device cpu")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
-
-def pick_threads(gpt, device, n_processes=1):
-    """How many threads of the CPU this process uses from now on. Small models are faster with one,
-    much so if other programs are busy. OMP_NUM_THREADS, if it is set, decides instead."""
-    if "OMP_NUM_THREADS" not in os.environ and device == "cpu":
-        small = gpt.n_embd < 512
-        torch.set_num_threads(1 if small else max(1, torch.get_num_threads() // n_processes))
-    return torch.get_num_threads()
-
 # ------------------------------------------------------------------------------------------- files
 
 UNFINISHED = ".unfinished-"   # what the names of temporary files begin with

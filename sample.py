@@ -18,7 +18,8 @@ import prepare
 from flags import flag, parse, printable, start
 from model import (EarlyExit, REMOVED, Without, all_run, calibrate, flops_per_token, mean_share,
                    ran_shares, why_not)
-from runs import open_run, pick_device, pick_threads
+from processes import pick_device, pick_threads
+from runs import open_run
 
 @dataclass
 class SampleConfig:

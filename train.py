@@ -7,15 +7,13 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
     torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
 
-flags.py turns the configs into flags, and runs.py has run folders. For several machines the folder
-has to be on a disk that all of them see.
+flags.py turns the configs into flags, runs.py has run folders, and processes.py has devices, several
+processes, and signals. For several machines the folder has to be on a disk that all of them see.
 """
 import contextlib
 import math
 import os
 import re
-import signal
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,16 +21,15 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
 from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
-from runs import (RunFolder, all_finite, fingerprint, n_weights, optimizer_state, pick_device,
-                  pick_threads, read_checkpoint, read_metrics, read_settings, reading,
-                  restore_optimizers)
+from processes import note_signals, pick_device, pick_threads, start_processes
+from runs import (RunFolder, all_finite, fingerprint, n_weights, optimizer_state, read_checkpoint,
+                  read_metrics, read_settings, reading, restore_optimizers)
 
 # ------------------------------------------------------------------------------------------ config
 
@@ -219,6 +216,21 @@ def open_data(gpt, config, processes):
                 prepare.val_windows(config.data, gpt.block_size, config.eval_windows),
                 prepare.token_bytes(meta, gpt.vocab_size), fingerprint(config.data, meta))
 
+def check_memory(gpt, config, processes):
+    """Refuses what can't fit: a lower bound for weights, gradients, moments, and a micro-batch."""
+    sequences = config.batch_size // (config.grad_accum * processes.count)
+    micro_tokens = sequences * gpt.block_size
+    need = (16 * n_weights(gpt) + 4 * micro_tokens * (gpt.vocab_size + gpt.n_layer * gpt.n_embd)
+            + 16 * config.eval_windows * gpt.block_size)
+    if "cuda" in processes.device:
+        _, have = torch.cuda.mem_get_info()
+    else:
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > have:
+        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
+               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and "
+               f"there are {have / 1e9:,.0f}; make one of them smaller")
+
 class Training:
     """A run: its model, its optimizers, and how far it is. `run` is the loop."""
     def __init__(self, gpt, config, data, folder, processes):
@@ -271,7 +283,7 @@ class Training:
                 tok_s = timed_steps * self.tokens_per_step / max(seconds, 1e-9)
                 self.log(ran, norm, lr, tok_s)
                 seconds, timed_steps = 0.0, 0
-        self.processes.end()
+        self.processes.wait()   # Nobody leaves while another one is still writing.
         out = self.folder.out
         if stop:
             say(f"stopped at step {self.step}, all is saved; go on with: python train.py "
@@ -450,80 +462,6 @@ class Training:
         say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, "
             f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
             f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
-
-# --------------------------------------------------------------------------- processes and signals
-
-class Processes:
-    """All processes of this run, and which one this is. Where there is only one, they agree."""
-    def __init__(self, device, rank, count):
-        self.device, self.rank, self.count = device, rank, count
-
-    def wait(self):
-        """until all are here"""
-        if self.count > 1:
-            dist.barrier()
-
-    def highest(self, number):
-        """of the numbers that the processes say: how they agree that one has to stop"""
-        if self.count == 1:
-            return number
-        number = torch.tensor(number)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        return number.item()
-
-    def mean(self, x):
-        if self.count > 1:
-            dist.all_reduce(x)
-            x /= self.count
-        return x
-
-    def end(self):
-        if self.count > 1:
-            dist.barrier()   # Nobody leaves while another one is still writing.
-
-def start_processes(config):
-    """torchrun says in the environment who we are."""
-    rank, count = environment("RANK", 0), environment("WORLD_SIZE", 1)
-    device = pick_device(config.device)
-    if device == "cuda":
-        device = f"cuda:{environment('LOCAL_RANK', 0)}"
-        torch.cuda.set_device(device)
-    if rank >= count:
-        refuse(f"RANK={rank}: must be below WORLD_SIZE={count}; start with torchrun")
-    if count > 1:
-        if not {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys():
-            refuse(f"WORLD_SIZE={count}: the processes can't find each other; start them with "
-                   f"torchrun")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
-    return Processes(device, rank, count)
-
-def note_signals():
-    """-> a list that gets the numbers of signals. One ends a run after its step, a second one ends
-    it at once."""
-    signals = []
-    def note(number, frame):
-        signals.append(number)
-        if len(signals) > 1:
-            sys.exit(128 + number)
-    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-        if signal.getsignal(number) is not signal.SIG_IGN:   # as nohup wants it
-            signal.signal(number, note)
-    return signals
-
-def check_memory(gpt, config, processes):
-    """Refuses what can't fit: a lower bound for weights, gradients, moments, and a micro-batch."""
-    sequences = config.batch_size // (config.grad_accum * processes.count)
-    micro_tokens = sequences * gpt.block_size
-    need = (16 * n_weights(gpt) + 4 * micro_tokens * (gpt.vocab_size + gpt.n_layer * gpt.n_embd)
-            + 16 * config.eval_windows * gpt.block_size)
-    if "cuda" in processes.device:
-        _, have = torch.cuda.mem_get_info()
-    else:
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > have:
-        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
-               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and "
-               f"there are {have / 1e9:,.0f}; make one of them smaller")
 
 # ---------------------------------------------------------------------------------- other settings
 

@@ -13,6 +13,7 @@ import torch
 
 import analyze
 import flags
+import processes
 import runs
 import sample
 import train
@@ -218,10 +219,10 @@ def test_threads(monkeypatch):
     try:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         torch.set_num_threads(4)
-        assert runs.pick_threads(GPTConfig(n_embd=768), "cpu", n_processes=2) == 2
-        assert runs.pick_threads(GPTConfig(n_embd=128), "cpu") == 1
+        assert processes.pick_threads(GPTConfig(n_embd=768), "cpu", n_processes=2) == 2
+        assert processes.pick_threads(GPTConfig(n_embd=128), "cpu") == 1
         torch.set_num_threads(3)
         monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        assert runs.pick_threads(GPTConfig(n_embd=128), "cpu") == 3
+        assert processes.pick_threads(GPTConfig(n_embd=128), "cpu") == 3
     finally:
         torch.set_num_threads(before)

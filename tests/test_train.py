@@ -4,7 +4,7 @@ import sys, time
 from pathlib import Path
 from unittest.mock import Mock
 import numpy as np
-import flags, prepare, pytest, runs, torch, train
+import flags, prepare, processes, pytest, runs, torch, train
 from conftest import ROOT, TINY
 from model import GPT, GPTConfig, RESIDUALS, ByFunction, REMOVED, flops_per_token
 
@@ -440,13 +440,13 @@ def test_a_dead_stdout_ends_no_run(data, tmp_path):
 def test_a_second_signal_ends_a_run_at_once_and_nohup_is_heard():
     with pytest.raises(SystemExit, match="^130$"):   # as does the first, before the training
         flags.start(lambda: signal.raise_signal(signal.SIGINT))
-    signals = train.note_signals()
+    signals = processes.note_signals()
     signal.raise_signal(signal.SIGHUP)
     assert signals == [signal.SIGHUP]
     with pytest.raises(SystemExit, match="^143$"):
         signal.raise_signal(signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)   # nohup
-    train.note_signals()
+    processes.note_signals()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 @pytest.mark.parametrize("flags, tolerance", [
