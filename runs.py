@@ -95,6 +95,28 @@ def has_type_of(value, default):
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is type(default)
 
+# ----------------------------------------------------------------------------------------- metrics
+
+def metric_lines(run):
+    """Yields (step, line) for each line of metrics.jsonl that is one of ours. A crash may have cut
+    one short; others may hold anything."""
+    path = Path(run) / "metrics.jsonl"
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError, KeyError):
+            values = json.loads(line)
+            numbers = [value for key, value in values.items() if key != "grad_norms"]
+            numbers += values.get("grad_norms", []) + []   # TypeError, if that is no list
+            is_right = all(-1e300 < number < 1e300 for number in numbers)   # so no text, and no nan
+            if is_right and type(values["step"]) is int and line.endswith(b"\n"):
+                yield values["step"], line
+
+def read_metrics(run):
+    """{step: what metrics.jsonl says about it}"""
+    metrics = {}
+    for step, line in metric_lines(run):
+        metrics.setdefault(step, {}).update(json.loads(line))
+    return metrics
+
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
@@ -186,26 +208,6 @@ class RunFolder:
                 file.close()
 
 # ----------------------------------------------------------------------------- reading a run folder
-
-def metric_lines(run):
-    """Yields (step, line) for each line of metrics.jsonl that is one of ours. A crash may have cut
-    one short; others may hold anything."""
-    path = Path(run) / "metrics.jsonl"
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError, KeyError):
-            values = json.loads(line)
-            numbers = [value for key, value in values.items() if key != "grad_norms"]
-            numbers += values.get("grad_norms", []) + []   # TypeError, if that is no list
-            is_right = all(-1e300 < number < 1e300 for number in numbers)   # so no text, and no nan
-            if is_right and type(values["step"]) is int and line.endswith(b"\n"):
-                yield values["step"], line
-
-def read_metrics(run):
-    """{step: what metrics.jsonl says about it}"""
-    metrics = {}
-    for step, line in metric_lines(run):
-        metrics.setdefault(step, {}).update(json.loads(line))
-    return metrics
 
 def read_checkpoint(path, gpt=None):
     """-> the checkpoint, and its model. SystemExit if it is missing or broken, or of another model

@@ -245,6 +245,8 @@ class Training:
         # Gradient norms of each block, summed over the steps
         self.grad_norms = torch.zeros(gpt.n_layer, dtype=torch.float64, device=processes.device)
         self.tokens_per_step = config.batch_size * gpt.block_size
+        # A batch has so many parts. A process computes grad_accum of them, one after the other.
+        self.n_parts = config.grad_accum * processes.count
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
@@ -334,11 +336,11 @@ class Training:
     def forward_and_backward(self):
         """Sums up the gradients of a batch -> the share of tokens that ran each sublayer."""
         config, processes, model = self.config, self.processes, self.model
-        gpt, parts = model.config, config.grad_accum * processes.count
+        gpt = model.config
         loss, ran = torch.zeros((), device=model.device), torch.zeros(2 * len(model.order))
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
-            x, y = self.read_batch(part, parts)
+            x, y = self.read_batch(part)
             # LayerDrop's coins depend only on seed, step and part, as the batch does.
             coins = np.random.SeedSequence((gpt.seed, self.step, part)).generate_state(1)
             torch.manual_seed(int(coins[0]))
@@ -352,10 +354,10 @@ class Training:
         self.loss, ran = processes.mean(loss), processes.mean(ran)
         return ran.tolist()
 
-    def read_batch(self, part, parts):
+    def read_batch(self, part):
         gpt, config, device = self.model.config, self.config, self.processes.device
         x, y = train_batch(self.data.shards, gpt.block_size, gpt.seed, self.step, config.batch_size,
-                           part, parts)
+                           part, self.n_parts)
         if max(x.max(), y.max()) >= self.data.meta["vocab_size"]:
             refuse(f"--data {config.data}: has a token beyond the {self.data.meta['vocab_size']} "
                    f"of its tokenizer; prepare it anew")
@@ -423,9 +425,8 @@ class Training:
 
     def evaluate(self, state):
         """All processes do this, because the others would only wait. state: the checkpoint"""
-        parts = self.config.grad_accum * self.processes.count
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
-                                       self.config.batch_size // parts)
+                                       self.config.batch_size // self.n_parts)
         say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
             f"{skipped:.1%} skipped")
         if not math.isfinite(nats):
