@@ -30,6 +30,7 @@ class Processes:
     """All processes of this run, and which one this is. Where there is only one, they agree."""
     def __init__(self, device, rank, count):
         self.device, self.rank, self.count = device, rank, count
+        self.on_cuda = device != "cpu"
 
     def wait(self):
         """until all are here"""

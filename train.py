@@ -7,8 +7,9 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
     torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
 
-flags.py turns the configs into flags, runs.py has run folders, and processes.py has devices, several
-processes, and signals. For several machines the folder has to be on a disk that all of them see.
+The order: settings, data, evaluation, optimizers, the loop, resuming, and `main`, which calls them.
+flags.py turns the configs into flags, runs.py has run folders, and processes.py has devices,
+several processes, and signals.
 """
 import contextlib
 import math
@@ -30,15 +31,14 @@ from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks,
 from processes import note_signals, pick_device, pick_threads, start_processes
 from runs import (RunFolder, all_finite, fingerprint, n_weights, optimizer_state, read_checkpoint,
                   read_metrics, read_settings, reading, restore_optimizers)
-
-# ------------------------------------------------------------------------------------------ config
+# ----------------------------------------------------------------------------------------- settings
 
 ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
 
 @dataclass
 class TrainConfig:
-    """These defaults are for a CPU. On a GPU other_settings, near the end of this file, has others.
-    The model's size and the seed are in GPTConfig, in model.py."""
+    """Each field is a flag: its default, its help, and its range. The defaults are for a CPU: see
+    CUDA_DEFAULTS below. The model's size and the seed are in GPTConfig, in model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -61,14 +61,15 @@ class TrainConfig:
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
     lr: float = flag(2e-2, "peak learning rate; with --optimizer adamw 0.006, with sgd 0.1", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of a residual's own_lr, such as gates", 0, 1e3)
+    gate_lr: float = flag(1e-3, "peak learning rate of gates and the like (own_lr in model.py)", 0,
+                          1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
     weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
-    beta2: float = flag(0.95, "AdamW's second momentum", 0, 0.9999)
-    beta1: float = flag(0.9, "AdamW's first momentum", 0, 0.9999)
-    gate_beta1: float = flag(0.8, "the same of a residual's own_lr", 0, 0.9999)
+    beta1: float = flag(0.9, "what AdamW keeps of its mean of gradients; sgd: momentum", 0, 0.9999)
+    beta2: float = flag(0.95, "the same of its mean of squared gradients", 0, 0.9999)
+    gate_beta1: float = flag(0.8, "beta1 of what trains with gate_lr", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
     equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
 
@@ -78,7 +79,7 @@ class TrainConfig:
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
-        """Every reason why this config can't be run, a sentence each."""
+        """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
         parts = self.grad_accum * environment("WORLD_SIZE", 1)
         ends = [name for name in ENDS if getattr(self, name)]
         rules = [
@@ -95,7 +96,37 @@ class TrainConfig:
 
 NOT_SAVED = "out", "config", "resume", "overwrite"   # These are about one start of the program.
 
-# ---------------------------------------------------------------------------- batch and evaluation
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # of --lr, if only --optimizer is typed
+
+# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These fit together, so none of them
+# counts if a size is typed.
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
+                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
+SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
+
+# --------------------------------------------------------------------------------------------- data
+
+@dataclass
+class Data:
+    meta: dict                   # what meta.json says
+    shards: list                 # of training tokens
+    val: tuple                   # x, y: fixed windows
+    vocab_size: int              # V: of the model; a multiple of 64 is fast
+    token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
+    fingerprint: str             # to notice other data on --resume
+
+def open_data(gpt, config, processes):
+    """-> Data. Makes the default data if they are missing."""
+    if processes.rank == 0 and config.data == TrainConfig.data:
+        if not any(Path(config.data).glob("*.bin")):
+            say(f"{config.data} is not there yet: making it from the Python standard library")
+            prepare.main(["stdlib", "--out", config.data])
+    processes.wait()   # The first process may still be writing the data.
+    meta = prepare.load_meta(config.data)
+    vocab_size = max(gpt.vocab_size, math.ceil(meta["vocab_size"] / 64) * 64)
+    return Data(meta, prepare.open_split(config.data, "train", gpt.block_size),
+                prepare.val_windows(config.data, gpt.block_size, config.eval_windows), vocab_size,
+                prepare.token_bytes(meta, vocab_size), fingerprint(config.data, meta))
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
     """Part `part` of n_parts of the batch of a step: x, y (batch_size / n_parts, T). A pure
@@ -104,10 +135,12 @@ def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
     starts = np.random.default_rng((seed, step)).integers(0, n_windows, batch_size)
     return prepare.read_windows(shards, starts.reshape(n_parts, -1)[part], T)
 
+# --------------------------------------------------------------------------------------- evaluation
+
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
-    skipped. token_bytes (V,): the length of each token. decider: if not the model's own one"""
+    skipped. token_bytes (V,): see Data. decider: who skips, if it is not the model's own one"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
@@ -119,7 +152,7 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
-# ------------------------------------------------------------------------- optimizers and schedule
+# -------------------------------------------------------------------------- optimizers and schedule
 
 def make_optimizers(model, config):
     """A list of one or two. Matrices have weight decay. Vectors have none, nor has what a residual
@@ -140,14 +173,14 @@ def make_optimizers(model, config):
             muon.append(p)
         else:
             matrices.append(p)
-    gate_betas = config.gate_beta1, config.beta2
+    # A run sets each group's lr, from its peak_lr, before each step.
+    betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
               dict(params=own, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
     if config.optimizer == "sgd":
         optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
     else:
-        betas = config.beta1, config.beta2
         optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
     if muon:
         groups = [dict(params=muon, peak_lr=config.lr)]
@@ -158,13 +191,13 @@ def make_optimizers(model, config):
     return optimizers
 
 def lr_share(config, progress):
-    """Learning rate / its peak: linear warm-up, then cosine or wsd down to min_lr. progress: share
-    of the run that is over after this step"""
+    """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
+    (wsd). progress: the share of the run that is over after this step"""
     if progress < config.warmup:
         return progress / config.warmup
     if config.schedule == "cosine":
-        rest = max(0.0, 1 - progress) / max(1e-9, 1 - config.warmup)
-        fall = 0.5 + 0.5 * math.cos(math.pi * rest)
+        done = (progress - config.warmup) / max(1e-9, 1 - config.warmup)
+        fall = 0.5 - 0.5 * math.cos(math.pi * min(1.0, done))
     else:
         fall = max(0.0, 1 - (1 - progress) / 0.2)
     return 1 - (1 - config.min_lr) * fall
@@ -175,111 +208,57 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(norms.square().mean().sqrt() / norm.clamp_min(1e-30))
 
-# ---------------------------------------------------------------------------------------- training
-
-def main(argv=None):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
-    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=other_settings,
-                        epilog=residual_list())
-    processes = start_processes(config)
-    pick_threads(gpt, processes.device, processes.count)
-    data = open_data(gpt, config, processes)
-    check_memory(gpt, config, processes)
-    settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
-    for name in NOT_SAVED:
-        settings.pop(name)
-    # runs/attnres-group4 for attnres:group=4
-    out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
-    folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
-    with contextlib.closing(folder):
-        return Training(gpt, config, data, folder, processes).run()
-
-@dataclass
-class Data:
-    meta: dict                   # what meta.json says
-    shards: list                 # of training tokens
-    val: tuple                   # x, y: fixed windows
-    token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
-    fingerprint: str             # to notice other data on --resume
-
-def open_data(gpt, config, processes):
-    """Makes the default data if they are missing, and gives gpt its vocab_size."""
-    if processes.rank == 0 and config.data == TrainConfig.data:
-        if not any(Path(config.data).glob("*.bin")):
-            say(f"{config.data} is not there yet: making it from the Python standard library")
-            prepare.main(["stdlib", "--out", config.data])
-    processes.wait()   # The first process may still be writing the data.
-    meta = prepare.load_meta(config.data)
-    multiple_of_64 = -(-meta["vocab_size"] // 64) * 64   # That is fast.
-    gpt.vocab_size = max(gpt.vocab_size, multiple_of_64)
-    return Data(meta, prepare.open_split(config.data, "train", gpt.block_size),
-                prepare.val_windows(config.data, gpt.block_size, config.eval_windows),
-                prepare.token_bytes(meta, gpt.vocab_size), fingerprint(config.data, meta))
-
-def check_memory(gpt, config, processes):
-    """Refuses what can't fit: a lower bound for weights, gradients, moments, and a micro-batch."""
-    sequences = config.batch_size // (config.grad_accum * processes.count)
-    micro_tokens = sequences * gpt.block_size
-    need = (16 * n_weights(gpt) + 4 * micro_tokens * (gpt.vocab_size + gpt.n_layer * gpt.n_embd)
-            + 16 * config.eval_windows * gpt.block_size)
-    if "cuda" in processes.device:
-        _, have = torch.cuda.mem_get_info()
-    else:
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > have:
-        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
-               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and "
-               f"there are {have / 1e9:,.0f}; make one of them smaller")
+# ----------------------------------------------------------------------------------------- the loop
 
 class Training:
-    """A run: its model, its optimizers, and how far it is. `run` is the loop."""
+    """A run: its model, its optimizers, and how far it is. `run` has the loop."""
     def __init__(self, gpt, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
         self.path = folder.out / "ckpt.pt"
         ckpt, self.model = read_checkpoint(self.path, gpt) if config.resume else (None, GPT(gpt))
         self.model.to(processes.device)
-        if "cuda" in processes.device and torch.cuda.get_device_capability()[0] >= 8:
+        if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
             self.model.dtype = torch.bfloat16
         self.optimizers = make_optimizers(self.model, config)
         self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, 0.0
         # Gradient norms of each block, summed over the steps
         self.grad_norms = torch.zeros(gpt.n_layer, dtype=torch.float64, device=processes.device)
         self.tokens_per_step = config.batch_size * gpt.block_size
-        # A batch has so many parts. A process computes grad_accum of them, one after the other.
+        # The parts of a batch. Each process computes grad_accum of them, one after the other.
         self.n_parts = config.grad_accum * processes.count
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
-        self.forward_model = self.prepare_to_call(gpt)
+        self.forward_model = self.as_it_is_called()   # perhaps compiled
 
     def run(self):
         """-> exit status"""
         self.announce()
         self.folder.begin(self.step, self.config.overwrite)
-        signals = note_signals()
-        seconds, timed_steps = 0.0, 0
-        first = self.step
+        signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
+        first, seconds, timed_steps = self.step, 0.0, 0
         while True:
             progress = self.progress()
             share_after_step = min(1.0, progress + 1 / self.n_steps)
-            self.model.before_step(share_after_step)   # Warm-ups of residuals need to know.
-            stop = self.processes.highest(signals[0] if signals else 0)   # for all, at this step
+            self.model.before_step(share_after_step)   # Some residuals have a warm-up.
+            # All processes have to stop at the same step, if one of them got a signal.
+            stop = self.processes.highest(signals[0] if signals else 0)
             if stop or progress >= 1 or self.step % self.config.eval_interval == 0:
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
                 if stop:
                     break
-                self.evaluate(state)
+                self.evaluate_and_report(state)
             if progress >= 1:
                 break
-            begin = time.perf_counter()
+            began = time.perf_counter()
             ran = self.forward_and_backward()
             norm, lr = self.update(ran, share_after_step)
             logs = self.step % self.config.log_interval == 0
             if logs:
                 self.check_finite()
-            if self.step > first + 1:   # The first step warms up.
-                seconds += time.perf_counter() - begin
+            if self.step > first + 1:   # The first step is slow: it may compile.
+                seconds += time.perf_counter() - began
                 timed_steps += 1
             if logs:
                 tok_s = timed_steps * self.tokens_per_step / max(seconds, 1e-9)
@@ -294,6 +273,117 @@ class Training:
         say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
             f"next: python sample.py {out}   or: python analyze.py {out}")
         return 0
+
+    def forward_and_backward(self):
+        """The gradients of a batch, summed up -> the share of tokens that ran each sublayer"""
+        config, processes, model = self.config, self.processes, self.model
+        loss, ran = torch.zeros((), device=model.device), torch.zeros(2 * len(model.order))
+        for micro in range(config.grad_accum):
+            part = micro * processes.count + processes.rank
+            x, y = self.read_batch(part)
+            # LayerDrop's coins depend only on seed, step and part, as the batch does.
+            coins = np.random.SeedSequence((model.config.seed, self.step, part))
+            torch.manual_seed(int(coins.generate_state(1)[0]))
+            if processes.count > 1:   # Processes exchange gradients once a step.
+                self.forward_model.require_backward_grad_sync = micro == config.grad_accum - 1
+            keeps = []
+            _, micro_loss = self.forward_model(x, y, keeps=keeps)
+            micro_loss = micro_loss / config.grad_accum
+            micro_loss.backward()
+            loss += micro_loss.detach()
+            ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
+        self.loss, ran = processes.mean(loss), processes.mean(ran)
+        return ran.tolist()
+
+    def read_batch(self, part):
+        """-> x, y of one part of this step's batch, on the device"""
+        gpt, config, device = self.model.config, self.config, self.processes.device
+        x, y = train_batch(self.data.shards, gpt.block_size, gpt.seed, self.step, config.batch_size,
+                           part, self.n_parts)
+        if max(x.max(), y.max()) >= self.data.meta["vocab_size"]:
+            refuse(f"--data {config.data}: has a token beyond the {self.data.meta['vocab_size']} "
+                   f"of its tokenizer; prepare it anew")
+        if self.processes.on_cuda:   # Copying from pinned memory doesn't wait for the GPU.
+            x, y = x.pin_memory(), y.pin_memory()
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+
+    def update(self, ran, share_after_step):
+        """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
+        config, model = self.config, self.model
+        grads = [[p.grad for p in block.parameters() if p.grad is not None]
+                 for block in model.blocks]
+        norms = [torch.nn.utils.get_total_norm(each).to(model.device) for each in grads]
+        norms = torch.stack(norms)   # of each block
+        self.grad_norms += norms
+        if config.equalize_grads:
+            equalize(grads, norms)
+        clip = config.grad_clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        share = lr_share(config, share_after_step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        model.after_step(ran)
+        self.step += 1
+        self.flops += self.step_flops(ran)
+        return norm, config.lr * share
+
+    # ------------------------------------------------------------------------- saving and reporting
+
+    def save(self):
+        """Writes the checkpoint, and returns it."""
+        self.check_finite()   # Nothing that has gone wrong is saved.
+        state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
+                     optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
+                     flops=self.flops, grad_norms=self.grad_norms, data=self.data.fingerprint)
+        self.folder.save("ckpt.pt", state)
+        return state
+
+    def check_finite(self):
+        """SystemExit, if the loss or a weight is not a number any more"""
+        loss = float(self.loss)
+        if not math.isfinite(loss) or not all_finite(self.model):
+            refuse(f"step {self.step}: loss {loss}, or weights that are not finite; {self.path} is "
+                   f"from before: go on from there with --resume and a lower --lr")
+
+    def evaluate_and_report(self, state):
+        """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. All
+        processes compute the same here, because the others would only wait."""
+        nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
+                                       self.config.batch_size // self.n_parts)
+        say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
+            f"{skipped:.1%} skipped")
+        if not math.isfinite(nats):
+            refuse(f"step {self.step}: validation loss {nats}; best.pt has the best weights; use a "
+                   f"lower --lr")
+        if nats < self.best_loss:
+            self.folder.save("best.pt", state)
+        # After best.pt, because a run that is resumed finds the best loss here.
+        self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
+                        grad_norms=self.grad_norms.tolist())
+        self.best_loss = min(nats, self.best_loss)
+
+    def log(self, ran, norm, lr, tok_s):
+        loss, skipped = self.loss.item(), 1 - sum(ran) / len(ran)
+        tokens = self.step * self.tokens_per_step
+        self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
+                        tokens=tokens, flops=self.flops, skip_rate=skipped)
+        say(f"step {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
+            f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
+
+    def announce(self):
+        gpt, device = self.model.config, self.processes.device
+        where = torch.cuda.get_device_name() if self.processes.on_cuda else "CPU"
+        if device == "cpu":
+            threads = torch.get_num_threads()
+            where += f", {threads} thread{'s' * (threads > 1)}"
+        say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, "
+            f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
+            f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
+
+    # -------------------------------------------------------------------------------- how far it is
 
     def count_steps(self):
         """Of the whole run. For --max_flops it is a guess, because skipping makes steps cheaper."""
@@ -318,10 +408,12 @@ class Training:
             return self.flops - self.step_flops() >= self.config.max_flops
         return self.step > self.n_steps
 
-    def prepare_to_call(self, gpt):
-        """-> the model as it is called: compiled and wrapped in DDP, if need be"""
-        on_cuda = "cuda" in self.processes.device
-        if self.config.compile or self.config.compile is None and on_cuda:
+    # ------------------------------------------------------------------------ starting and resuming
+
+    def as_it_is_called(self):
+        """-> the model: compiled, and wrapped for several processes, if need be"""
+        compiles, gpt = self.config.compile, self.model.config
+        if compiles or compiles is None and self.processes.on_cuda:
             compile_blocks(self.model)
         if self.config.checkpoint_blocks:
             checkpoint_blocks(self.model)
@@ -331,80 +423,13 @@ class Training:
         skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
         return DistributedDataParallel(self.model, find_unused_parameters=skipping)
 
-    # ----------------------------------------------------------------------------- parts of a step
-
-    def forward_and_backward(self):
-        """Sums up the gradients of a batch -> the share of tokens that ran each sublayer."""
-        config, processes, model = self.config, self.processes, self.model
-        gpt = model.config
-        loss, ran = torch.zeros((), device=model.device), torch.zeros(2 * len(model.order))
-        for micro in range(config.grad_accum):
-            part = micro * processes.count + processes.rank
-            x, y = self.read_batch(part)
-            # LayerDrop's coins depend only on seed, step and part, as the batch does.
-            coins = np.random.SeedSequence((gpt.seed, self.step, part)).generate_state(1)
-            torch.manual_seed(int(coins[0]))
-            if processes.count > 1:   # Processes exchange gradients once a step.
-                self.forward_model.require_backward_grad_sync = micro == config.grad_accum - 1
-            keeps = []
-            micro_loss = self.forward_model(x, y, keeps=keeps)[1] / config.grad_accum
-            micro_loss.backward()
-            loss += micro_loss.detach()
-            ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
-        self.loss, ran = processes.mean(loss), processes.mean(ran)
-        return ran.tolist()
-
-    def read_batch(self, part):
-        gpt, config, device = self.model.config, self.config, self.processes.device
-        x, y = train_batch(self.data.shards, gpt.block_size, gpt.seed, self.step, config.batch_size,
-                           part, self.n_parts)
-        if max(x.max(), y.max()) >= self.data.meta["vocab_size"]:
-            refuse(f"--data {config.data}: has a token beyond the {self.data.meta['vocab_size']} "
-                   f"of its tokenizer; prepare it anew")
-        if "cuda" in device:   # Copying from pinned memory doesn't wait for the GPU.
-            x, y = x.pin_memory(), y.pin_memory()
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-
-    def update(self, ran, share_after_step):
-        """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
-        config, model = self.config, self.model
-        grads = [[p.grad for p in block.parameters() if p.grad is not None]
-                 for block in model.blocks]
-        norms = [torch.nn.utils.get_total_norm(each).to(model.device) for each in grads]
-        norms = torch.stack(norms)
-        self.grad_norms += norms
-        if config.equalize_grads:
-            equalize(grads, norms)
-        clip = config.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        share = lr_share(config, share_after_step)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * share
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        model.after_step(ran)
-        self.step += 1
-        self.flops += self.step_flops(ran)
-        return norm, config.lr * share
-
-    # ------------------------------------------------------------------------- saving and reporting
-
-    def save(self):
-        """-> the checkpoint"""
-        self.check_finite()
-        state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
-                     optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
-                     flops=self.flops, grad_norms=self.grad_norms, data=self.data.fingerprint)
-        self.folder.save("ckpt.pt", state)
-        return state
-
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        gpt, end = self.model.config, self.n_steps
-        may_lack = gpt.mod_rate > 0 or gpt.layer_drop > 0 or ckpt.get("step") == 0
-        if self.config.optimizer == "sgd" and self.config.beta1 == 0:   # It has no moments.
-            may_lack = True
+        gpt, config = self.model.config, self.config
+        # A parameter has no moments as long as it has had no gradient, and without momentum.
+        skips = gpt.mod_rate > 0 or gpt.layer_drop > 0
+        no_momentum = config.optimizer == "sgd" and config.beta1 == 0
+        may_lack = skips or no_momentum or ckpt.get("step") == 0
         with reading(self.path):
             if ckpt["data"] != self.data.fingerprint:
                 refuse(f"{self.path}: is of other data than --data has now; put that back, or "
@@ -418,62 +443,15 @@ class Training:
                 raise ValueError("gradient norms that are not finite")
         if self.is_beyond_end():
             refuse(f"--resume: {self.path} is at step {self.step}, beyond the end that the flags "
-                   f"set (about {end} steps); give a later end, or none")
+                   f"set (about {self.n_steps} steps); give a later end, or none")
         past = [entry for at, entry in read_metrics(self.folder.out).items() if at <= self.step]
         losses = [entry["val_loss"] for entry in past if "val_loss" in entry]
         self.best_loss = min(losses, default=math.inf)
 
-    def evaluate(self, state):
-        """All processes do this, because the others would only wait. state: the checkpoint"""
-        nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
-                                       self.config.batch_size // self.n_parts)
-        say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
-            f"{skipped:.1%} skipped")
-        if not math.isfinite(nats):
-            refuse(f"step {self.step}: validation loss {nats}; best.pt has the best weights; use a "
-                   f"lower --lr")
-        if nats < self.best_loss:
-            self.folder.save("best.pt", state)
-        # After best.pt, because a run that is resumed finds the best loss here.
-        self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
-                        grad_norms=self.grad_norms.tolist())
-        self.best_loss = min(nats, self.best_loss)
+# --------------------------------------------------------------------------------------------- main
 
-    def log(self, ran, norm, lr, tok_s):
-        loss, skipped = self.loss.item(), 1 - sum(ran) / len(ran)
-        tokens = self.step * self.tokens_per_step
-        self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
-                        tokens=tokens, flops=self.flops, skip_rate=skipped)
-        say(f"step {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
-            f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
-
-    def check_finite(self):
-        """Nothing that has gone wrong is saved."""
-        loss = float(self.loss)
-        if not math.isfinite(loss) or not all_finite(self.model):
-            refuse(f"step {self.step}: loss {loss}, or weights that are not finite; {self.path} is "
-                   f"from before: go on from there with --resume and a lower --lr")
-
-    def announce(self):
-        gpt, device = self.model.config, self.processes.device
-        where = torch.cuda.get_device_name() if "cuda" in device else "CPU"
-        if device == "cpu":
-            threads = torch.get_num_threads()
-            where += f", {threads} thread{'s' * (threads > 1)}"
-        say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, "
-            f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
-            f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
-
-# ---------------------------------------------------------------------------------- other settings
-
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # where --optimizer is given, and --lr is not
-# The default on a GPU is GPT-2 small with 0.5M tokens a step, unless a flag says another size.
-SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
-                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
-
-def other_settings(given):
-    """What counts where there is no flag. given: the flags that are typed"""
+def defaults_for(given):
+    """The defaults that differ from those of the configs. given: the flags that are typed"""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
@@ -512,6 +490,39 @@ def residual_list():
         options = ",".join(f"{key}={default}" for key, default in options_of(name).items())
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
+
+def check_memory(gpt, config, processes):
+    """Refuses what can't fit: a lower bound for weights, gradients, moments, and a micro-batch."""
+    sequences = config.batch_size // (config.grad_accum * processes.count)
+    micro_tokens = sequences * gpt.block_size
+    need = (16 * n_weights(gpt) + 4 * micro_tokens * (gpt.vocab_size + gpt.n_layer * gpt.n_embd)
+            + 16 * config.eval_windows * gpt.block_size)
+    if processes.on_cuda:
+        _, have = torch.cuda.mem_get_info()
+    else:
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > have:
+        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
+               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and "
+               f"there are {have / 1e9:,.0f}; make one of them smaller")
+
+def main(argv=None):
+    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
+    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
+                        epilog=residual_list())
+    processes = start_processes(config)
+    pick_threads(gpt, processes.device, processes.count)
+    data = open_data(gpt, config, processes)
+    gpt.vocab_size = data.vocab_size
+    check_memory(gpt, config, processes)
+    settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+    for name in NOT_SAVED:
+        settings.pop(name)
+    # runs/attnres-group4 for attnres:group=4
+    out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
+    folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+    with contextlib.closing(folder):
+        return Training(gpt, config, data, folder, processes).run()
 
 if __name__ == "__main__":
     start(main)

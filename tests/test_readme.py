@@ -45,7 +45,7 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
     if program == "make":
         assert all(re.search(f"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in argv)
     elif argv[0] == "train.py":
-        flags.parse((model.GPTConfig, train.TrainConfig), argv[1:], defaults=train.other_settings)
+        flags.parse((model.GPTConfig, train.TrainConfig), argv[1:], defaults=train.defaults_for)
     elif argv[0] == "sample.py":
         flags.parse([sample.SampleConfig], argv[1:], positional=("run",))
     elif argv == ["analyze.py", "--list"]:

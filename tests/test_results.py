@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from flags import parse
 from model import GPTConfig
-from train import TrainConfig, other_settings
+from train import TrainConfig, defaults_for
 
 sys.path.append(str(ROOT / "results"))
 import run
@@ -50,7 +50,7 @@ def test_commands_parse_and_are_different(name):
     commands = run.commands(name)
     assert len({flags for *_, flags in commands}) == len(commands) >= 4
     for variant, seed, lr, flags in commands:
-        gpt, config = parse((GPTConfig, TrainConfig), shlex.split(flags), defaults=other_settings)
+        gpt, config = parse((GPTConfig, TrainConfig), shlex.split(flags), defaults=defaults_for)
         assert (gpt.seed, config.lr) == (seed, lr) and config.out == ""
 
 def test_every_comparison_has_its_variants():

@@ -112,7 +112,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     config = json.loads((run / "config.json").read_text())
     assert config["tokenizer"] == "bytes" and config["vocab_size"] == 320   # a multiple of 64
     assert not {"resume", "overwrite", "config"} & config.keys()
-    assert "out" not in train.other_settings(dict(config=run / "config.json"))
+    assert "out" not in train.defaults_for(dict(config=run / "config.json"))
     assert train.main(["--config", str(run / "config.json"), "--out", str(tmp_path / "replay")]) == 0
     same_run(run, tmp_path / "replay")
     model, found = runs.open_run(run, which="best.pt")
@@ -195,7 +195,7 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, flags):
 def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(train, "pick_device", lambda name: "cuda")
     def size(*given):
-        gpt, config = flags.parse((GPTConfig, train.TrainConfig), given, defaults=train.other_settings)
+        gpt, config = flags.parse((GPTConfig, train.TrainConfig), given, defaults=train.defaults_for)
         return [gpt.n_embd, config.batch_size, gpt.block_size, config.grad_accum, config.max_iters]
     assert size() == [768, 512, 1024, 8, 2000] and size("--batch_size", "64") == [768, 64, 1024, 8, 2000]
     assert size("--n_layer", "6") == [128, 16, 128, 1, 420]   # another model: the small defaults
@@ -203,16 +203,16 @@ def test_defaults_on_a_gpu(monkeypatch):
 
 def test_an_optimizer_brings_its_rate():
     def rate(*given):
-        return flags.parse((train.TrainConfig,), given, defaults=train.other_settings)[0].lr
+        return flags.parse((train.TrainConfig,), given, defaults=train.defaults_for)[0].lr
     assert [rate("--optimizer", name) for name in ("muon", "adamw", "sgd")] == [0.02, 0.006, 0.1]
     assert rate() == 0.02 and rate("--optimizer", "adamw", "--lr", "0.5") == 0.5
 
 def test_an_optimizer_typed_again_changes_nothing(copy):
-    assert train.other_settings(dict(resume=True, out=str(copy), optimizer="adamw"))["lr"] == 0.006
+    assert train.defaults_for(dict(resume=True, out=str(copy), optimizer="adamw"))["lr"] == 0.006
     edited(lambda config: config.update(lr=0.5))(copy / "config.json")
     for given in dict(resume=True, out=str(copy)), dict(config=str(copy / "config.json")):
-        assert train.other_settings(given | dict(optimizer="adamw"))["lr"] == 0.5
-        assert train.other_settings(given | dict(optimizer="sgd"))["lr"] == 0.1
+        assert train.defaults_for(given | dict(optimizer="adamw"))["lr"] == 0.5
+        assert train.defaults_for(given | dict(optimizer="sgd"))["lr"] == 0.1
 
 @pytest.mark.parametrize("schedule, shares", [   # at which part of the run
     ("cosine", {0.05: 0.5, 0.1: 1, 0.325: 0.868, 0.55: 0.55, 0.9: 0.127, 1: 0.1, 1.01: 0.1}),
