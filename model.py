@@ -1,19 +1,21 @@
 """
 A GPT in which the residual connection is a part that you can swap.
 
-A Transformer is a chain of layers. Each layer reads one vector per token and adds something to it.
-This running sum is called the stream. The rule by which a layer reads the stream and writes to it
-is the residual connection. Papers have proposed many rules. Here each rule is one small class, and
-everything else is shared, so that you can read them side by side and compare them fairly.
+A Transformer is a chain of sublayers: attention, MLP, attention, MLP, and so on. Each reads one
+vector per token and adds something to it. This running sum is called the stream. The rule by which
+a sublayer reads the stream and writes to it is the residual connection. Papers have proposed many
+rules. Here each rule is one small class, and everything else is shared, so that you can read them
+side by side and compare them fairly.
 
 The whole model is this loop:
 
     stream = start(embedding)
-    for residual, f in sublayers:        # attention, MLP, attention, MLP, ...
+    for residual, f in sublayers:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
     logits = head(finish(stream))
 
-These words have one meaning each, in all files:
+Not every token has to run every sublayer. In Mixture-of-Depths, some of them skip some: they keep
+their stream as it is, which saves time. These words have one meaning each, in all files:
 
     stream     what flows through the depth: a tensor (B, T, C), or a tuple of several tensors
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
@@ -22,10 +24,12 @@ These words have one meaning each, in all files:
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
     place      1, 2, 3, ... in the order of running; the same as l, unless --repeat is used
-    keep       which tokens run a sublayer: True for those that do (B, T), or EVERYONE, or REMOVED
-    gain       how far a sublayer will turn a token's stream; only NAG knows this in advance
+    keep       which tokens run a sublayer: True for those that do, (B, T)
+    gain       how far a sublayer will turn a token's stream. NAG, the first residual of part 2,
+               knows this before the sublayer runs. So it can tell who may as well skip
 
-B sequences have T tokens each, and a token has C = n_embd numbers. The file has four parts:
+B sequences have T tokens each, a token has C = n_embd numbers, and there are V = vocab_size
+different tokens. The file has four parts:
 
     1  a GPT       config, PreNorm, attention, MLP, the model, its first weights
     2  residuals   NAG and all the others; which one runs is the flag --residual
@@ -33,7 +37,8 @@ B sequences have T tokens each, and a token has C = n_embd numbers. The file has
     4  tools       KV cache, norms, widths, compiling, FLOPs, checks
 
 Part 1 is complete. Read it from top to bottom. The other parts are rooms: enter one when you need
-it. What part 1 takes from them is marked "(part 3)", and in the usual case does nothing special.
+it. What part 1 takes from them is marked "(part 3)": trust it on a first reading, because in the
+usual case it does nothing special.
 """
 import functools
 import itertools
@@ -67,81 +72,86 @@ class GPTConfig:
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: std 1 / sqrt(fan in), or 0.02")
-    taper: Literal["none", "linear", "cosine"] = flag("none", "how widths change over the depth")
+    kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
+    seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
+    # Leave these as they are at first: other widths and another order of the blocks (part 4)
+    taper: Literal["none", "linear", "cosine"] = flag("none", "how widths change over the depth",
+                                                      group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
     repeat: str = flag("", "9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
-    seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # who skips
+    # Who skips what (part 3)
     mod: Literal["geometric", "router"] = flag("geometric", "a token's gain decides, or a router",
                                                group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
 
     def problems(self):
-        return problems(self)   # a sentence for each (part 4)
+        """A sentence for each thing that is wrong with these values"""
+        return config_problems(self)   # (part 4)
 
 # -------------------------------------------------------------------------------------- residuals
 
 class Residual(nn.Module):
-    """What all residuals share. A model has 2L + 1 of them. For l = 1 .. 2L, the loop calls
-    `forward`. The last one is model.ends, which starts and finishes the stream.
+    """What all residuals share. A model has 2L + 1 of them: number l = 1 .. 2L is that of sublayer
+    l, and the last one, model.ends, starts and finishes the stream.
 
-        start(x)             the embedding (B, T, C) -> the first stream
-        forward(stream, f)   a stream and a sublayer f -> the next stream
-        finish(stream)       the last stream -> (B, T, C), what the head reads
-
-    Only f may look at other tokens. All else treats each token by itself, because tokens can skip
-    a sublayer: then forward gets the others alone, as (N, ...) in place of (B, T, ...).
-
-    A new residual needs `forward`, and `self.norm` or a `finish` of its own. All that follows has
-    an answer here that is right for most. Who asks for it, and when:
-
-        as_tensor(stream)       the default `finish`, and all figures: one vector (B, T, C) a token
-        init_sublayer(module)   once, when weights are drawn: may rescale those of its sublayer
-        head_weight(weight)     when logits are made: the matrix (V, C) that makes them
-        before_step(progress)   before each step: the share of the training that will be done
-        constrain(module)       after each step: may bring weights back to where they must be
-        read(stream)            when tokens skip an attention: what f would get, for all tokens
-        gain(stream)            the same, if knows_gain: (B, T, 1), which `forward` then gets, too
-        flops()                 when FLOPs are counted: its own matrix products, per token"""
-    # What else other files ask about a residual:
-    can_skip = True        # May a token pass by a sublayer, and keep its stream?
-    knows_gain = False     # Is there a method `gain`?
-    stream_grows = False   # Does each sublayer add tensors to the stream?
-    warmup = 0.0           # the share of a training after which updates have their full size
-    own_lr = ()            # names of parameters that train with --gate_lr in place of --lr
-    not_matrices = ()      # names of 2-D parameters that are lists of vectors: no weight decay
-    allowed = {}           # option -> (lowest, highest), or the words that it can be
+    A new one needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below. Only
+    f may look at other tokens. All else treats each token by itself, because tokens can skip a
+    sublayer: then forward gets the others alone, as (N, ...) in place of (B, T, ...)."""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
 
     def start(self, x):
+        """The embedding (B, T, C) -> the first stream"""
         return x
+
+    def forward(self, stream, f):
+        """A stream, and a sublayer f as a function -> the next stream"""
+        raise NotImplementedError
+
     def finish(self, stream):
+        """The last stream -> what the head reads, (B, T, C)"""
         return self.norm(self.as_tensor(stream))
+
     def as_tensor(self, stream):
+        """One vector a token, (B, T, C), whatever the stream is: for `finish` and for analyze.py"""
         return stream[0] if isinstance(stream, tuple) else stream
+
+    # All that follows has an answer that is right for most residuals. A few of those in part 2 have
+    # another one. On a first reading, go on with PreNorm.
+    can_skip = True        # May a token pass by a sublayer, and keep its stream?
+    knows_gain = False     # Is there a method gain(stream) -> (B, T, 1), a third input of forward?
+    stream_grows = False   # Does each sublayer add tensors to the stream?
+    warmup = 0.0           # the share of a training after which updates have their full size
+    own_lr = ()            # names of parameters that train with --gate_lr in place of --lr
+    not_matrices = ()      # names of 2-D parameters that are stacked vectors: no weight decay
+    allowed = {}           # option -> (lowest, highest), or the words that it can be
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        # As in GPT-2: 2L updates, added up, have the variance of one.
+        """Once, when weights are drawn: may rescale those of its sublayer."""
+        # As in GPT-2: so the sum of all 2L updates has the variance that one of them had.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     def head_weight(self, weight):
+        """The head's weight -> the matrix (V, C) that makes the logits"""
         return weight
+
     def before_step(self, progress):
-        pass
+        """Before each step of a training. progress: the share of it that is over after this step"""
+
     def constrain(self, module):
-        pass
+        """After each step: may bring the weights of its sublayer back to where they must be. (For
+        model.ends these are embedding and head.)"""
 
     def read(self, stream):
-        """Runs forward with an f that only takes a note of what it gets."""
+        """What f would get. Tokens that skip an attention are asked, for their keys and values."""
+        # Runs forward with a false f, which takes a note of its input and returns zeros.
         notes = []
         def f(x):
             notes.append(x)
@@ -150,6 +160,7 @@ class Residual(nn.Module):
         return notes[0]
 
     def flops(self):
+        """Of its own matrix products, per token"""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
 class PreNorm(Residual):
@@ -197,16 +208,18 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# A score is a cosine times this number, whatever the head size. The usual 1 / sqrt(head_size) would
+# Queries and keys have rms 1 here, so q k is head_size times their cosine. We divide by head_size,
+# and so a score is a cosine times this number, in all heads. The usual 1 / sqrt(head_size) would
 # make it at most 5.7 in heads of 32: too little to pick one token of many.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
-    """Queries (B, Q, n_head, head_size) look at keys and values (B, S, n_head, head_size) -> as q.
-    seen (B or 1, Q, S) of bools: which keys a query sees; None: those up to its own position"""
+    """Queries (B, Q, n_head, head_size) look at keys and values (B, S, n_head, head_size). ->
+    the shape of q. seen (B or 1, Q, S) of bools: which keys a query sees; None: those up to its own
+    position"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
-    scale = SHARPNESS / q.shape[-1]   # q k is the cosine times head_size, as both have rms 1.
+    scale = SHARPNESS / q.shape[-1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
 
@@ -218,11 +231,11 @@ class Attention(nn.Module):
         self.width = n_head * self.head_size   # n_embd, unless the number of heads is tapered
         self.c_attn = nn.Linear(config.n_embd, 3 * self.width, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(self.width, config.n_embd, bias=False)
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # In nGPT they are learned.
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT (part 2) learns them.
 
     def project(self, x, rotation, parts="qkv"):
-        """x (..., C) -> its queries, keys and values, or neighbours of these, such as "kv". Each
-        is (..., n_head, head_size). Queries and keys are normalised and turned."""
+        """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. Queries and
+        keys are normalised and turned. parts: "kv" or "q", if tokens skip (part 3)"""
         first, last = "qkv".index(parts[0]), "qkv".index(parts[-1])
         weight = self.c_attn.weight[first * self.width:(last + 1) * self.width]
         x = F.linear(x, weight).unflatten(-1, (len(parts), self.n_head, self.head_size))
@@ -249,7 +262,7 @@ class MLP(nn.Module):
         rows = 2 * hidden if config.activation == "swiglu" else hidden   # Half of them are gates.
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()   # In nGPT it is learned.
+        self.scale = nn.Identity()   # nGPT (part 2) learns it.
 
     def forward(self, x, rotation=None, cache=None):
         """x (..., C) -> (..., C). An MLP sees no other tokens, so it uses no rotation and cache."""
@@ -279,8 +292,8 @@ class Block(nn.Module):
 class Sublayer:
     """The f that residuals get: an attention or an MLP, as a function of x alone.
 
-    On a GPU it computes in half precision. The stream does not, because rounding errors would add
-    up over the depth. dtype: torch.bfloat16, or None"""
+    On a GPU it computes in bfloat16. The stream does not, because rounding errors would add up over
+    the depth. dtype: torch.bfloat16, or None to compute as the stream does"""
     def __init__(self, module, rotation, cache, dtype):
         self.module, self.rotation, self.cache, self.dtype = module, rotation, cache, dtype
 
@@ -293,12 +306,19 @@ def autocast(x, dtype):
 
 # -------------------------------------------------------------------------------------- the model
 
-# What a decider can say of a sublayer, besides a tensor `keep` (B, T) that is True for some tokens:
-EVERYONE = None    # All tokens run it. This is the usual answer.
-REMOVED = False    # None does, as if there were no such sublayer.
+# A decider says which tokens run a sublayer. It is a small object of part 3, which the model asks:
+#
+#     begin()                           a new walk through the depth begins
+#     decide(place, residual, stream)   -> keep, and the gain, if it is known by now (or else None)
+#     after(place, stream)              -> the stream that goes on, usually as it is
+#     loss()                            -> what it adds to the loss, usually 0
+#
+# Its `keep` is a tensor of bools (B, T), or one of these words:
+EVERYONE = None    # All tokens run the sublayer. This is the usual answer.
+REMOVED = False    # No token does, as if there were no such sublayer.
 
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, a sentence for each problem, if the config is wrong."""
+    """Decoder-only Transformer. ValueError if the config is wrong: it lists all problems."""
     def __init__(self, config: GPTConfig):
         super().__init__()
         if config.problems():
@@ -308,13 +328,14 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.embedding_scale = 1.0   # With --tie, init_weights takes another one.
         if config.tie:
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
         self.decider = make_decider(config)   # who runs what; usually all tokens do (part 3)
         self.run = run_sublayer               # train.py may compile it.
-        self.dtype = None                     # of sublayers and head; bfloat16 on a GPU
+        self.dtype = None                     # train.py takes torch.bfloat16 on a GPU.
         init_weights(self)
 
     def walk(self, idx, cache=None, decider=None):
@@ -322,7 +343,8 @@ class GPT(nn.Module):
         sublayer it yields its place, the stream before, the stream after, and who ran it."""
         decider = decider or self.decider
         decider.begin()
-        run = self.run if cache is None else run_sublayer   # One token is too little to compile.
+        # Sampling isn't compiled: there is a cache then (part 4), and shapes change all the time.
+        run = self.run if cache is None else run_sublayer
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
@@ -341,7 +363,7 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.grow(end)
+            cache.grow(end)   # Now cache.length is `end`.
         rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -374,8 +396,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                       decider=None, n_vocab=None):
-        """In eval mode, continues idx (B, T). Yields each new token (B, 1), and the `keeps` of the
-        pass that led to it. n_vocab: the number of tokens, if the head has more rows than that."""
+        """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
+        `keeps` of the pass that led to it. n_vocab: how many tokens there are, if V is more"""
         size, cache = self.config.block_size, None
         for _ in range(max_new_tokens):
             new = idx[:, -1:]   # The cache has all that this token needs to see of earlier ones.
@@ -401,7 +423,8 @@ class GPT(nn.Module):
         self.decider.before_step(progress)
 
     def after_step(self, ran):
-        """train.py calls this after each step. ran: the share of tokens that ran each sublayer"""
+        """train.py calls this after each step. ran: the share of tokens that ran each sublayer, a
+        list of numbers, which ran_shares (part 3) makes of `keeps`"""
         constrain_weights(self)
         self.decider.after_step(ran)
 
@@ -439,7 +462,9 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 #     all others   1 / sqrt(columns)       0.02
 #
 # A residual may then rescale: by default each c_proj is divided by sqrt(2L). Norms and gates start
-# as their classes say. With `width` the first logits have a standard deviation of about 0.8.
+# as their classes say. With `width`, a token's embedding is longer than what its first sublayers
+# add to it. And the first logits have a standard deviation of about 0.8, so no token is much
+# likelier than the others.
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -453,10 +478,17 @@ def init_weights(model):
     config = model.config
     embedding_std, head_std = first_stds(config)
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            std = module.weight.shape[1] ** -0.5 if config.init == "width" else 0.02
-            std = {model.wte: embedding_std, model.lm_head: head_std}.get(module, std)
-            module.weight.normal_(generator=seeded(config, name)).mul_(std)
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        if module is model.wte:
+            std = embedding_std
+        elif module is model.lm_head:
+            std = head_std
+        elif config.init == "gpt2":
+            std = 0.02
+        else:
+            std = module.weight.shape[1] ** -0.5
+        module.weight.normal_(generator=seeded(config, name)).mul_(std)
     # A tied matrix can't be a large embedding and a small head. It starts as the head, which is
     # drawn last, and the embedding is multiplied to its size.
     model.embedding_scale = embedding_std / head_std if config.tie else 1.0
@@ -472,7 +504,7 @@ def seeded(config, name):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Lets residuals bring weights back to where they must be. (Only nGPT does.)"""
+    """Lets residuals bring weights back to where they must be. Only nGPT does: see part 2."""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
@@ -1022,13 +1054,8 @@ def options_of(name):
 # deciders, and then how it is done.
 
 class Decider(nn.Module):
-    """Says which tokens run a sublayer. This one: everyone, always. GPT.walk calls
-
-        begin()                           at the beginning of each pass: forget the last one
-        decide(place, residual, stream)   -> keep, and the gains (B, T, 1) or None if not computed
-        after(place, stream)              -> the stream after the sublayer, as it is or changed
-
-    GPT.forward adds loss() to the loss. Training calls before_step and after_step, as in GPT."""
+    """Says which tokens run a sublayer. This one: everyone, always. Its methods are explained above
+    class GPT. Training calls before_step and after_step, as those of GPT."""
     # Does a token that skips an attention still make its key and value, for later tokens to see?
     skippers_make_keys = True
 
@@ -1529,7 +1556,7 @@ def flops_per_token(model, T=None, ran=None):
 
 # ------------------------------------------------------------------------------------------ checks
 
-def problems(config):
+def config_problems(config):
     """-> a list of sentences, one for each problem of the config"""
     bad = field_problems(config)
     try:

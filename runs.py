@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from flags import is_about_memory, refuse
-from model import GPT, GPTConfig, block_widths, make_residual, problems
+from model import GPT, GPTConfig, block_widths, make_residual
 
 VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
 
@@ -227,7 +227,7 @@ def read_checkpoint(path, gpt=None):
             differ = [f"{key} {value} there, {getattr(gpt, key)} here"
                       for key, value in asdict(found).items() if value != getattr(gpt, key)]
             refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-        if bad := problems(found):
+        if bad := found.problems():
             raise ValueError(bad[0])
         if 4 * n_weights(found) > path.stat().st_size:
             raise ValueError("its settings are of a larger model")

@@ -503,8 +503,8 @@ def check_memory(gpt, config, processes):
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > have:
         refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
-               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, and "
-               f"there are {have / 1e9:,.0f}; make one of them smaller")
+               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, "
+               f"and there are {have / 1e9:,.0f}; make one of them smaller")
 
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""

@@ -430,7 +430,7 @@ REFUSED = [   # what is wrong, and words that the sentence needs
 
 @pytest.mark.parametrize("config, words", REFUSED, ids=str)
 def test_what_can_not_be_built_is_one_sentence(config, words):
-    found = M.problems(M.GPTConfig(**(dict(n_layer=3, n_head=2, n_embd=16) | config)))
+    found = M.config_problems(M.GPTConfig(**(dict(n_layer=3, n_head=2, n_embd=16) | config)))
     assert len(found) == 1 and "\n" not in found[0] and all(word in found[0] for word in words), found
     with pytest.raises(ValueError) as error:
         make(**config)
@@ -444,7 +444,7 @@ def test_a_depth_that_is_too_large_is_refused_before_anything_is_built(n_layer, 
         make(n_layer=n_layer)
 
 def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
-    assert len(M.problems(M.GPTConfig(residual="prenorm", activation="tanh", norm="batch"))) == 3
+    assert len(M.config_problems(M.GPTConfig(residual="prenorm", activation="tanh", norm="batch"))) == 3
     for pieces in [17], [16, 1]:
         with pytest.raises(ValueError, match="17.*block_size 16"):
             decode(make(), ids(1, 17), pieces)
