@@ -63,6 +63,14 @@ EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
     "skipsteps": ("Does skipping know who needs depth?", [
         Variant("NAG that skips a quarter", steps_run("nag") + " --gate_lr 3e-3 --mod_rate 0.25")],
         (2, 3, 4, 5)),
+    # The seeds above left all of this open. These are new ones, and more of them.
+    "again": ("Ten new seeds: NAG, and skipping against fewer blocks", [
+        Variant("PreNorm, again", steps_run("pre")),
+        Variant("PreNorm, 1.15 times as long", steps_run("pre", iters=1150)),
+        Variant("NAG, again", steps_run("nag") + " --gate_lr 3e-3"),
+        Variant("NAG, 5 blocks", steps_run("nag", 5) + " --gate_lr 3e-3"),
+        Variant("NAG that skips a quarter, again",
+                steps_run("nag") + " --gate_lr 3e-3 --mod_rate 0.25")], tuple(range(6, 16))),
     "start": ("The residual or the first weights? (text)", [
         Variant("PreNorm, width", TEXT + " --residual pre"),
         Variant("PreNorm, gpt2", TEXT + " --residual pre --init gpt2"),
