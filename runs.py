@@ -128,30 +128,34 @@ class RunFolder:
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings, self.is_first = Path(out), settings, is_first
         self.metrics = self.lock = None
-        if not is_first:
+        if is_first:
+            self.check(resume, overwrite)   # before anything of ours is in there
+            self.take_lock()
+            self.check(resume, overwrite)   # Another process may have written there meanwhile.
+
+    def check(self, resume, overwrite):
+        held = self.look()
+        if resume or not held or self.began(held):
             return
-        held = self.look() if not resume else set()
-        if held and not overwrite and not self.began(held):
+        if not overwrite:
             what = "a run" if "ckpt.pt" in held else "other files"
-            refuse(f"--out {out}: holds {what} already; --resume continues a run, --overwrite "
+            refuse(f"--out {self.out}: holds {what} already; --resume continues a run, --overwrite "
                    f"replaces it, another --out keeps it")
-        if held and overwrite and not self.is_ours():
-            refuse(f"--out {out}: is no run folder of this program, so --overwrite doesn't replace "
-                   f"it; take another --out")
+        if not self.is_ours():
+            refuse(f"--out {self.out}: is no run folder of this program, so --overwrite doesn't "
+                   f"replace it; take another --out")
+
+    def take_lock(self):
         with writing(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open_own(self.out / "lock")
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            refuse(f"--out {out}: another process is training there; wait for it, or take another "
-                   f"--out")
+            refuse(f"--out {self.out}: another process is training there; wait for it, or take "
+                   f"another --out")
         except OSError:
             pass   # a file system without locks
-        # What was looked at may have changed before the lock was ours.
-        if not resume and self.look() != held:
-            refuse(f"--out {out}: another process has just written there; look at it, and try "
-                   f"again")
 
     def look(self):
         """The names of files that are there and that could be lost"""
