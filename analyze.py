@@ -497,7 +497,7 @@ def attention_weights(run, idx):
     T, found = idx.shape[1], []
     hidden, rotation = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1), run.model.rotation[:T]
     for residual, f, before, *_ in itertools.islice(run.visits(idx), 0, None, 2):           # the attentions
-        q, k, _ = f.module.project(residual.read(before), rotation)                         # (B, T, nh, hs)
+        q, k, _ = f.module.qkv(residual.read(before), rotation)                             # (B, T, nh, hs)
         scores = torch.einsum("bqhc,bkhc->bhqk", q, k) * SHARPNESS / f.module.head_size
         found.append(scores.masked_fill(hidden, -math.inf).softmax(-1).mean((0, 1)))
     return torch.stack(found)

@@ -29,7 +29,8 @@ their stream as it is, which saves time. These words have one meaning each, in a
                knows this before the sublayer runs. So it can tell who may as well skip
 
 B sequences have T tokens each, a token has C = n_embd numbers, and there are V = vocab_size
-different tokens. The file has four parts:
+different tokens. If tokens skip, N of them run a sublayer; S is how many an attention can see. The
+file has four parts:
 
     1  a GPT       config, PreNorm, attention, MLP, the model, its first weights
     2  residuals   NAG and all the others; which one runs is the flag --residual
@@ -134,7 +135,7 @@ class Residual(nn.Module):
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        """Once, when weights are drawn: may rescale those of its sublayer."""
+        """Once, when weights are drawn: may rescale its sublayer's, or give it scales."""
         # As in GPT-2: so the sum of all 2L updates has the variance that one of them had.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
@@ -233,26 +234,25 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(self.width, config.n_embd, bias=False)
         self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT (part 2) learns them.
 
-    def project(self, x, rotation, parts="qkv"):
+    def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. Queries and
-        keys are normalised and turned. parts: "kv" or "q", if tokens skip (part 3)"""
-        first, last = "qkv".index(parts[0]), "qkv".index(parts[-1])
-        weight = self.c_attn.weight[first * self.width:(last + 1) * self.width]
-        x = F.linear(x, weight).unflatten(-1, (len(parts), self.n_head, self.head_size))
-        found = dict(zip(parts, x.unbind(-3)))
-        if "q" in found:
-            found["q"] = self.scale_q(rotate(unit(found["q"]), rotation))
-        if "k" in found:
-            found["k"] = self.scale_k(rotate(unit(found["k"]), rotation))
-        return found.values()
+        keys are normalised and turned. rotation: of the positions of x"""
+        q, k, v = self.heads(x, self.c_attn.weight)
+        q = self.scale_q(rotate(unit(q), rotation))
+        k = self.scale_k(rotate(unit(k), rotation))
+        return q, k, v
 
-    def forward(self, x, rotation, cache=None):
-        """x (B, T, C) -> (B, T, C). rotation: of these T positions; cache: in sampling, this
-        attention's LayerCache, which knows the keys and values of earlier tokens (part 4)"""
-        q, k, v = self.project(x, rotation)
+    def heads(self, x, weight):
+        """What some rows of c_attn make of x: q, k and v, or those of them that the rows are for"""
+        return F.linear(x, weight).unflatten(-1, (-1, self.n_head, self.head_size)).unbind(-3)
+
+    def forward(self, x, rotation, layer_cache=None):
+        """x (B, T, C) -> (B, T, C). layer_cache: in sampling, the keys and values that this
+        attention has made of earlier tokens (part 4)"""
+        q, k, v = self.qkv(x, rotation)
         seen = None
-        if cache is not None:
-            k, v, seen = cache.append(k, v)
+        if layer_cache is not None:
+            k, v, seen = layer_cache.append(k, v)
         return self.c_proj(attend(q, k, v, seen).flatten(-2))
 
 class MLP(nn.Module):
@@ -264,8 +264,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
         self.scale = nn.Identity()   # nGPT (part 2) learns it.
 
-    def forward(self, x, rotation=None, cache=None):
-        """x (..., C) -> (..., C). An MLP sees no other tokens, so it uses no rotation and cache."""
+    def forward(self, x, rotation=None, layer_cache=None):
+        """x (..., C) -> (..., C). An MLP sees no other tokens, so it needs no more."""
         x = self.scale(self.c_fc(x))
         if self.activation == "gelu":
             x = F.gelu(x)
@@ -289,17 +289,18 @@ class Block(nn.Module):
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
-class Sublayer:
+class SublayerFunction:
     """The f that residuals get: an attention or an MLP, as a function of x alone.
 
     On a GPU it computes in bfloat16. The stream does not, because rounding errors would add up over
     the depth. dtype: torch.bfloat16, or None to compute as the stream does"""
-    def __init__(self, module, rotation, cache, dtype):
-        self.module, self.rotation, self.cache, self.dtype = module, rotation, cache, dtype
+    def __init__(self, module, rotation, layer_cache, dtype):
+        self.module, self.rotation = module, rotation
+        self.layer_cache, self.dtype = layer_cache, dtype
 
     def __call__(self, x):
         with autocast(x, self.dtype):
-            return self.module(x, self.rotation, self.cache).to(x.dtype)
+            return self.module(x, self.rotation, self.layer_cache).to(x.dtype)
 
 def autocast(x, dtype):
     return torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
@@ -310,7 +311,7 @@ def autocast(x, dtype):
 #
 #     begin()                           a new walk through the depth begins
 #     decide(place, residual, stream)   -> keep, and the gain, if it is known by now (or else None)
-#     after(place, stream)              -> the stream that goes on, usually as it is
+#     after(place, stream)              -> the stream that goes on; only routers change it
 #     loss()                            -> what it adds to the loss, usually 0
 #
 # Its `keep` is a tensor of bools (B, T), or one of these words:
@@ -363,13 +364,15 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.grow(end)   # Now cache.length is `end`.
+            cache.grow(end)   # now, as whoever reads what follows may stop half-way
         rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            layer = None if cache is None else cache.layers[i]
-            yield 2 * i + 1, block.attn_residual, Sublayer(block.attn, rotation, layer, self.dtype)
-            yield 2 * i + 2, block.mlp_residual, Sublayer(block.mlp, rotation, None, self.dtype)
+            layer_cache = None if cache is None else cache.layers[i]
+            attention = SublayerFunction(block.attn, rotation, layer_cache, self.dtype)
+            mlp = SublayerFunction(block.mlp, rotation, None, self.dtype)
+            yield 2 * i + 1, block.attn_residual, attention
+            yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, decider=None, keeps=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None
@@ -397,8 +400,9 @@ class GPT(nn.Module):
     def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                       decider=None, n_vocab=None):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        `keeps` of the pass that led to it. n_vocab: how many tokens there are, if V is more"""
-        size, cache = self.config.block_size, None
+        `keeps` of the pass that led to it. n_vocab: how many tokens there are, if
+        the head has more rows"""
+        size, cache = self.config.block_size, None   # a KVCache: keys and values so far (part 4)
         for _ in range(max_new_tokens):
             new = idx[:, -1:]   # The cache has all that this token needs to see of earlier ones.
             if cache is None:
@@ -526,7 +530,7 @@ class NAG(Residual):
     log of the length (rms) that goes with it, (B, T, 1). A sublayer turns the direction by the
     angle atan(gain), towards the part of its update that is orthogonal to the direction:
 
-        direction <- (direction + gain side) / sqrt(1 + gain^2)     side: that part, with rms 1
+        direction <- (direction + gain side / rms(side)) / sqrt(1 + gain^2)     side: that part
         log_length <- log_length + 1/2 log(1 + gain^2)
 
     The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
@@ -679,7 +683,8 @@ def value_weight(module):
     return module.c_fc.weight
 
 def deepnorm(C, L, l):
-    small = (8 * L) ** -0.25   # Of all first matrices, so the MLP's, too, are below the paper's.
+    # Updates stay bounded if c_proj, and what makes values and hidden units, starts small.
+    small = (8 * L) ** -0.25
     return dict(scale_stream=(2 * L) ** 0.25, norm_out=True, norm_final=False,
                 first_c_proj=small, first_values=small)
 
@@ -1101,8 +1106,8 @@ class Without(Decider):
         return self.decider.loss()
 
 class Threshold(Decider):
-    """A token skips a sublayer if its |gain| is at most `threshold`. This rule is ours: of NAG's
-    paper only summaries are known. All tokens run the sublayers at the places `whole`."""
+    """A token skips a sublayer if its |gain| is at most `threshold`. This rule is ours: how NAG's
+    paper decides we know from summaries only. At the places `whole` all tokens run."""
     def __init__(self, threshold, whole=()):
         super().__init__()
         self.threshold, self.whole = threshold, {*whole}
@@ -1149,6 +1154,7 @@ class MovingThreshold(Decider):
         if self.threshold == 0:
             return
         skipped = 1 - sum(ran) / len(ran)
+        # If nobody has skipped, the threshold rises by 22 %.
         self.threshold *= math.exp(0.2 * (self.rate - skipped) / self.rate)
         attentions = torch.tensor(ran[::2], device=self.whole.device)
         few_skip = 1 - attentions < LEAST_SKIPPED   # also true of those that all had to run
@@ -1292,7 +1298,7 @@ def calibrate(model, batches, rate, whole=()):
     on batches (a list of idx (B, T)). It is found by bisection, as what is skipped changes what
     comes next. Attentions that few tokens would skip run whole, as in training. whole: their
     places"""
-    low, high = 0.0, 4.0
+    low, high = 0.0, 4.0   # Gains start at 1 or less, and few ever grow above 4.
     for _ in range(16):
         decider, keeps = Threshold((low + high) / 2, whole), []
         for idx in batches:
@@ -1360,27 +1366,30 @@ class KeptTokens:
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
+    attn = f.module
     with autocast(x, f.dtype):
-        k, v = f.module.project(x, f.rotation, "kv")
-        return with_older(f.cache, k, v)
+        k, v = attn.heads(x, attn.c_attn.weight[attn.width:])
+        k = attn.scale_k(rotate(unit(k), f.rotation))
+        return with_older(f.layer_cache, k, v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    rotation = f.rotation[tokens.position]
+    attn, rotation = f.module, f.rotation[tokens.position]
     with autocast(x, f.dtype):
         if keys is None:
-            q, k, v = f.module.project(x, rotation)
-            keys = with_older(f.cache, tokens.spread(k), tokens.spread(v), tokens.keep)
+            q, k, v = attn.qkv(x, rotation)
+            keys = with_older(f.layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = f.module.project(x, rotation, "q")
-        return f.module.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
+            q, = attn.heads(x, attn.c_attn.weight[:attn.width])
+            q = attn.scale_q(rotate(unit(q), rotation))
+        return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(cache, k, v, there=None):
+def with_older(layer_cache, k, v, there=None):
     """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
     keys (None: all) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
-    if cache is not None:
-        return cache.append(k, v, there)
+    if layer_cache is not None:
+        return layer_cache.append(k, v, there)
     seen = causal(k.shape[1], k.shape[1], k.device)
     return k, v, seen if there is None else seen & there[:, None]
 
@@ -1412,7 +1421,7 @@ def attend_kept(q, k, v, seen, tokens):
 class KVCache:
     """Keys and values of all tokens so far, so that sampling computes only the newest token."""
     def __init__(self, model, batch_size):
-        self.start = self.length = 0   # The newest tokens are at start .. length.
+        self.start = self.length = 0   # The newest tokens are start .. length - 1.
         self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size)
                        for number in model.order]
 
@@ -1520,7 +1529,7 @@ def compile_blocks(model, **options):
     if not model.ends.stream_grows:
         model.run = torch.compile(run_sublayer, **options)
         return
-    call = torch.compile(Sublayer.__call__, **options)
+    call = torch.compile(SublayerFunction.__call__, **options)
     def run(stream, residual, f, gain=None):
         return residual(stream, functools.partial(call, f))
     model.run = run
@@ -1538,8 +1547,8 @@ def flops_per_token(model, T=None, ran=None):
     has three times as many. The scores of later tokens count, too. ran: what ran_shares returns"""
     config, T = model.config, T or model.config.block_size
     ran = ran or [1.0] * 2 * len(model.order)
-    n_heads = len(model.order) if model.training and config.deep_supervision else 1
-    total = model.ends.flops() + n_heads * 2 * config.vocab_size * config.n_embd
+    predictions = len(model.order) if model.training and config.deep_supervision else 1
+    total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     if config.mod == "router":
         total += 2 * config.n_embd * sum(number % 2 for number in model.order)
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
@@ -1549,8 +1558,8 @@ def flops_per_token(model, T=None, ran=None):
         total += residual.flops() * (1 if residual.knows_gain else share)   # Gains are for all.
         if isinstance(module, Attention):
             total += share * 4 * T * module.width   # scores, and sums of values
-            if model.decider.skippers_make_keys:    # Half of its matrices make keys and values.
-                share = (1 + share) / 2
+            if model.decider.skippers_make_keys:
+                share = (1 + share) / 2   # The half that makes keys and values runs for all tokens.
         total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
     return total
 
@@ -1568,14 +1577,14 @@ def config_problems(config):
     try:
         order = block_order(config)
         with torch.device("meta"):   # shapes without numbers, so without memory
-            with_rms = replace(config, norm="rms")
+            with_rms = replace(config, norm="rms")   # to see whether there is a norm to replace
             first, ends = (make_residual(with_rms, l) for l in (1, 2 * config.n_layer + 1))
             stream = ends.start(torch.empty(1, 1, config.n_embd))
     except ValueError as error:
         return [str(error)]
     one_tensor, name = isinstance(stream, torch.Tensor) and stream.dim() == 3, config.residual
     has_norms = any(isinstance(m, nn.RMSNorm) for m in [*first.modules(), *ends.modules()])
-    routed, with_router = config.mod == "router", config.n_layer // 2 / config.n_layer
+    routed, routed_share = config.mod == "router", config.n_layer // 2 / config.n_layer
     rules = [   # (is it wrong, why, and what to do)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
@@ -1592,8 +1601,8 @@ def config_problems(config):
          f"--mod_rate: --residual {name} knows no gain; use nag, or --mod router"),
         (routed and not one_tensor,
          f"--mod router: the stream of --residual {name} isn't one tensor; use pre"),
-        (routed and not 0 < config.mod_rate <= 0.9001 * with_router,
+        (routed and not 0 < config.mod_rate <= 0.9001 * routed_share,   # 0.9, and rounding
          f"--mod_rate {config.mod_rate}: every second block has a router; use more than 0, at most "
-         f"{0.9 * with_router:.2f}, and two blocks or more"),
+         f"{0.9 * routed_share:.2f}, and two blocks or more"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
