@@ -743,6 +743,7 @@ class AttnRes(Residual):
     can_skip = False
     stream_grows = True
     not_matrices = "query", "key_weight"
+    own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
     allowed = dict(group=(1, 10000))
     def __init__(self, config, l, group=1):
         """group: how many updates make a source; 1 is Full AttnRes"""
