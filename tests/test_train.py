@@ -229,6 +229,7 @@ def test_optimizer_groups(residual):
     model = GPT(GPTConfig(**TINY, residual=residual, tie=residual in ("pre", "nag")))
     names = {p: name for name, p in model.named_parameters()}
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
+    assert bool(own) == (residual in ("nag", "attnres"))   # Others do best at the rate of everything else.
     stacked = {id(getattr(r, name)) for r in model.residuals() for name in r.not_matrices if hasattr(r, name)}
     for optimizer in "adamw", "sgd", "muon":
         made = train.make_optimizers(model, train.TrainConfig(optimizer=optimizer, gate_lr=5e-4))
