@@ -14,33 +14,39 @@ The whole model is this loop:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
     logits = head(finish(stream))
 
-Not every token has to run every sublayer. In Mixture-of-Depths, some of them skip some: they keep
-their stream as it is, which saves time. These words have one meaning each, in all files:
+Not every token has to run every sublayer. In Mixture-of-Depths, a token can skip a sublayer: its
+stream stays as it is, which saves time.
 
-    stream     what flows through the depth: a tensor (B, T, C), or a tuple of several tensors
+There are B sequences of T tokens. A token has C = n_embd numbers in the stream, and there are
+V = vocab_size different tokens. The following words have one meaning each, in all files:
+
+    stream     what flows through the depth. Its form is up to the residual: one tensor (B, T, C) in
+               PreNorm, and a tuple of several things in some others
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
-    block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers
+    block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
+               (Only block_size, the longest context, has nothing to do with it. GPTs call it so.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
-    place      1, 2, 3, ... in the order of running; the same as l, unless --repeat is used
-    keep       which tokens run a sublayer: True for those that do, (B, T)
-    gain       how far a sublayer will turn a token's stream. NAG, the first residual of part 2,
-               knows this before the sublayer runs. So it can tell who may as well skip
+    place      1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
+    decider    a small object that says, before each sublayer, which tokens run it
+    keep       what it says: EVERYONE, or REMOVED (nobody), or bools (B, T), True for those that run
+    gain       how much a sublayer will change a token's stream. NAG, the first residual of part 2,
+               knows this before the sublayer runs. So a decider can let a token with a small gain
+               skip. With most residuals there is no gain
 
-B sequences have T tokens each, a token has C = n_embd numbers, and there are V = vocab_size
-different tokens. If tokens skip, N of them run a sublayer; S is how many an attention can see. The
-file has four parts:
+The file has four parts:
 
     1  a GPT       config, PreNorm, attention, MLP, the model, its first weights
     2  residuals   NAG and all the others; which one runs is the flag --residual
     3  skipping    who decides which tokens run a sublayer, and how only these are computed
     4  tools       KV cache, norms, widths, compiling, FLOPs, checks
 
-Part 1 is complete. Read it from top to bottom. The other parts are rooms: enter one when you need
-it. What part 1 takes from them is marked "(part 3)": trust it on a first reading, because in the
-usual case it does nothing special.
+Part 1 is a whole GPT. Read it from top to bottom. The other parts are rooms: enter one when you
+need it. The few things that part 1 takes from them are marked, such as "(part 4)". Trust them on a
+first reading: with the default flags, none of them does anything special.
 """
+import contextlib
 import functools
 import itertools
 import math
@@ -61,8 +67,9 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """Each field is a flag of train.py. `flag` gets its default, its help, and its range."""
-    residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or hyper:kind=mhc,n=2")
+    """Each field is a flag of train.py: flag(default, help, lowest, highest). Where there is a
+    `group`, --help begins a new section."""
+    residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
     n_embd: int = flag(128, "width of the stream", 2, 65536)
@@ -96,12 +103,13 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------- residuals
 
 class Residual(nn.Module):
-    """What all residuals share. A model has 2L + 1 of them: number l = 1 .. 2L is that of sublayer
-    l, and the last one, model.ends, starts and finishes the stream.
+    """What all residuals share. Each sublayer has a residual of its own, with the same number
+    l = 1 .. 2L. The model has one more, model.ends, number 2L + 1, which has no sublayer. It only
+    starts and finishes the stream, so its norm is the final norm of the model.
 
-    A new one needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below. Only
-    f may look at other tokens. All else treats each token by itself, because tokens can skip a
-    sublayer: then forward gets the others alone, as (N, ...) in place of (B, T, ...)."""
+    A new residual needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below.
+    Only f may look at other tokens. All else treats each token by itself: if some tokens skip a
+    sublayer, forward gets only those that run it, as (N, ...) in place of (B, T, ...)."""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
@@ -123,45 +131,41 @@ class Residual(nn.Module):
         """One vector a token, (B, T, C), whatever the stream is: for `finish` and for analyze.py"""
         return stream[0] if isinstance(stream, tuple) else stream
 
-    # All that follows has an answer that is right for most residuals. A few of those in part 2 have
-    # another one. On a first reading, go on with PreNorm.
-    can_skip = True        # May a token pass by a sublayer, and keep its stream?
-    knows_gain = False     # Is there a method gain(stream) -> (B, T, 1), a third input of forward?
-    stream_grows = False   # Does each sublayer add tensors to the stream?
-    warmup = 0.0           # the share of a training after which updates have their full size
-    own_lr = ()            # names of parameters that train with --gate_lr in place of --lr
-    not_matrices = ()      # names of 2-D parameters that are stacked vectors: no weight decay
-    allowed = {}           # option -> (lowest, highest), or the words that it can be
-
+    # The model calls these four, too. Most residuals keep them as they are.
     @torch.no_grad()
     def init_sublayer(self, module):
-        """Once, when weights are drawn: may rescale its sublayer's, or give it scales."""
-        # As in GPT-2: so the sum of all 2L updates has the variance that one of them had.
+        """Once, after the weights are drawn. module: the attention or MLP of this residual. May
+        rescale its weights."""
+        # As in GPT-2: so the sum of all 2L updates has the variance that one of them had. c_proj is
+        # the last matrix of each sublayer.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     def head_weight(self, weight):
-        """The head's weight -> the matrix (V, C) that makes the logits"""
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
 
     def before_step(self, progress):
         """Before each step of a training. progress: the share of it that is over after this step"""
 
     def constrain(self, module):
-        """After each step: may bring the weights of its sublayer back to where they must be. (For
-        model.ends these are embedding and head.)"""
+        """After each step: may bring the weights of its module back to where they must be. (Those
+        of embedding and head belong to model.ends.)"""
+
+    # Nothing in part 1 needs the rest. On a first reading, go on with PreNorm.
+    can_skip = True        # Can a token that skips simply keep its stream?
+    knows_gain = False     # True: it has a gain(stream) -> (B, T, 1), and forward can be given it.
+    stream_grows = False   # True: each sublayer adds a tensor to the stream.
+    warmup = 0.0           # After this share of a training, updates have their full size.
+    own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
+    not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
+    allowed = {}           # Ranges of options, see Template: {"first": (lowest, highest)}, or words
 
     def read(self, stream):
-        """What f would get. Tokens that skip an attention are asked, for their keys and values."""
-        # Runs forward with a false f, which takes a note of its input and returns zeros.
-        notes = []
-        def f(x):
-            notes.append(x)
-            return torch.zeros_like(x)
-        self(stream, f)
-        return notes[0]
+        """What f would get. If a token skips an attention, its key and value are made of this."""
+        return input_of_f(self, stream)   # (part 3)
 
     def flops(self):
-        """Of its own matrix products, per token"""
+        """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
 class PreNorm(Residual):
@@ -174,13 +178,13 @@ class PreNorm(Residual):
         return x + f(self.norm(x))
 
 class Template(Residual):
-    """Copy me. PreNorm whose updates are multiplied by a learned number b each.
+    """Copy me. PreNorm, but each sublayer has a learned number b that multiplies its updates.
 
     Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
-    argument of __init__ becomes an option, --residual template:first=0.5. With own_lr = ("b",), b
-    trains at --gate_lr. With an init_sublayer that does nothing, f keeps its weights as drawn."""
+    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
+    trains at --gate_lr. If c_proj is to keep its size, add an init_sublayer that does nothing."""
     def __init__(self, config, l, first=1.0):
-        """first: the value that b starts with"""
+        """first: the value of b before training"""
         super().__init__(config, l)
         self.norm = make_norm(config)
         if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
@@ -209,15 +213,17 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys have rms 1 here, so q k is head_size times their cosine. We divide by head_size,
-# and so a score is a cosine times this number, in all heads. The usual 1 / sqrt(head_size) would
-# make it at most 5.7 in heads of 32: too little to pick one token of many.
+# Attention.qkv, below, gives each query and key rms 1. So their product is head_size times their
+# cosine, and with the scale SHARPNESS / head_size a score is SHARPNESS times the cosine, however
+# large a head is. The usual scale, 1 / sqrt(head_size), would let scores reach 5.7 in heads of 32,
+# which is too little to pick one token of many. In heads of 128, as large models have, they reach
+# sqrt(128) = 11.3. We tried 4 to 32, and this was best.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
-    """Queries (B, Q, n_head, head_size) look at keys and values (B, S, n_head, head_size). ->
-    the shape of q. seen (B or 1, Q, S) of bools: which keys a query sees; None: those up to its own
-    position"""
+    """Q queries of each sequence, (B, Q, n_head, head_size), look at S keys and their values,
+    (B, S, n_head, head_size) -> what they find, with the shape of q. seen: bools (B or 1, Q, S),
+    which keys a query sees. None: as many as there are queries, and each sees those up to itself"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
     scale = SHARPNESS / q.shape[-1]
@@ -232,22 +238,31 @@ class Attention(nn.Module):
         self.width = n_head * self.head_size   # n_embd, unless the number of heads is tapered
         self.c_attn = nn.Linear(config.n_embd, 3 * self.width, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(self.width, config.n_embd, bias=False)
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT (part 2) learns them.
+        # One residual of part 2, nGPT, puts learned factors here.
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
     def qkv(self, x, rotation):
-        """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. Queries and
-        keys are normalised and turned. rotation: of the positions of x"""
+        """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
+        the positions of x"""
         q, k, v = self.heads(x, self.c_attn.weight)
-        q = self.scale_q(rotate(unit(q), rotation))
-        k = self.scale_k(rotate(unit(k), rotation))
-        return q, k, v
+        return self.turn_q(q, rotation), self.turn_k(k, rotation), v
 
     def heads(self, x, weight):
-        """What some rows of c_attn make of x: q, k and v, or those of them that the rows are for"""
-        return F.linear(x, weight).unflatten(-1, (-1, self.n_head, self.head_size)).unbind(-3)
+        """x (..., C) -> a list of q, k and v, (..., n_head, head_size) each. weight: c_attn's, or
+        only those of its rows that make k and v, or q (part 3 needs no more, if tokens skip)"""
+        x = F.linear(x, weight)                                  # (..., 3 * width)
+        x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
+        return x.unbind(-3)
+
+    def turn_q(self, q, rotation):
+        """Queries, normalised and turned"""
+        return self.scale_q(rotate(unit(q), rotation))
+
+    def turn_k(self, k, rotation):
+        return self.scale_k(rotate(unit(k), rotation))
 
     def forward(self, x, rotation, layer_cache=None):
-        """x (B, T, C) -> (B, T, C). layer_cache: in sampling, the keys and values that this
+        """x (B, T, C) -> (B, T, C). layer_cache: in sampling, it has the keys and values that this
         attention has made of earlier tokens (part 4)"""
         q, k, v = self.qkv(x, rotation)
         seen = None
@@ -259,30 +274,33 @@ class MLP(nn.Module):
     def __init__(self, config, hidden):
         super().__init__()
         self.activation = config.activation
-        rows = 2 * hidden if config.activation == "swiglu" else hidden   # Half of them are gates.
+        # swiglu multiplies two halves, so it needs twice the rows.
+        rows = 2 * hidden if config.activation == "swiglu" else hidden
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()   # nGPT (part 2) learns it.
+        self.scale = nn.Identity()   # nGPT puts learned factors here, too.
 
     def forward(self, x, rotation=None, layer_cache=None):
-        """x (..., C) -> (..., C). An MLP sees no other tokens, so it needs no more."""
+        """x (..., C) -> (..., C). An MLP looks at no other token. It takes what an attention takes,
+        and ignores it, so that both are called alike."""
         x = self.scale(self.c_fc(x))
         if self.activation == "gelu":
             x = F.gelu(x)
         elif self.activation == "relu2":
             x = F.relu(x).square()
         else:
-            gate, x = x.chunk(2, dim=-1)
-            x = F.silu(gate) * x
+            first, second = x.chunk(2, dim=-1)
+            x = F.silu(first) * second
         return self.c_proj(x)
 
 class Block(nn.Module):
-    """Two sublayers and their residuals. number: 0 .. L - 1"""
+    """Two sublayers and their residuals. number: 0 .. L - 1. It has no forward: GPT.walk runs the
+    sublayers one by one."""
     def __init__(self, config, number):
         super().__init__()
         n_head, hidden = block_widths(config)[number]   # the same for all, unless --taper (part 4)
         self.attn = Attention(config, n_head)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # pre -> PreNorm (part 2)
+        self.attn_residual = make_residual(config, 2 * number + 1)   # By default: PreNorm
         self.mlp = MLP(config, hidden)
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
@@ -290,7 +308,8 @@ class Block(nn.Module):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 class SublayerFunction:
-    """The f that residuals get: an attention or an MLP, as a function of x alone.
+    """The f that residuals get: an attention or an MLP, as a function of x alone. (An object in
+    place of a closure, because part 3 asks it for its module, if tokens skip.)
 
     On a GPU it computes in bfloat16. The stream does not, because rounding errors would add up over
     the depth. dtype: torch.bfloat16, or None to compute as the stream does"""
@@ -299,27 +318,39 @@ class SublayerFunction:
         self.layer_cache, self.dtype = layer_cache, dtype
 
     def __call__(self, x):
-        with autocast(x, self.dtype):
+        with products_in(self.dtype, x):
             return self.module(x, self.rotation, self.layer_cache).to(x.dtype)
 
-def autocast(x, dtype):
-    return torch.autocast(x.device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+def products_in(dtype, x):
+    """A context in which matrix products are computed in dtype, on the device of x"""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, dtype=dtype)
+
+def run_sublayer(stream, residual, f, gain=None):
+    """One round of the loop over the depth. gain: if a decider has asked for it already, so that
+    it is not computed twice (part 3)"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 # -------------------------------------------------------------------------------------- the model
 
-# A decider says which tokens run a sublayer. It is a small object of part 3, which the model asks:
+# The model asks a decider who runs the next sublayer. By default, the answer is always EVERYONE.
+# Deciders are small objects of part 3. They have these methods:
 #
-#     begin()                           a new walk through the depth begins
-#     decide(place, residual, stream)   -> keep, and the gain, if it is known by now (or else None)
-#     after(place, stream)              -> the stream that goes on; only routers change it
-#     loss()                            -> what it adds to the loss, usually 0
+#     begin()                           GPT.walk, below, begins with the first sublayer
+#     decide(place, residual, stream)   -> keep, and the gain, or None if it was not asked for
+#     after(place, stream)              -> the stream that goes on. Only a router changes it: a
+#                                       small learned layer that picks tokens and weighs updates
+#     loss()                            -> what it adds to the loss; only a router does
+#     before_step(progress), after_step(ran)    before and after each step of a training, as below
 #
-# Its `keep` is a tensor of bools (B, T), or one of these words:
-EVERYONE = None    # All tokens run the sublayer. This is the usual answer.
+# keep is a tensor of bools (B, T), or one of these words:
+EVERYONE = None    # All tokens run the sublayer.
 REMOVED = False    # No token does, as if there were no such sublayer.
 
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError if the config is wrong: it lists all problems."""
+    """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
+    wrong"""
     def __init__(self, config: GPTConfig):
         super().__init__()
         if config.problems():
@@ -329,19 +360,19 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.embedding_scale = 1.0   # With --tie, init_weights takes another one.
-        if config.tie:
+        self.embedding_scale = 1.0
+        if config.tie:   # One matrix for both. init_weights sets embedding_scale, and says why.
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        self.decider = make_decider(config)   # who runs what; usually all tokens do (part 3)
+        self.decider = make_decider(config, self.ends.warmup)   # Usually all tokens run (part 3).
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py takes torch.bfloat16 on a GPU.
         init_weights(self)
 
     def walk(self, idx, cache=None, decider=None):
-        """The one loop over the depth: training, sampling and all figures go through it. After each
-        sublayer it yields its place, the stream before, the stream after, and who ran it."""
+        """The one loop over the depth: training, sampling and all measurements go through it. After
+        each sublayer it yields its place, the stream before, the stream after, and who ran it."""
         decider = decider or self.decider
         decider.begin()
         # Sampling isn't compiled: there is a cache then (part 4), and shapes change all the time.
@@ -364,7 +395,7 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.grow(end)   # now, as whoever reads what follows may stop half-way
+            cache.advance(end)
         rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -375,9 +406,11 @@ class GPT(nn.Module):
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, decider=None, keeps=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), mean cross entropy in nats (None
-        if no targets). keeps: a list, to which the `keep` of each sublayer is appended"""
-        losses = []
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: the mean cross
+        entropy in nats, plus what the decider adds; None if there are no targets. keeps: a list,
+        to which the `keep` of each sublayer is appended, for whoever wants to know"""
+        decider = decider or self.decider
+        losses = []   # one, unless there is --deep_supervision
         every_block = self.config.deep_supervision and self.training and targets is not None
         for place, _, stream, keep in self.walk(idx, cache, decider):
             if keeps is not None:
@@ -388,27 +421,30 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         losses.append(cross_entropy(logits, targets))
-        decider = decider or self.decider
-        return logits, sum(losses) / len(losses) + decider.loss()   # 0, unless there are routers
+        return logits, sum(losses) / len(losses) + decider.loss()
 
     def head(self, stream):
+        """A stream -> logits (B, T, V)"""
         x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
-        with autocast(x, self.dtype):
+        with products_in(self.dtype, x):
             return F.linear(x, weight).to(x.dtype)
 
     @torch.no_grad()
-    def stream_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
-                      decider=None, n_vocab=None):
+    def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
+                   decider=None, n_vocab=None):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        `keeps` of the pass that led to it. n_vocab: how many tokens there are, if
-        the head has more rows"""
-        size, cache = self.config.block_size, None   # a KVCache: keys and values so far (part 4)
+        `keeps` of the pass that led to it. n_vocab: only the first n_vocab tokens are drawn, since
+        the head may have more rows than there are tokens"""
+        size, cache = self.config.block_size, None
         for _ in range(max_new_tokens):
-            new = idx[:, -1:]   # The cache has all that this token needs to see of earlier ones.
-            if cache is None:
-                new, cache = idx[:, -size:], KVCache(self, len(idx))
-            elif cache.length == size:   # A full cache restarts with the newer half of the text.
-                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx))
+            if cache is None:   # The model begins with the whole text.
+                new = idx[:, -size:]
+                cache = KVCache(self, len(idx))   # for the keys and values of all tokens (part 4)
+            elif cache.length < size:   # From then on it needs only the newest token.
+                new = idx[:, -1:]
+            else:   # A full cache restarts with the newer half of the text.
+                new = idx[:, -max(1, size // 2):]
+                cache = KVCache(self, len(idx))
             keeps = []
             logits, _ = self(new, cache=cache, decider=decider, keeps=keeps)
             token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
@@ -416,8 +452,8 @@ class GPT(nn.Module):
             yield token, keeps
 
     def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). options: those of stream_tokens"""
-        new = [token for token, _ in self.stream_tokens(idx, max_new_tokens, **options)]
+        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
+        new = [token for token, _ in self.new_tokens(idx, max_new_tokens, **options)]
         return torch.cat([idx, *new], dim=1)
 
     def before_step(self, progress):
@@ -438,10 +474,6 @@ class GPT(nn.Module):
     @property
     def device(self):
         return self.rotation.device
-
-def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop. gain: if it is known already (part 3)"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -465,10 +497,9 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# A residual may then rescale: by default each c_proj is divided by sqrt(2L). Norms and gates start
-# as their classes say. With `width`, a token's embedding is longer than what its first sublayers
-# add to it. And the first logits have a standard deviation of about 0.8, so no token is much
-# likelier than the others.
+# A residual may then rescale: by default each c_proj is divided by sqrt(2L). With `width`, a
+# token's embedding is longer than what its first sublayers add to it. And the first logits have a
+# standard deviation of about 0.8, so no token is much likelier than the others.
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -493,8 +524,8 @@ def init_weights(model):
         else:
             std = module.weight.shape[1] ** -0.5
         module.weight.normal_(generator=seeded(config, name)).mul_(std)
-    # A tied matrix can't be a large embedding and a small head. It starts as the head, which is
-    # drawn last, and the embedding is multiplied to its size.
+    # A tied matrix can't be a large embedding and a small head. It was drawn twice, and the head
+    # came last. So GPT.walk multiplies what it looks up there to an embedding's size.
     model.embedding_scale = embedding_std / head_std if config.tie else 1.0
     for block in model.blocks:
         for residual, module in block.pairs():
@@ -568,7 +599,8 @@ class NAG(Residual):
         return x / length, length.log() + self.log_scale
 
     def gain(self, stream):
-        """alpha m (eq. 13). m in (0, 1] says how near the direction is to preferred ones."""
+        """alpha m (eq. 13). m in (0, 1] says how near the direction is to preferred ones: it is a
+        mean of the sigmoids of so many products, weighted by votes, to the power softplus(beta)."""
         near = F.linear(stream[0], self.preferred, self.bias).sigmoid()   # (..., directions)
         mean = (near @ self.votes.softmax(0))[..., None]
         m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
@@ -661,8 +693,9 @@ class Additive(Residual):
         return self.norm_embedding(x)
 
     def forward(self, x, f):
-        update = self.norm_update(f(times(self.scale_in, self.norm_in(x))))
-        return self.norm_out(times(self.scale_stream, x) + times(self.scale_update, update))
+        update = f(times(self.scale_in, self.norm_in(x)))
+        update = times(self.scale_update, self.norm_update(update))
+        return self.norm_out(times(self.scale_stream, x) + update)
 
     def finish(self, x):
         x = self.norm_final(x)
@@ -695,7 +728,7 @@ def mixln(C, L, l, alpha=0.25):
         return dict(norm_out=True)
     return dict(norm_in=True, norm_final=alpha < 1)
 
-ADDITIVE = {
+ADDITIVE = {   # x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
     # PreNorm itself, which has a class in part 1, would be dict(norm_in=True).
     # PostNorm, the Transformer of 2017. The norm_out of the last sublayer is the final norm.
     "post": lambda C, L, l: dict(norm_out=True, norm_final=False),
@@ -732,7 +765,7 @@ class AttnRes(Residual):
         read = norm(n * (weights * v).sum(0))
 
     Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. (For
-    this there is the factor n, which the paper lacks, and which the norm makes harmless.)
+    this there is the factor n, which the paper lacks. --norm rms takes it out again.)
 
     With group > 1 (Block AttnRes, section 3.2) a source is the sum of so many updates. After six
     sublayers there are seven sources, and with group=2 four.
@@ -840,9 +873,11 @@ class Gated(Residual):
         h <- h + gate u,    gate = sigmoid(W_h unit(h) + W_u unit(u) + bias)
 
     This is `review` (Kramer 2026, arXiv:2606.31859). `highway`, a baseline there, sees h only. (The
-    paper's script gives it h as it is, and a random W.) `convex` is (1 - gate) h + gate u. It fails
-    with depth, unless the bias starts below 0: convex:inputs=h,bias=-3 is the Highway layer of
-    2015, with PreNorm and a normalised input. W starts at zero, and gates at sigmoid(bias)."""
+    paper's script gives it h as it is, and a random W.) W starts at zero, and gates at
+    sigmoid(bias). `convex` is (1 - gate) h + gate u. There each sublayer keeps only 1 - gate of the
+    stream, at first a half: with depth the embedding fades away, and training fails. A bias below 0
+    helps: convex:inputs=h,bias=-3 is the Highway layer of 2015, with PreNorm and a normalised
+    input."""
     allowed = dict(inputs=("hu", "h", "u"))
     def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
         """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
@@ -907,6 +942,8 @@ class Hyper(Residual):
         return res @ x + post[..., None] * update[..., None, :]
 
     def weights(self, x):
+        """-> pre, post (..., n) and res (..., n, n) of each token"""
+        # Their logits: a part that is the same for all tokens, and one made of the token's streams
         static = self.static.split(self.sizes)
         dynamic = F.linear(unit(x.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
         pre, post, res = (static[i] + self.scale[i] * dynamic[i] for i in range(3))
@@ -1004,6 +1041,7 @@ class NGPT(Residual):
 
     @torch.no_grad()
     def constrain(self, module):
+        # Along the stream: the columns of c_proj, which writes to it, and the rows of all others
         for name, p in module.named_parameters():
             if p.dim() == 2:
                 p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
@@ -1037,7 +1075,7 @@ def make_residual(config, l):
     return kind(config, l, **arguments)
 
 def read_residual(text):
-    """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2)"""
+    """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2). How options are read: flags.py"""
     name, _, options = text.partition(":")
     if name not in RESIDUALS:
         raise ValueError(f"--residual {name}: unknown; choose from {', '.join(RESIDUALS)}")
@@ -1091,7 +1129,10 @@ class Without(Decider):
     def __init__(self, places, decider=all_run):
         super().__init__()
         self.places, self.decider = places, decider
-        self.skippers_make_keys = decider.skippers_make_keys
+
+    @property
+    def skippers_make_keys(self):
+        return self.decider.skippers_make_keys
 
     def begin(self):
         self.decider.begin()
@@ -1258,15 +1299,14 @@ class EarlyExit(Decider):
             self.looks += 1
         return self.inside, None
 
-def make_decider(config):
-    """The decider that the flags ask for"""
+def make_decider(config, warmup):
+    """The decider that the flags ask for. warmup: see Residual"""
     if config.mod == "router":
         return Routers(config)
     if config.layer_drop:
         return LayerDrop(config.layer_drop)
     if config.mod_rate:
-        _, options = read_residual(config.residual)
-        return MovingThreshold(config, SKIPPING_STARTS + options.get("warmup", 0.0))
+        return MovingThreshold(config, SKIPPING_STARTS + warmup)
     return Decider()
 
 def why_not(model, what):
@@ -1299,7 +1339,7 @@ def calibrate(model, batches, rate, whole=()):
     on batches (a list of idx (B, T)). It is found by bisection, as what is skipped changes what
     comes next. Attentions that few tokens would skip run whole, as in training. whole: their
     places"""
-    low, high = 0.0, 4.0   # Gains start at 1 or less, and few ever grow above 4.
+    low, high = 0.0, 4.0   # Gains start at 1 or less (unless power < 0), and few grow above 4.
     for _ in range(16):
         decider, keeps = Threshold((low + high) / 2, whole), []
         for idx in batches:
@@ -1317,6 +1357,15 @@ def calibrate(model, batches, rate, whole=()):
     return calibrate(model, batches, rate, few_skip)
 
 # ---------------------------------------------------------------------------------- how it is done
+
+def input_of_f(residual, stream):
+    """What a residual gives to its sublayer: it is called with a stand-in for f, which notes it."""
+    notes = []
+    def stand_in(x):
+        notes.append(x)
+        return torch.zeros_like(x)
+    residual(stream, stand_in)
+    return notes[0]
 
 def run_some(stream, residual, f, keep, gain, decider, run):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
@@ -1368,22 +1417,22 @@ class KeptTokens:
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
     attn = f.module
-    with autocast(x, f.dtype):
+    with products_in(f.dtype, x):
         k, v = attn.heads(x, attn.c_attn.weight[attn.width:])
-        k = attn.scale_k(rotate(unit(k), f.rotation))
+        k = attn.turn_k(k, f.rotation)
         return with_older(f.layer_cache, k, v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
     attn, rotation = f.module, f.rotation[tokens.position]
-    with autocast(x, f.dtype):
+    with products_in(f.dtype, x):
         if keys is None:
             q, k, v = attn.qkv(x, rotation)
             keys = with_older(f.layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
             q, = attn.heads(x, attn.c_attn.weight[:attn.width])
-            q = attn.scale_q(rotate(unit(q), rotation))
+            q = attn.turn_q(q, rotation)
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
 def with_older(layer_cache, k, v, there=None):
@@ -1426,8 +1475,8 @@ class KVCache:
         self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size)
                        for number in model.order]
 
-    def grow(self, length):
-        """Makes room for the next tokens: there are `length` in all then."""
+    def advance(self, length):
+        """The next tokens begin. With them there are `length` in all."""
         self.start, self.length = self.length, length
 
 class LayerCache:
@@ -1567,7 +1616,7 @@ def flops_per_token(model, T=None, ran=None):
 # ------------------------------------------------------------------------------------------ checks
 
 def config_problems(config):
-    """-> a list of sentences, one for each problem of the config"""
+    """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
     bad = field_problems(config)
     try:
         kind, _ = read_residual(config.residual)

@@ -105,7 +105,7 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
     """Shows one sample as it comes. Yields which sublayers ran for each token, as ran_shares says it."""
     prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
     idx = torch.tensor([prompt], device=model.device)
-    tokens = model.stream_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
+    tokens = model.new_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
                                  generator, decider, tokenizer.n_vocab)
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -144,7 +144,7 @@ def test_stops_at_end_of_text(capsys):
     ran = [EVERYONE, REMOVED, torch.tensor([[True, False]])]
     tokens = iter([(torch.tensor([[token]]), ran) for token in (0xc3, 0xa9, 0xc3, 256, 67)])
     calls = []
-    model = SimpleNamespace(device="cpu", stream_tokens=lambda *args: calls.append(args) or tokens)
+    model = SimpleNamespace(device="cpu", new_tokens=lambda *args: calls.append(args) or tokens)
     shown = sample.sample(model, prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt="A"), None, None)
     shown = [*shown]
     assert shown == [[1.0, REMOVED, 0.0]] * 4 and all(each[1] is REMOVED for each in shown)
@@ -158,10 +158,10 @@ def test_a_terminal_gets_no_control_characters(main, monkeypatch, capsys):
     prompt = "a\tb\n\x1b]0;x\x07\r\x9b31m\b" + 400 * "é"
     bad = [*b"\x1b]0;y\x07\r\b\t\n", *"\x9b5n\u202e".encode(), ord("z")]
 
-    def say_bad(*args):   # as stream_tokens
+    def say_bad(*args):   # as new_tokens
         for token in bad:
             yield torch.tensor([[token]]), [EVERYONE, REMOVED]
-    model = SimpleNamespace(device="cpu", stream_tokens=say_bad)
+    model = SimpleNamespace(device="cpu", new_tokens=say_bad)
     def shown(style):
         tokenizer, config = prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt=prompt)
         assert len([*sample.sample(model, tokenizer, config, None, None, style)]) == len(bad)
