@@ -32,8 +32,8 @@ UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
 def open_own(path):
     """Opens a file to append to it. No link is followed: it could lead to any file of the user."""
-    number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    return open(number, "ab", buffering=0)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    return open(descriptor, "ab", buffering=0)
 
 def write_file(path, write):
     """write(file) writes to a new file, which is flushed to the disk and renamed to path. So there
@@ -55,8 +55,10 @@ def writing(path):
     try:
         yield
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        raise SystemExit(f"{path}: can't be written ({error}); make room, or take another --out; a "
-                         f"file that was there is as it was") from None
+        if is_about_memory(error):   # flags.start has a sentence for that.
+            raise
+        raise SystemExit(f"{path}: can't be written ({error}); make room, or take another --out; "
+                         f"the old file, if there was one, is unchanged") from None
 
 @contextlib.contextmanager
 def reading(path):
@@ -101,14 +103,23 @@ def metric_lines(run):
     """Yields (step, line) for each line of metrics.jsonl that is one of ours. A crash may have cut
     one short; others may hold anything."""
     path = Path(run) / "metrics.jsonl"
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
-        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError, KeyError):
+    if not path.is_file():
+        return
+    for line in path.read_bytes().splitlines(keepends=True):
+        with contextlib.suppress(ValueError, RecursionError):   # It may be no JSON.
             values = json.loads(line)
-            numbers = [value for key, value in values.items() if key != "grad_norms"]
-            numbers += values.get("grad_norms", []) + []   # TypeError, if that is no list
-            is_right = all(-1e300 < number < 1e300 for number in numbers)   # so no text, and no nan
-            if is_right and type(values["step"]) is int and line.endswith(b"\n"):
+            if line.endswith(b"\n") and are_metrics(values):
                 yield values["step"], line
+
+def are_metrics(values):
+    """Are they an object of numbers with a step? grad_norms may be a list of numbers."""
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return False
+    norms = values.get("grad_norms", [])
+    if not isinstance(norms, list):
+        return False
+    numbers = [*norms, *(value for key, value in values.items() if key != "grad_norms")]
+    return all(isinstance(number, (int, float)) and abs(number) < 1e300 for number in numbers)
 
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
@@ -120,8 +131,8 @@ def read_metrics(run):
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
-    """A run folder, as its run has it. Of several processes only the first one has it: the others
-    have the same object, which does nothing.
+    """A run folder, as its run has it. Of several processes only the first one writes: in the
+    others all methods do nothing.
 
     SystemExit if another process holds the lock, or if there is anything that is not to be lost:
     resume and overwrite say what may be there. settings: what config.json will hold"""
@@ -133,12 +144,34 @@ class RunFolder:
             self.take_lock()
             self.check(resume, overwrite)   # Another process may have written there meanwhile.
 
+    def file_names(self):
+        """The names of files that are there and that could be lost"""
+        with writing(self.out):
+            names = os.listdir(self.out) if self.out.is_dir() else []
+        return {name for name in names if name != "lock" and not name.startswith(UNFINISHED)}
+
+    def read_config(self):
+        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
+            path = self.out / "config.json"
+            return dict(json.loads(path.read_text())) if path.is_file() else {}
+        return {}
+
+    def nothing_is_lost(self, names):
+        """Has the same run ended here before its first checkpoint?"""
+        same_run = self.read_config() == self.settings
+        no_steps = all(step == 0 for step in read_metrics(self.out))
+        return same_run and no_steps and names <= {"config.json", "metrics.jsonl"}
+
+    def is_ours(self):
+        """Has train.py made this folder? (Other programs have a config.json, too.)"""
+        return {"residual", "n_layer", "n_embd", "tokenizer"} <= self.read_config().keys()
+
     def check(self, resume, overwrite):
-        held = self.look()
-        if resume or not held or self.began(held):
+        names = self.file_names()
+        if resume or not names or self.nothing_is_lost(names):
             return
         if not overwrite:
-            what = "a run" if "ckpt.pt" in held else "other files"
+            what = "a run" if "ckpt.pt" in names else "other files"
             refuse(f"--out {self.out}: holds {what} already; --resume continues a run, --overwrite "
                    f"replaces it, another --out keeps it")
         if not self.is_ours():
@@ -156,28 +189,6 @@ class RunFolder:
                    f"another --out")
         except OSError:
             pass   # a file system without locks
-
-    def look(self):
-        """The names of files that are there and that could be lost"""
-        with writing(self.out):
-            names = {path.name for path in self.out.iterdir()} if self.out.is_dir() else set()
-        return {name for name in names if name != "lock" and not name.startswith(UNFINISHED)}
-
-    def read_config(self):
-        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
-            path = self.out / "config.json"
-            return dict(json.loads(path.read_text())) if path.is_file() else {}
-        return {}
-
-    def began(self, held):
-        """Has the same run ended here before its first checkpoint? Then nothing is lost."""
-        same = self.read_config() == self.settings
-        only = held <= {"config.json", "metrics.jsonl"} and {*read_metrics(self.out)} <= {0}
-        return same and only
-
-    def is_ours(self):
-        """Has train.py made this folder? (Other programs have a config.json, too.)"""
-        return {"residual", "n_layer", "n_embd", "tokenizer"} <= self.read_config().keys()
 
     def begin(self, step, overwrite=False):
         """Is called when nothing can be refused any more. step: where the run goes on"""
@@ -213,46 +224,55 @@ class RunFolder:
 
 # ----------------------------------------------------------------------------- reading a run folder
 
-def read_checkpoint(path, gpt=None):
+def read_checkpoint(path, wanted=None):
     """-> the checkpoint, and its model. SystemExit if it is missing or broken, or of another model
-    than gpt. Sizes are looked at before memory is taken."""
+    than `wanted`. Sizes are looked at before memory is taken."""
     if not path.is_file():
         refuse(f"{path}: no checkpoint there; train that run first, without --resume")
     with reading(path):
-        with zipfile.ZipFile(path) as archive:
-            if sum(item.file_size for item in archive.infolist()) > path.stat().st_size:
-                raise ValueError("it is compressed, which torch.save never does")
-            if archive.testzip():
-                raise ValueError("it is damaged")
+        check_archive(path)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = GPTConfig(**ckpt["model_config"])   # What it lacks has its default.
-        found.kernels = gpt.kernels if gpt else "auto"   # This machine may have another device.
-        if gpt and found != gpt:
-            differ = [f"{key} {value} there, {getattr(gpt, key)} here"
-                      for key, value in asdict(found).items() if value != getattr(gpt, key)]
+        # This machine may have another device.
+        found.kernels = wanted.kernels if wanted else "auto"
+        if wanted and found != wanted:
+            differ = [f"{key} {value} there, {getattr(wanted, key)} here"
+                      for key, value in asdict(found).items() if value != getattr(wanted, key)]
             refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-        if bad := found.problems():
-            raise ValueError(bad[0])
-        if 4 * n_weights(found) > path.stat().st_size:
+        if problems := found.problems():
+            raise ValueError(problems[0])
+        if 4 * fewest_weights(found) > path.stat().st_size:
             raise ValueError("its settings are of a larger model")
         model = GPT(found)
-        for name, weight in model.state_dict().items():
-            if ckpt["model"][name].dtype != weight.dtype:
-                raise ValueError(f"{name} is {ckpt['model'][name].dtype}")
-        model.load_state_dict(ckpt["model"])
-        if not all_finite(model):
-            raise ValueError("its weights are not finite")
+        load_weights(model, ckpt["model"])
     return ckpt, model
+
+def check_archive(path):
+    """ValueError if a checkpoint is damaged, or would take more memory than its size says"""
+    with zipfile.ZipFile(path) as archive:
+        if sum(item.file_size for item in archive.infolist()) > path.stat().st_size:
+            raise ValueError("it is compressed, which torch.save never does")
+        if archive.testzip():
+            raise ValueError("it is damaged")
+
+def load_weights(model, weights):
+    for name, weight in model.state_dict().items():
+        if weights[name].dtype != weight.dtype:   # torch would convert them in silence.
+            raise ValueError(f"{name} is {weights[name].dtype}")
+    model.load_state_dict(weights)
+    if not all_finite(model):
+        raise ValueError("its weights are not finite")
 
 def all_finite(model):
     return all(w.isfinite().all().item() for w in model.state_dict().values())
 
-def n_weights(gpt):
-    """How many weights a model has at least, without making it"""
-    units = sum(units for _, units in block_widths(gpt))
+def fewest_weights(model_config):
+    """A number of weights that a model has at least, found without making it"""
+    units = sum(units for _, units in block_widths(model_config))
     with torch.device("meta"):   # shapes without numbers
-        gates = sum(p.numel() for p in make_residual(gpt, 1).parameters())
-    return (gpt.vocab_size + units) * gpt.n_embd + gpt.n_layer * (gpt.n_embd ** 2 + gates)
+        residual = sum(p.numel() for p in make_residual(model_config, 1).parameters())
+    width, n_layer = model_config.n_embd, model_config.n_layer
+    return (model_config.vocab_size + units) * width + n_layer * (width ** 2 + residual)
 
 def open_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
@@ -286,7 +306,8 @@ def restore_optimizers(model, optimizers, saved, may_lack):
     for optimizer, moments in zip(optimizers, saved, strict=True):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {names[p] for p in params}
-        if moments.keys() - mine or not may_lack and mine - moments.keys():
+        foreign, missing = moments.keys() - mine, mine - moments.keys()
+        if foreign or (missing and not may_lack):
             raise ValueError("moments of other parameters, or of another --optimizer")
         # torch knows parameters by their places in the groups.
         state = {i: checked(moments[names[p]], p, optimizer)

@@ -29,8 +29,9 @@ from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
 from processes import note_signals, pick_device, pick_threads, start_processes
-from runs import (RunFolder, all_finite, fingerprint, n_weights, optimizer_state, read_checkpoint,
-                  read_metrics, read_settings, reading, restore_optimizers)
+from runs import (RunFolder, all_finite, fewest_weights, fingerprint, optimizer_state,
+                  read_checkpoint, read_metrics, read_settings, reading, restore_optimizers)
+
 # ----------------------------------------------------------------------------------------- settings
 
 ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
@@ -104,6 +105,40 @@ CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_s
                      grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
+def defaults_for(given):
+    """The defaults that differ from those of the configs. given: the flags that are typed"""
+    values = {}
+    if given.get("resume"):
+        values = settings_to_resume(given)
+    elif given.get("config"):
+        values = read_config(given["config"])
+    elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
+        values = dict(CUDA_DEFAULTS)
+    optimizer = given.get("optimizer")
+    if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
+        values["lr"] = RATES[optimizer]
+    if given.keys() & {*ENDS}:   # A typed end replaces another one.
+        values |= dict.fromkeys(ENDS, 0)
+    return values
+
+def settings_to_resume(given):
+    """Those of the run in --out. SystemExit if a flag beside --resume can't be changed."""
+    if "config" in given or "out" not in given:
+        refuse("--resume: continues the run in --out with its own settings; give --out, and no "
+               "--config")
+    values = read_config(Path(given["out"]) / "config.json")
+    for name, why in dict(batch_size="counts its tokens by", optimizer="has moments of").items():
+        if given.get(name, values[name]) != values[name]:
+            refuse(f"--{name} {given[name]}: the run {why} {values[name]}; leave that, or start a "
+                   f"new run")
+    return values
+
+def read_config(path):
+    """The settings of a run. Where it goes and what it may replace has to be typed anew."""
+    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
+    values = read_settings(path, defaults)
+    return {name: value for name, value in values.items() if name not in NOT_SAVED}
+
 # --------------------------------------------------------------------------------------------- data
 
 @dataclass
@@ -115,7 +150,7 @@ class Data:
     token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
     fingerprint: str             # to notice other data on --resume
 
-def open_data(gpt, config, processes):
+def open_data(model_config, config, processes):
     """-> Data. Makes the default data if they are missing."""
     if processes.rank == 0 and config.data == TrainConfig.data:
         if not any(Path(config.data).glob("*.bin")):
@@ -123,9 +158,10 @@ def open_data(gpt, config, processes):
             prepare.main(["stdlib", "--out", config.data])
     processes.wait()   # The first process may still be writing the data.
     meta = prepare.load_meta(config.data)
-    vocab_size = max(gpt.vocab_size, math.ceil(meta["vocab_size"] / 64) * 64)
-    return Data(meta, prepare.open_split(config.data, "train", gpt.block_size),
-                prepare.val_windows(config.data, gpt.block_size, config.eval_windows), vocab_size,
+    vocab_size = max(model_config.vocab_size, math.ceil(meta["vocab_size"] / 64) * 64)
+    T = model_config.block_size
+    return Data(meta, prepare.open_split(config.data, "train", T),
+                prepare.val_windows(config.data, T, config.eval_windows), vocab_size,
                 prepare.token_bytes(meta, vocab_size), fingerprint(config.data, meta))
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
@@ -169,7 +205,7 @@ def make_optimizers(model, config):
             own.append(p)
         elif p.dim() < 2 or p in not_matrices:
             vectors.append(p)
-        elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:   # not one row
+        elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:
             muon.append(p)
         else:
             matrices.append(p)
@@ -184,13 +220,13 @@ def make_optimizers(model, config):
         optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
     if muon:
         groups = [dict(params=muon, peak_lr=config.lr)]
-        optimizers.append(torch.optim.Muon(groups, config.lr, config.weight_decay,
+        optimizers.append(torch.optim.Muon(groups, config.lr, weight_decay=config.weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
     placed = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     assert len(placed) == len({*placed}) == len([*model.parameters()]), "one group for each"
     return optimizers
 
-def lr_share(config, progress):
+def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
     (wsd). progress: the share of the run that is over after this step"""
     if progress < config.warmup:
@@ -212,18 +248,23 @@ def equalize(grads, norms):
 
 class Training:
     """A run: its model, its optimizers, and how far it is. `run` has the loop."""
-    def __init__(self, gpt, config, data, folder, processes):
+    def __init__(self, model_config, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
         self.path = folder.out / "ckpt.pt"
-        ckpt, self.model = read_checkpoint(self.path, gpt) if config.resume else (None, GPT(gpt))
+        ckpt = None
+        if config.resume:
+            ckpt, self.model = read_checkpoint(self.path, model_config)
+        else:
+            self.model = GPT(model_config)
         self.model.to(processes.device)
         if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
             self.model.dtype = torch.bfloat16
         self.optimizers = make_optimizers(self.model, config)
         self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, 0.0
         # Gradient norms of each block, summed over the steps
-        self.grad_norms = torch.zeros(gpt.n_layer, dtype=torch.float64, device=processes.device)
-        self.tokens_per_step = config.batch_size * gpt.block_size
+        self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
+                                      device=processes.device)
+        self.tokens_per_step = config.batch_size * model_config.block_size
         # The parts of a batch. Each process computes grad_accum of them, one after the other.
         self.n_parts = config.grad_accum * processes.count
         self.n_steps = self.count_steps()
@@ -239,37 +280,43 @@ class Training:
         first, seconds, timed_steps = self.step, 0.0, 0
         while True:
             progress = self.progress()
-            share_after_step = min(1.0, progress + 1 / self.n_steps)
-            self.model.before_step(share_after_step)   # Some residuals have a warm-up.
+            progress_after_step = min(1.0, progress + 1 / self.n_steps)
+            self.model.before_step(progress_after_step)   # Some residuals have a warm-up.
             # All processes have to stop at the same step, if one of them got a signal.
-            stop = self.processes.highest(signals[0] if signals else 0)
-            if stop or progress >= 1 or self.step % self.config.eval_interval == 0:
+            signal = self.processes.highest(signals[0] if signals else 0)
+            if signal or progress >= 1 or self.is_due(self.config.eval_interval):
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
-                if stop:
+                if signal:
                     break
                 self.evaluate_and_report(state)
             if progress >= 1:
                 break
             began = time.perf_counter()
             ran = self.forward_and_backward()
-            norm, lr = self.update(ran, share_after_step)
-            logs = self.step % self.config.log_interval == 0
-            if logs:
-                self.check_finite()
-            if self.step > first + 1:   # The first step is slow: it may compile.
+            norm, lr = self.update(ran, progress_after_step)
+            logs = self.is_due(self.config.log_interval)
+            if logs or self.is_due(self.config.eval_interval):
+                self.check_finite()   # This waits for a GPU, so the clock sees all of its work.
+            if self.step > first + 1 or logs:   # Else leave out the first step: it may compile.
                 seconds += time.perf_counter() - began
                 timed_steps += 1
             if logs:
-                tok_s = timed_steps * self.tokens_per_step / max(seconds, 1e-9)
-                self.log(ran, norm, lr, tok_s)
+                self.log(ran, norm, lr, timed_steps * self.tokens_per_step / seconds)
                 seconds, timed_steps = 0.0, 0
         self.processes.wait()   # Nobody leaves while another one is still writing.
+        return self.finish(signal)
+
+    def is_due(self, interval):
+        return self.step % interval == 0
+
+    def finish(self, signal):
+        """Says how the run has ended -> exit status. signal: its number, or 0"""
         out = self.folder.out
-        if stop:
+        if signal:
             say(f"stopped at step {self.step}, all is saved; go on with: python train.py "
                 f"--out {out} --resume")
-            return 128 + stop
+            return 128 + signal
         say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
             f"next: python sample.py {out}   or: python analyze.py {out}")
         return 0
@@ -297,9 +344,10 @@ class Training:
 
     def read_batch(self, part):
         """-> x, y of one part of this step's batch, on the device"""
-        gpt, config, device = self.model.config, self.config, self.processes.device
-        x, y = train_batch(self.data.shards, gpt.block_size, gpt.seed, self.step, config.batch_size,
-                           part, self.n_parts)
+        config, device = self.config, self.processes.device
+        T, seed = self.model.config.block_size, self.model.config.seed
+        x, y = train_batch(self.data.shards, T, seed, self.step, config.batch_size, part,
+                           self.n_parts)
         if max(x.max(), y.max()) >= self.data.meta["vocab_size"]:
             refuse(f"--data {config.data}: has a token beyond the {self.data.meta['vocab_size']} "
                    f"of its tokenizer; prepare it anew")
@@ -307,7 +355,7 @@ class Training:
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    def update(self, ran, share_after_step):
+    def update(self, ran, progress_after_step):
         """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
         config, model = self.config, self.model
         grads = [[p.grad for p in block.parameters() if p.grad is not None]
@@ -319,16 +367,16 @@ class Training:
             equalize(grads, norms)
         clip = config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        share = lr_share(config, share_after_step)
+        factor = lr_factor(config, progress_after_step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * share
+                group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         model.after_step(ran)
         self.step += 1
         self.flops += self.step_flops(ran)
-        return norm, config.lr * share
+        return norm, config.lr * factor
 
     # ------------------------------------------------------------------------- saving and reporting
 
@@ -342,11 +390,12 @@ class Training:
         return state
 
     def check_finite(self):
-        """SystemExit, if the loss or a weight is not a number any more"""
+        """SystemExit, if the loss, a gradient or a weight is not a number any more"""
         loss = float(self.loss)
-        if not math.isfinite(loss) or not all_finite(self.model):
-            refuse(f"step {self.step}: loss {loss}, or weights that are not finite; {self.path} is "
-                   f"from before: go on from there with --resume and a lower --lr")
+        finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
+        if not finite or not all_finite(self.model):
+            refuse(f"step {self.step}: loss {loss}, or gradients or weights that are not finite; "
+                   f"{self.path} is from before: go on from there with --resume and a lower --lr")
 
     def evaluate_and_report(self, state):
         """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. All
@@ -356,8 +405,8 @@ class Training:
         say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
             f"{skipped:.1%} skipped")
         if not math.isfinite(nats):
-            refuse(f"step {self.step}: validation loss {nats}; best.pt has the best weights; use a "
-                   f"lower --lr")
+            refuse(f"step {self.step}: validation loss {nats}; best.pt, if it is there, has better "
+                   f"weights; start a new run with a lower --lr")
         if nats < self.best_loss:
             self.folder.save("best.pt", state)
         # After best.pt, because a run that is resumed finds the best loss here.
@@ -374,12 +423,12 @@ class Training:
             f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
 
     def announce(self):
-        gpt, device = self.model.config, self.processes.device
+        model_config, device = self.model.config, self.processes.device
         where = torch.cuda.get_device_name() if self.processes.on_cuda else "CPU"
         if device == "cpu":
             threads = torch.get_num_threads()
             where += f", {threads} thread{'s' * (threads > 1)}"
-        say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, "
+        say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
             f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
             f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
 
@@ -403,7 +452,7 @@ class Training:
         return self.step / self.n_steps
 
     def is_beyond_end(self):
-        """by more than the last step, which no run would have begun"""
+        """Is the checkpoint later than the last step that a run of this length would take?"""
         if self.config.max_flops:
             return self.flops - self.step_flops() >= self.config.max_flops
         return self.step > self.n_steps
@@ -412,24 +461,24 @@ class Training:
 
     def as_it_is_called(self):
         """-> the model: compiled, and wrapped for several processes, if need be"""
-        compiles, gpt = self.config.compile, self.model.config
+        compiles = self.config.compile
         if compiles or compiles is None and self.processes.on_cuda:
             compile_blocks(self.model)
         if self.config.checkpoint_blocks:
             checkpoint_blocks(self.model)
         if self.processes.count == 1:
             return self.model
-        # With skipping, it may be that no token of this process runs some sublayer.
-        skipping = gpt.mod_rate > 0 or gpt.layer_drop > 0
-        return DistributedDataParallel(self.model, find_unused_parameters=skipping)
+        # It may be that no token of this process runs some sublayer.
+        return DistributedDataParallel(self.model, find_unused_parameters=self.some_tokens_skip())
+
+    def some_tokens_skip(self):
+        return self.model.config.mod_rate > 0 or self.model.config.layer_drop > 0
 
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        gpt, config = self.model.config, self.config
-        # A parameter has no moments as long as it has had no gradient, and without momentum.
-        skips = gpt.mod_rate > 0 or gpt.layer_drop > 0
-        no_momentum = config.optimizer == "sgd" and config.beta1 == 0
-        may_lack = skips or no_momentum or ckpt.get("step") == 0
+        # A parameter has no moments before its first gradient, nor without momentum.
+        no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
+        may_lack = self.some_tokens_skip() or no_momentum or ckpt.get("step") == 0
         with reading(self.path):
             if ckpt["data"] != self.data.fingerprint:
                 refuse(f"{self.path}: is of other data than --data has now; put that back, or "
@@ -450,39 +499,6 @@ class Training:
 
 # --------------------------------------------------------------------------------------------- main
 
-def defaults_for(given):
-    """The defaults that differ from those of the configs. given: the flags that are typed"""
-    values = {}
-    if given.get("resume"):
-        values = settings_to_resume(given)
-    elif given.get("config"):
-        values = read_config(given["config"])
-    elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
-        values = dict(CUDA_DEFAULTS)
-    optimizer = given.get("optimizer")
-    if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
-        values["lr"] = RATES[optimizer]
-    if given.keys() & {*ENDS}:   # A typed end replaces another one.
-        values |= dict.fromkeys(ENDS, 0)
-    return values
-
-def settings_to_resume(given):
-    if "config" in given or "out" not in given:
-        refuse("--resume: continues the run in --out with its own settings; give --out, and no "
-               "--config")
-    values = read_config(Path(given["out"]) / "config.json")
-    size = values["batch_size"]
-    if given.get("batch_size", size) != size:
-        refuse(f"--batch_size {given['batch_size']}: the run counts its tokens by {size}; leave "
-               f"that, or start a new run")
-    return values
-
-def read_config(path):
-    """The settings of a run. Where it goes and what it may replace has to be typed anew."""
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
-    values = read_settings(path, defaults)
-    return {name: value for name, value in values.items() if name not in NOT_SAVED}
-
 def residual_list():
     """For --help: all residuals with their options"""
     lines = ["residuals, with their options:"]
@@ -491,38 +507,42 @@ def residual_list():
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
-def check_memory(gpt, config, processes):
-    """Refuses what can't fit: a lower bound for weights, gradients, moments, and a micro-batch."""
+def check_memory(model_config, config, processes):
+    """Refuses what can't fit. It counts too little: weights with gradients and moments, the
+    streams and logits of a micro-batch, and the validation windows."""
     sequences = config.batch_size // (config.grad_accum * processes.count)
-    micro_tokens = sequences * gpt.block_size
-    need = (16 * n_weights(gpt) + 4 * micro_tokens * (gpt.vocab_size + gpt.n_layer * gpt.n_embd)
-            + 16 * config.eval_windows * gpt.block_size)
+    micro_tokens = sequences * model_config.block_size
+    weights = 16 * fewest_weights(model_config)   # of four bytes, with gradient and two moments
+    width = model_config.vocab_size + model_config.n_layer * model_config.n_embd
+    windows = 16 * config.eval_windows * model_config.block_size
+    need = weights + 4 * micro_tokens * width + windows
     if processes.on_cuda:
         _, have = torch.cuda.mem_get_info()
     else:
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > have:
-        refuse(f"--n_layer {gpt.n_layer} --n_embd {gpt.n_embd} --block_size {gpt.block_size} "
-               f"--batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or more, "
-               f"and there are {have / 1e9:,.0f}; make one of them smaller")
+        sizes = " ".join(f"--{name} {getattr(model_config, name)}"
+                         for name in ("n_layer", "n_embd", "block_size"))
+        refuse(f"{sizes} --batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or "
+               f"more, and there are {have / 1e9:,.0f}; make one of them smaller")
 
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
-    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
+    model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
                         epilog=residual_list())
     processes = start_processes(config)
-    pick_threads(gpt, processes.device, processes.count)
-    data = open_data(gpt, config, processes)
-    gpt.vocab_size = data.vocab_size
-    check_memory(gpt, config, processes)
-    settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+    pick_threads(model_config, processes.device, processes.count)
+    data = open_data(model_config, config, processes)
+    model_config.vocab_size = data.vocab_size
+    check_memory(model_config, config, processes)
+    settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
     for name in NOT_SAVED:
         settings.pop(name)
     # runs/attnres-group4 for attnres:group=4
-    out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
+    out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
     folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
     with contextlib.closing(folder):
-        return Training(gpt, config, data, folder, processes).run()
+        return Training(model_config, config, data, folder, processes).run()
 
 if __name__ == "__main__":
     start(main)

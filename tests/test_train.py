@@ -173,7 +173,7 @@ def test_equalized_gradients(data, tmp_path):
     after = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
     assert torch.allclose(after[:2], norms.square().mean().sqrt().expand(2)) and after[2] == 0
     for name, flag in ("plain", []), ("equal", ["--equalize_grads"]):   # The flag does it.
-        go(data, tmp_path / name, "--max_iters", 3, "--log_interval", 1, "--optimizer", "sgd", *flag)
+        go(data, tmp_path / name, "--max_iters", 3, "--log_interval", 1, "--optimizer", "sgd", "--lr", 1, *flag)
     plain, equal = losses(tmp_path / "plain"), losses(tmp_path / "equal")
     assert plain[0]["loss"] == equal[0]["loss"] and plain[2]["loss"] != equal[2]["loss"]
 
@@ -212,17 +212,19 @@ def test_an_optimizer_typed_again_changes_nothing(copy):
     edited(lambda config: config.update(lr=0.5))(copy / "config.json")
     for given in dict(resume=True, out=str(copy)), dict(config=str(copy / "config.json")):
         assert train.defaults_for(given | dict(optimizer="adamw"))["lr"] == 0.5
-        assert train.defaults_for(given | dict(optimizer="sgd"))["lr"] == 0.1
+    assert train.defaults_for(given | dict(optimizer="sgd"))["lr"] == 0.1
+    # Moments are of one optimizer, so a run that is resumed keeps it.
+    assert "--optimizer sgd" in refused("--out", copy, "--resume", "--optimizer", "sgd")
 
 @pytest.mark.parametrize("schedule, shares", [   # at which part of the run
     ("cosine", {0.05: 0.5, 0.1: 1, 0.325: 0.868, 0.55: 0.55, 0.9: 0.127, 1: 0.1, 1.01: 0.1}),
     ("wsd", {0.05: 0.5, 0.1: 1, 0.325: 1, 0.55: 1, 0.8: 1, 0.9: 0.55, 1: 0.1, 1.01: 0.055})])
 def test_schedule(schedule, shares):
     config = train.TrainConfig(schedule=schedule, warmup=0.1, min_lr=0.1)
-    assert {at: train.lr_share(config, at) for at in shares} == pytest.approx(shares, abs=1e-3)
+    assert {at: train.lr_factor(config, at) for at in shares} == pytest.approx(shares, abs=1e-3)
     for warmup in 0, 1:
         config = train.TrainConfig(schedule=schedule, warmup=warmup)
-        assert all(0 < train.lr_share(config, progress) <= 1 for progress in (0.01, 1.0))
+        assert all(0 < train.lr_factor(config, progress) <= 1 for progress in (0.01, 1.0))
 
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_optimizer_groups(residual):
