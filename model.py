@@ -42,9 +42,10 @@ The file has four parts:
     3  skipping    who decides which tokens run a sublayer, and how only these are computed
     4  tools       KV cache, norms, widths, compiling, FLOPs, checks
 
-Part 1 is a whole GPT. Read it from top to bottom. The other parts are rooms: enter one when you
-need it. The few things that part 1 takes from them are marked, such as "(part 4)". Trust them on a
-first reading: with the default flags, none of them does anything special.
+Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom. The other parts are
+rooms: enter one when you need it. The few things that part 1 takes from them are marked, such as
+"(part 4)". Trust them on a first reading: with the default flags, none of them does anything
+special. To try a rule of your own, copy class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import functools
@@ -75,7 +76,7 @@ class GPTConfig:
     n_embd: int = flag(128, "width of the stream", 2, 65536)
     block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
-    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
+    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP (equal weights)")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
     tie: bool = flag(False, "the head shares the embedding's weights")
@@ -83,7 +84,7 @@ class GPTConfig:
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # Leave these as they are at first: other widths and another order of the blocks (part 4)
-    taper: Literal["none", "linear", "cosine"] = flag("none", "how widths change over the depth",
+    taper: Literal["none", "linear", "cosine"] = flag("none", "widths, from taper_start to _end",
                                                       group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
@@ -91,7 +92,7 @@ class GPTConfig:
     repeat: str = flag("", "9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
-    mod: Literal["geometric", "router"] = flag("geometric", "a token's gain decides, or a router",
+    mod: Literal["geometric", "router"] = flag("geometric", "its gain decides, or a router",
                                                group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
@@ -136,8 +137,8 @@ class Residual(nn.Module):
     def init_sublayer(self, module):
         """Once, after the weights are drawn. module: the attention or MLP of this residual. May
         rescale its weights."""
-        # As in GPT-2: so the sum of all 2L updates has the variance that one of them had. c_proj is
-        # the last matrix of each sublayer.
+        # As in GPT-2. c_proj is the last matrix of each sublayer. All 2L updates are added up, so
+        # each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     def head_weight(self, weight):
@@ -145,16 +146,16 @@ class Residual(nn.Module):
         return weight
 
     def before_step(self, progress):
-        """Before each step of a training. progress: the share of it that is over after this step"""
+        """Before each step of a training. progress: (step + 1) / steps"""
 
     def constrain(self, module):
         """After each step: may bring the weights of its module back to where they must be. (Those
         of embedding and head belong to model.ends.)"""
 
-    # Nothing in part 1 needs the rest. On a first reading, go on with PreNorm.
-    can_skip = True        # Can a token that skips simply keep its stream?
+    # What other parts and train.py ask of a residual. On a first reading, go on with PreNorm.
+    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: it has a gain(stream) -> (B, T, 1), and forward can be given it.
-    stream_grows = False   # True: each sublayer adds a tensor to the stream.
+    stream_grows = False   # True: the stream has more and more tensors with depth.
     warmup = 0.0           # After this share of a training, updates have their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
     not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
@@ -213,11 +214,10 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Attention.qkv, below, gives each query and key rms 1. So their product is head_size times their
-# cosine, and with the scale SHARPNESS / head_size a score is SHARPNESS times the cosine, however
-# large a head is. The usual scale, 1 / sqrt(head_size), would let scores reach 5.7 in heads of 32,
-# which is too little to pick one token of many. In heads of 128, as large models have, they reach
-# sqrt(128) = 11.3. We tried 4 to 32, and this was best.
+# Queries and keys have rms 1 (see Attention, below), so q @ k is head_size times their cosine. The
+# usual scale, 1 / sqrt(head_size), would let scores reach sqrt(head_size): 11.3 in heads of 128,
+# but 5.7 in heads of 32, which is too little to pick one token of many. With SHARPNESS / head_size
+# they can reach 11.3 in every head. (Values from 5.7 to 32 were tried; none was better.)
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
@@ -244,21 +244,21 @@ class Attention(nn.Module):
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.heads(x, self.c_attn.weight)
-        return self.turn_q(q, rotation), self.turn_k(k, rotation), v
+        q, k, v = self.split(x, self.c_attn.weight)
+        return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
 
-    def heads(self, x, weight):
-        """x (..., C) -> a list of q, k and v, (..., n_head, head_size) each. weight: c_attn's, or
-        only those of its rows that make k and v, or q (part 3 needs no more, if tokens skip)"""
+    def split(self, x, weight):
+        """x (..., C) -> q, k and v, (..., n_head, head_size) each, if weight is that of c_attn.
+        (Part 3 passes fewer rows of it, for tokens that need only k and v, or only q.)"""
         x = F.linear(x, weight)                                  # (..., 3 * width)
         x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
         return x.unbind(-3)
 
-    def turn_q(self, q, rotation):
+    def prepare_q(self, q, rotation):
         """Queries, normalised and turned"""
         return self.scale_q(rotate(unit(q), rotation))
 
-    def turn_k(self, k, rotation):
+    def prepare_k(self, k, rotation):
         return self.scale_k(rotate(unit(k), rotation))
 
     def forward(self, x, rotation, layer_cache=None):
@@ -300,7 +300,7 @@ class Block(nn.Module):
         super().__init__()
         n_head, hidden = block_widths(config)[number]   # the same for all, unless --taper (part 4)
         self.attn = Attention(config, n_head)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # By default: PreNorm
+        self.attn_residual = make_residual(config, 2 * number + 1)   # by default a PreNorm (part 2)
         self.mlp = MLP(config, hidden)
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
@@ -328,23 +328,14 @@ def products_in(dtype, x):
     return torch.autocast(x.device.type, dtype=dtype)
 
 def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. gain: if a decider has asked for it already, so that
-    it is not computed twice (part 3)"""
+    """One round of the loop over the depth. gain: None, unless a decider has computed it already"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 # -------------------------------------------------------------------------------------- the model
 
-# The model asks a decider who runs the next sublayer. By default, the answer is always EVERYONE.
-# Deciders are small objects of part 3. They have these methods:
-#
-#     begin()                           GPT.walk, below, begins with the first sublayer
-#     decide(place, residual, stream)   -> keep, and the gain, or None if it was not asked for
-#     after(place, stream)              -> the stream that goes on. Only a router changes it: a
-#                                       small learned layer that picks tokens and weighs updates
-#     loss()                            -> what it adds to the loss; only a router does
-#     before_step(progress), after_step(ran)    before and after each step of a training, as below
-#
-# keep is a tensor of bools (B, T), or one of these words:
+# Before each sublayer, the model asks its decider who runs it. The answer, keep, is a tensor of
+# bools (B, T), or one of the two words below. By default it is always EVERYONE, and all other
+# methods of a decider (begin, after, loss, before_step, after_step) do nothing (part 3).
 EVERYONE = None    # All tokens run the sublayer.
 REMOVED = False    # No token does, as if there were no such sublayer.
 
@@ -365,9 +356,9 @@ class GPT(nn.Module):
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        self.decider = make_decider(config, self.ends.warmup)   # Usually all tokens run (part 3).
+        self.decider = make_decider(config, self.ends)   # By default everyone runs (part 3).
         self.run = run_sublayer               # train.py may compile it.
-        self.dtype = None                     # train.py takes torch.bfloat16 on a GPU.
+        self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
 
     def walk(self, idx, cache=None, decider=None):
@@ -382,7 +373,7 @@ class GPT(nn.Module):
             before = stream
             keep, gain = decider.decide(place, residual, stream)
             if keep is EVERYONE:
-                stream = run(stream, residual, f)
+                stream = run(stream, residual, f, gain)
             elif keep is not REMOVED:   # Some tokens run it (part 3).
                 stream = run_some(stream, residual, f, keep, gain, decider, run)
             stream = decider.after(place, stream)
@@ -395,7 +386,7 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.advance(end)
+            cache.advance(end)   # now, because whoever uses `walk` may stop early
         rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -433,14 +424,15 @@ class GPT(nn.Module):
     def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                    decider=None, n_vocab=None):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        `keeps` of the pass that led to it. n_vocab: only the first n_vocab tokens are drawn, since
-        the head may have more rows than there are tokens"""
+        `keeps` of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
+        may have more rows, because train.py rounds vocab_size up.)"""
         size, cache = self.config.block_size, None
         for _ in range(max_new_tokens):
             if cache is None:   # The model begins with the whole text.
                 new = idx[:, -size:]
                 cache = KVCache(self, len(idx))   # for the keys and values of all tokens (part 4)
-            elif cache.length < size:   # From then on it needs only the newest token.
+            elif cache.length < size:   # From then on it needs only the newest token: what that
+                # one sees of the others is their keys and values, in the cache.
                 new = idx[:, -1:]
             else:   # A full cache restarts with the newer half of the text.
                 new = idx[:, -max(1, size // 2):]
@@ -525,7 +517,7 @@ def init_weights(model):
             std = module.weight.shape[1] ** -0.5
         module.weight.normal_(generator=seeded(config, name)).mul_(std)
     # A tied matrix can't be a large embedding and a small head. It was drawn twice, and the head
-    # came last. So GPT.walk multiplies what it looks up there to an embedding's size.
+    # came last. So GPT.walk multiplies the embeddings that it looks up by embedding_scale.
     model.embedding_scale = embedding_std / head_std if config.tie else 1.0
     for block in model.blocks:
         for residual, module in block.pairs():
@@ -586,7 +578,7 @@ class NAG(Residual):
         self.votes = nn.Parameter(torch.zeros(directions))                 # p, before its softmax
         self.alpha = nn.Parameter(torch.tensor(l ** -power))               # eqs. 23, 24
         self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))       # softplus(beta) is 1
-        # warm rises from 0 to 1. In a warm-up it belongs to the checkpoint.
+        # warm rises from 0 to 1. If there is a warm-up, checkpoints have it.
         self.register_buffer("warm", torch.tensor(1.0), persistent=warmup > 0)
 
     def before_step(self, progress):
@@ -599,8 +591,11 @@ class NAG(Residual):
         return x / length, length.log() + self.log_scale
 
     def gain(self, stream):
-        """alpha m (eq. 13). m in (0, 1] says how near the direction is to preferred ones: it is a
-        mean of the sigmoids of so many products, weighted by votes, to the power softplus(beta)."""
+        """alpha m (eq. 13). m in (0, 1] says how near the direction is to preferred ones, of which
+        each has a weight, its vote:
+
+            m = (sum_i softmax(votes)_i sigmoid(preferred_i . direction + bias_i)) ^ softplus(beta)
+        """
         near = F.linear(stream[0], self.preferred, self.bias).sigmoid()   # (..., directions)
         mean = (near @ self.votes.softmax(0))[..., None]
         m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
@@ -674,7 +669,7 @@ class Additive(Residual):
         first_c_proj, first_values             factors of first weights: of c_proj (default:
                                                (2L)^-1/2), of an attention's values or an MLP's c_fc
         unscale                                divide the last stream by the embedding's std"""
-    allowed = dict(alpha=(0, 1))
+    allowed = dict(alpha=(0, 1))   # an option of mixln
     def __init__(self, config, l, row, **options):
         super().__init__(config, l)
         self.row = row(config.n_embd, config.n_layer, l, **options)
@@ -728,7 +723,9 @@ def mixln(C, L, l, alpha=0.25):
         return dict(norm_out=True)
     return dict(norm_in=True, norm_final=alpha < 1)
 
-ADDITIVE = {   # x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
+# x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
+# What the words mean: see class Additive.
+ADDITIVE = {
     # PreNorm itself, which has a class in part 1, would be dict(norm_in=True).
     # PostNorm, the Transformer of 2017. The norm_out of the last sublayer is the final norm.
     "post": lambda C, L, l: dict(norm_out=True, norm_final=False),
@@ -765,7 +762,7 @@ class AttnRes(Residual):
         read = norm(n * (weights * v).sum(0))
 
     Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. (For
-    this there is the factor n, which the paper lacks. --norm rms takes it out again.)
+    this there is the factor n, which the paper lacks. The norm takes it out again.)
 
     With group > 1 (Block AttnRes, section 3.2) a source is the sum of so many updates. After six
     sublayers there are seven sources, and with group=2 four.
@@ -872,12 +869,15 @@ class Gated(Residual):
 
         h <- h + gate u,    gate = sigmoid(W_h unit(h) + W_u unit(u) + bias)
 
-    This is `review` (Kramer 2026, arXiv:2606.31859). `highway`, a baseline there, sees h only. (The
-    paper's script gives it h as it is, and a random W.) W starts at zero, and gates at
-    sigmoid(bias). `convex` is (1 - gate) h + gate u. There each sublayer keeps only 1 - gate of the
-    stream, at first a half: with depth the embedding fades away, and training fails. A bias below 0
-    helps: convex:inputs=h,bias=-3 is the Highway layer of 2015, with PreNorm and a normalised
-    input."""
+    review    this equation (Kramer 2026, arXiv:2606.31859)
+    highway   a baseline there: the gate sees h only. (The paper's script gives it h as it is, and a
+              random W.)
+    convex    h <- (1 - gate) h + gate u. At first a sublayer keeps only a half of the stream, so
+              with depth the embedding fades away, and training fails. A bias below 0 helps:
+              convex:inputs=h,bias=-3 is the Highway layer of 2015, with PreNorm and a normalised
+              input.
+
+    W starts at zero, so gates start at sigmoid(bias)."""
     allowed = dict(inputs=("hu", "h", "u"))
     def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
         """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
@@ -938,7 +938,8 @@ class Hyper(Residual):
 
     def forward(self, x, f):
         pre, post, res = self.weights(x)
-        update = f(self.norm((pre[..., None, :] @ x).squeeze(-2)))
+        mixture = (pre[..., None, :] @ x).squeeze(-2)   # n weights times n streams: (B, T, C)
+        update = f(self.norm(mixture))
         return res @ x + post[..., None] * update[..., None, :]
 
     def weights(self, x):
@@ -1098,23 +1099,25 @@ def options_of(name):
 # deciders, and then how it is done.
 
 class Decider(nn.Module):
-    """Says which tokens run a sublayer. This one: everyone, always. Its methods are explained above
-    class GPT. Training calls before_step and after_step, as those of GPT."""
+    """Says which tokens run a sublayer. This one: everyone, always."""
     # Does a token that skips an attention still make its key and value, for later tokens to see?
     skippers_make_keys = True
 
     def begin(self):
-        pass
+        """A new walk through the depth begins."""
     def decide(self, place, residual, stream):
+        """Before a sublayer -> keep, and the gain (B, T, 1), or None if it was not computed"""
         return EVERYONE, None
     def after(self, place, stream):
+        """After a sublayer -> the stream that goes on. Only routers change it."""
         return stream
     def loss(self):
+        """After a walk -> what is added to the loss. Only routers add something."""
         return 0.0
     def before_step(self, progress):
-        pass
+        """Before each step of a training, as GPT.before_step"""
     def after_step(self, ran):
-        pass
+        """After each step of a training, as GPT.after_step"""
 
 all_run = Decider()
 
@@ -1125,7 +1128,8 @@ class ByFunction(Decider):
         self.decide = decide
 
 class Without(Decider):
-    """The sublayers at these places are removed. Of the others, another decider decides."""
+    """The sublayers at these places are removed. Of the others, another decider decides. (This is
+    for trained models: that decider does not hear of the steps of a training.)"""
     def __init__(self, places, decider=all_run):
         super().__init__()
         self.places, self.decider = places, decider
@@ -1227,8 +1231,9 @@ class Routers(Decider):
     block. What the block changes is multiplied by the weight: in this way a router learns. (Ours
     reads unit(x), because the stream has another size in each block.)
 
-    Which weights are the largest depends on later tokens. In sampling, where there are none yet,
-    those above 0 run the block. A loss of its own teaches a router that these are the same."""
+    Which weights are the largest depends on later tokens, and in sampling there are none yet. So
+    outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
+    router to give just the chosen tokens a weight above 0."""
     skippers_make_keys = False   # as in the paper
     loss_weight = 0.01
 
@@ -1248,7 +1253,7 @@ class Routers(Decider):
         number = self.order[(place - 1) // 2]
         if number % 2 == 0:
             return EVERYONE, None
-        if self.keep is EVERYONE:   # Usually the attention asks, and the MLP if that is removed.
+        if self.keep is EVERYONE:   # once a block, at its MLP if its attention is removed
             self.ask(self.routers[number // 2], stream)
         return self.keep, None
 
@@ -1299,14 +1304,14 @@ class EarlyExit(Decider):
             self.looks += 1
         return self.inside, None
 
-def make_decider(config, warmup):
-    """The decider that the flags ask for. warmup: see Residual"""
+def make_decider(config, ends):
+    """The decider that the flags ask for. ends: model.ends"""
     if config.mod == "router":
         return Routers(config)
     if config.layer_drop:
         return LayerDrop(config.layer_drop)
     if config.mod_rate:
-        return MovingThreshold(config, SKIPPING_STARTS + warmup)
+        return MovingThreshold(config, SKIPPING_STARTS + ends.warmup)
     return Decider()
 
 def why_not(model, what):
@@ -1418,8 +1423,8 @@ def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
     attn = f.module
     with products_in(f.dtype, x):
-        k, v = attn.heads(x, attn.c_attn.weight[attn.width:])
-        k = attn.turn_k(k, f.rotation)
+        k, v = attn.split(x, attn.c_attn.weight[attn.width:])
+        k = attn.prepare_k(k, f.rotation)
         return with_older(f.layer_cache, k, v)
 
 def attention_of_kept(f, x, tokens, keys):
@@ -1431,8 +1436,8 @@ def attention_of_kept(f, x, tokens, keys):
             q, k, v = attn.qkv(x, rotation)
             keys = with_older(f.layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = attn.heads(x, attn.c_attn.weight[:attn.width])
-            q = attn.turn_q(q, rotation)
+            q, = attn.split(x, attn.c_attn.weight[:attn.width])
+            q = attn.prepare_q(q, rotation)
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
 def with_older(layer_cache, k, v, there=None):
@@ -1543,9 +1548,10 @@ def block_widths(config):
     """(attention heads, hidden units) of each block. With --taper they go from taper_start to
     taper_end, and keep their sum. cosine: arXiv:2606.23670. linear: after CascadeFormer
     (arXiv:2606.26538), whose own widths are not known."""
-    n_layer, hidden = config.n_layer, max(1, int(config.mlp_ratio * config.n_embd))
+    n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
-        hidden = max(1, round(config.mlp_ratio * config.n_embd * 2 / 3))
+        hidden = round(hidden * 2 / 3)
+    hidden = max(1, int(hidden))
     if config.taper == "none":
         return [(config.n_head, hidden)] * n_layer
     depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
@@ -1627,7 +1633,8 @@ def config_problems(config):
     try:
         order = block_order(config)
         with torch.device("meta"):   # shapes without numbers, so without memory
-            with_rms = replace(config, norm="rms")   # to see whether there is a norm to replace
+            # With RMSNorms, in which we look for a norm that --norm could choose. nag has none.
+            with_rms = replace(config, norm="rms")
             first, ends = (make_residual(with_rms, l) for l in (1, 2 * config.n_layer + 1))
             stream = ends.start(torch.empty(1, 1, config.n_embd))
     except ValueError as error:
@@ -1639,7 +1646,7 @@ def config_problems(config):
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
         (config.norm != "rms" and not has_norms,
-         f"--norm {config.norm}: --residual {name} has no norm that could be another one; use pre"),
+         f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
         (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (len(order) > config.n_layer and kind.stream_grows,
          f"--repeat: the stream of --residual {name} has places for 2L updates; use pre"),
