@@ -36,7 +36,8 @@ TRAIN = $(BIN)/python train.py --out $(@D) `test -f $(@D)/ckpt.pt && echo --resu
 runs/steps-%/done: data/steps/meta.json | .venv/installed idle
 	@echo "make: trains $(@D), too; its lines are in $(@D).log"
 	@mkdir -p runs
-	$(TRAIN) --data data/steps --residual $* --n_layer 6 --n_embd 64 --max_iters 1500 --gate_lr 3e-3 > $(@D).log
+	$(TRAIN) --data data/steps --residual $* --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd --max_iters 1500 \
+	  --gate_lr 3e-3 > $(@D).log
 	touch $@
 
 # NAG on code, to see text, and the depth of each of its letters.

@@ -25,7 +25,7 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               (Only block_size, the longest context, has nothing to do with it. GPTs call it so.)
+               (block_size is something else, the longest context. All GPTs call it so.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
     place      1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
@@ -159,7 +159,7 @@ class Residual(nn.Module):
     warmup = 0.0           # After this share of a training, updates have their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
     not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
-    allowed = {}           # Ranges of options, see Template: {"first": (lowest, highest)}, or words
+    allowed = {}           # Of options. For Template it could be {"first": (0.0, 2.0)}.
 
     def read(self, stream):
         """What f would get. If a token skips an attention, its key and value are made of this."""
@@ -223,7 +223,7 @@ SHARPNESS = 128 ** 0.5
 def attend(q, k, v, seen=None):
     """Q queries of each sequence, (B, Q, n_head, head_size), look at S keys and their values,
     (B, S, n_head, head_size) -> what they find, with the shape of q. seen: bools (B or 1, Q, S),
-    which keys a query sees. None: as many as there are queries, and each sees those up to itself"""
+    which keys a query sees. None: S is Q, and each sees its own key and all earlier ones"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
     scale = SHARPNESS / q.shape[-1]
@@ -255,7 +255,7 @@ class Attention(nn.Module):
         return x.unbind(-3)
 
     def prepare_q(self, q, rotation):
-        """Queries, normalised and turned"""
+        """Normalises queries, and turns them by their positions."""
         return self.scale_q(rotate(unit(q), rotation))
 
     def prepare_k(self, k, rotation):
@@ -408,7 +408,7 @@ class GPT(nn.Module):
                 keeps.append(keep)
             if every_block and place % 2 == 0 and place < 2 * len(self.order):
                 losses.append(cross_entropy(self.head(stream), targets))
-        logits = self.head(stream)
+        logits = self.head(stream)   # the stream after the last sublayer
         if targets is None:
             return logits, None
         losses.append(cross_entropy(logits, targets))

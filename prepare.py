@@ -176,17 +176,14 @@ DOCUMENTS = dict(train=24_000, val=1_200)
 def steps(args, new):
     """Lines such as c2031133021: a letter (a: 0, b: 1, c: 2 ...) and cells. The next line has the same cells,
     so many steps later; see next_line. So the depth that a cell needs is known."""
-    rng = np.random.default_rng(args.table)
-    # A Latin square: each row and each column holds each symbol once, so nothing is lost in a step.
-    rows, columns, names = (rng.permutation(args.symbols) for _ in range(3))
-    table = names[(rows[:, None] + columns) % args.symbols]
+    table = make_table(args.symbols, args.rows, np.random.default_rng(args.table))
     meta = json.loads((new / "meta.json").read_text())
     meta["steps"] = dict(table=table.tolist(), cells=args.cells, most=args.most)
     (new / "meta.json").write_text(json.dumps(meta))
 
     def pieces(split):
         rng, n = np.random.default_rng((args.table, len(split))), DOCUMENTS[split]
-        share = 0.7 ** np.arange(args.most + 1)   # Few steps are asked for often: they teach the many.
+        share = 0.85 ** np.arange(args.most + 1)   # Few steps are asked for more often: they teach the many.
         asked = rng.choice(args.most + 1, (n, LINES), p=share / share.sum())
         cells, lines = rng.integers(args.symbols, size=(n, args.cells)), []
         for i in range(LINES):
@@ -198,6 +195,20 @@ def steps(args, new):
         end = np.full((n, 1), get_tokenizer("bytes").eot_token)
         yield np.concatenate([*lines, end], axis=1).flatten()
     write_shards(args, new, pieces)
+
+def make_table(symbols, rows, rng):
+    """-> table (symbols, symbols): what a cell becomes, by its left neighbour and itself. Of the left neighbour
+    only the class counts, left % rows: with two rows, whether it is even or odd.
+
+    Each row holds each symbol once, so nothing is lost in a step. Two rows send a symbol to two classes: so
+    nobody who does not know the left neighbour knows the class after a step."""
+    size = symbols // rows
+    in_row_0 = rng.permutation(np.repeat(np.arange(rows), size))   # the class to which row 0 sends each symbol
+    table = np.zeros((rows, symbols), int)
+    for row in range(rows):
+        for to in range(rows):
+            table[row, (in_row_0 + row) % rows == to] = to + rows * rng.permutation(size)
+    return table[np.arange(symbols) % rows]
 
 def stdlib(args, new):
     """The standard library of the Python that runs this: code of one style, on every machine."""
@@ -256,9 +267,10 @@ def main(argv=None):
     parser.add_argument("--tokenizer", choices=VOCABULARIES, help="default: bytes; fineweb has gpt2 only")
     parser.add_argument("--out", help="folder of the shards; default: data/NAME")
     parser.add_argument("--shards", type=int, default=1, help="of fineweb, 1 to 103; default: 1")
-    parser.add_argument("--symbols", type=int, default=4, help="of steps, 2 to 10; default: 4")
-    parser.add_argument("--cells", type=int, default=10, help="of steps, in a line, 2 to 100; default: 10")
-    parser.add_argument("--most", type=int, default=7, help="of steps, the most of them, 1 to 25; default: 7")
+    parser.add_argument("--symbols", type=int, default=10, help="of steps, 2 to 10; default: 10")
+    parser.add_argument("--rows", type=int, default=2, help="of steps, different rows of its table; default: 2")
+    parser.add_argument("--cells", type=int, default=12, help="of steps, in a line, 2 to 100; default: 12")
+    parser.add_argument("--most", type=int, default=9, help="of steps, the most of them, 1 to 25; default: 9")
     parser.add_argument("--table", type=int, default=0, help="of steps, the seed of its table; default: 0")
     parser.add_argument("--input", type=Path, nargs="+", default=[], help="of text: UTF-8 files or folders")
     args = parser.parse_args(argv)
@@ -269,9 +281,11 @@ def main(argv=None):
         parser.error("fineweb comes as gpt2 tokens in 103 shards: use --tokenizer gpt2 and --shards 1 to 103")
     if args.name == "steps" and args.tokenizer != "bytes":
         raise SystemExit("--tokenizer: steps comes as bytes, a token for each character; leave this flag out")
-    for name, low, high in ("symbols", 2, 10), ("cells", 2, 100), ("most", 1, 25), ("table", 0, 10**9):
+    for name, low, high in ("symbols", 2, 10), ("rows", 2, 10), ("cells", 2, 100), ("most", 1, 25), ("table", 0, 10**9):
         if not low <= getattr(args, name) <= high:
             raise SystemExit(f"--{name} {getattr(args, name)}: must be from {low} to {high}")
+    if args.symbols % args.rows:
+        raise SystemExit(f"--rows {args.rows}: must divide --symbols {args.symbols}; use --rows {args.symbols}")
     meta = dict(name=args.name, tokenizer=args.tokenizer, vocab_size=VOCABULARIES[args.tokenizer])
     temporary = args.out.parent / f".{args.out.name}.tmp"
     try:

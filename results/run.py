@@ -33,10 +33,10 @@ from train import evaluate
 
 # ------------------------------------------------------------------------------- the experiments
 
-SMALL = "--data data/steps --device cpu --n_embd 64 --optimizer muon --eval_interval 500"
+SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
+         "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 --max_tokens 3e5"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
-WIDER = (*SWEEP, 8e-2)
 
 @dataclass
 class Variant:
@@ -47,51 +47,25 @@ class Variant:
     lr: float = 2e-2
     sweep: tuple = ()
 
-def steps_run(residual, n_layer=6, iters=1000):
-    return f"{SMALL} --residual {residual} --n_layer {n_layer} --max_iters {iters}"
-
-def text_run(residual, iters=300):
-    return (f"--data data/stdlib --device cpu --optimizer muon --eval_interval {iters} --n_embd 64 "
-            f"--residual {residual} --max_iters {iters}")
+def steps_run(residual, n_layer=6, iters=1000, more=""):
+    return f"{SMALL} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
 
 EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
     "staircase": ("How many steps does a model of so many blocks learn?", [
-        *(Variant(f"{n} blocks", steps_run("pre", n, 1500)) for n in (2, 3, 4, 6)),
-        Variant("2 blocks, twice as long", steps_run("pre", 2, 3000))], (2, 3, 4, 5)),
+        Variant("1 block", steps_run("pre", 1)),
+        Variant("2 blocks", steps_run("pre", 2)),
+        Variant("4 blocks", steps_run("pre", 4)),
+        Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
+        Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))], (2, 3, 4, 5)),
+    # PreNorm is "6 blocks" above.
     "residuals": ("Which residual learns more steps?", [
-        Variant("PreNorm", steps_run("pre"), 2e-2, SWEEP),
-        Variant("PreNorm, 1.25 times as long", steps_run("pre", iters=1250)),
-        Variant("NAG", steps_run("nag") + " --gate_lr 3e-3", 2e-2, SWEEP),
-        Variant("Block AttnRes", steps_run("attnres:group=3"), 2e-2, SWEEP),
-        Variant("Hyper-Connections", steps_run("hyper"), 2e-2),
-        Variant("Review", steps_run("review"), 2e-2)], (2, 3, 4, 5)),
-    "skipsteps": ("Does skipping know who needs depth?", [
-        Variant("NAG that skips a quarter", steps_run("nag") + " --gate_lr 3e-3 --mod_rate 0.25")],
-        (2, 3, 4, 5)),
-    # The seeds above left all of this open. These are new ones, and more of them.
-    "again": ("Ten new seeds: NAG, and skipping against fewer blocks", [
-        Variant("PreNorm, again", steps_run("pre")),
-        Variant("PreNorm, 1.15 times as long", steps_run("pre", iters=1150)),
-        Variant("NAG, again", steps_run("nag") + " --gate_lr 3e-3"),
-        Variant("NAG, 5 blocks", steps_run("nag", 5) + " --gate_lr 3e-3"),
-        Variant("NAG that skips a quarter, again",
-                steps_run("nag") + " --gate_lr 3e-3 --mod_rate 0.25")], tuple(range(6, 16))),
-    # Seed 1 tried rates until the best one was not the last.
-    "text": ("Which residual reads code better?", [
-        Variant("PreNorm on code", text_run("pre"), 4e-2, WIDER),
-        Variant("PreNorm on code, 1.3 times as long", text_run("pre", 390), 4e-2),
-        Variant("NAG on code", text_run("nag") + " --gate_lr 3e-3", 8e-2, (*WIDER, 16e-2)),
-        Variant("Block AttnRes on code", text_run("attnres:group=3") + " --gate_lr 1e-3", 4e-2,
-                WIDER),
-        Variant("LayerNorm scaling on code", text_run("lns"), 8e-2, (*WIDER, 16e-2)),
-        Variant("Review on code", text_run("review"), 2e-2, WIDER)], (2, 3, 4, 5, 6)),
-    # In "residuals" its queries learned at the matrices' rate, which was far too fast.
-    "queries": ("Block AttnRes, when its queries learn slowly", [
-        Variant("Block AttnRes, slow queries", steps_run("attnres:group=3") + " --gate_lr 1e-3",
-                4e-2, SWEEP),
-        Variant("Block AttnRes, slow queries, 0.8 times as long",
-                steps_run("attnres:group=3", iters=800) + " --gate_lr 1e-3", 4e-2)],
-        tuple(range(6, 16))),
+        Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 2e-2, SWEEP),
+        Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))], (2, 3, 4, 5)),
+    "skipping": ("Does skipping know who needs depth?", [
+        Variant("NAG that skips a quarter", steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25")),
+        Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"))], (2, 3, 4, 5)),
+    "sources": ("Does a read of earlier sublayers learn more steps?", [
+        Variant("Block AttnRes", steps_run("attnres:group=3"), 2e-2, SWEEP)], (2, 3, 4, 5)),
     "start": ("The residual or the first weights? (text)", [
         Variant("PreNorm, width", TEXT + " --residual pre"),
         Variant("PreNorm, gpt2", TEXT + " --residual pre --init gpt2"),

@@ -400,7 +400,7 @@ def test_steps_text_by_hand(tmp_path, monkeypatch):
     for block in run.model.blocks[2].pairs():
         torch.nn.init.zeros_(block[1].c_proj.weight)
     found = analyze.steps(run)["share of right cells"]
-    assert found["measured"] == pytest.approx(shares(run.model(x)[0])) and found["guessing"] == [0.25] * 4
+    assert found["measured"] == pytest.approx(shares(run.model(x)[0])) and found["guessing"] == [0.1] * 4
     lens, without = analyze.lens_by_steps(run)[""], analyze.removal_by_steps(run)[""]
     assert len(lens) == L + 1 and len(without) == L and lens[-1] == pytest.approx(found["measured"])
     assert without[2] == pytest.approx(found["measured"])

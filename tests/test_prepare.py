@@ -237,13 +237,17 @@ def simulated(text, about):
         before, place = line if line[:1].isalpha() else None, place + len(line) + 1
     return found
 
-@pytest.mark.parametrize("flags", [[], ["--symbols", 6, "--cells", 4, "--most", 2, "--table", 3]])
+@pytest.mark.parametrize("flags", [["--cells", 4], ["--symbols", 6, "--rows", 6, "--cells", 4, "--most", 2, "--table", 3]])
 def test_steps(tmp_path, monkeypatch, flags):
     """Each symbol that can be known is what a plain simulation says, and steps_asked finds just those."""
     monkeypatch.setattr(prepare, "DOCUMENTS", dict(train=60, val=20))
     run("steps", "--out", tmp_path / "data", *flags)
     about = prepare.load_meta(tmp_path / "data")["steps"]
-    assert all(sorted(row) == [*range(len(about["table"]))] for row in [*about["table"], *zip(*about["table"])])
+    table = np.array(about["table"])
+    n, rows = len(table), len(np.unique(table, axis=0))
+    assert rows == (6 if flags[1] == 6 else 2) and (np.sort(table, axis=1) == np.arange(n)).all()
+    assert (table == table[np.arange(n) % rows]).all()                       # a row for even, and one for odd
+    assert (np.sort(table[:rows] % rows, axis=0).T == np.arange(rows)).all()   # They lead to different classes.
     train, val = (tokens(tmp_path / "data", split) for split in ("train", "val"))
     assert len(train) == 60 * (16 * (about["cells"] + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
     x, y = prepare.val_windows(tmp_path / "data", 80, 40)
@@ -259,7 +263,7 @@ def test_steps(tmp_path, monkeypatch, flags):
     assert by_hand.tolist() == [[0, 0, 2, 1, 1]]
 
 def test_refused_steps(tmp_path):
-    for flags in "--symbols 11", "--symbols 1", "--most 26", "--cells 1", "--tokenizer gpt2":
+    for flags in "--symbols 11", "--symbols 1", "--rows 3", "--most 26", "--cells 1", "--tokenizer gpt2":
         assert flags.split()[0] in refused("steps", "--out", tmp_path / "data", *flags.split())
     run("steps", "--out", tmp_path / "data")
     meta = json.loads((tmp_path / "data/meta.json").read_text())

@@ -77,7 +77,7 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
         run.main(["tiny", "--out", str(tmp_path / "runs.csv")])
     row, = run.read_runs(tmp_path / "runs.csv")
     assert row["tokens"] == "2560" and row["variant"] == "one, block" and float(row["bits"]) > 1
-    assert len(row["right"].split()) == 8 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
+    assert len(row["right"].split()) == 10 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
     (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit, match="runs.csv"):
         run.read_runs(tmp_path / "runs.csv")
