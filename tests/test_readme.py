@@ -2,6 +2,7 @@
 import inspect, json, operator, re, shlex, shutil, textwrap
 from dataclasses import asdict
 
+import numpy as np
 import pytest, torch
 import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
@@ -74,6 +75,20 @@ def test_typed(tmp_path, monkeypatch, capsys):
 
 def test_code_is_the_source():
     assert textwrap.dedent(inspect.getsource(model.GPT.walk)) in blocks("python", README), "copy it anew"
+
+def test_the_lines_of_the_steps_text_are_right():
+    """In README and workshop, each line follows from the one before, by the table that stands below it."""
+    table = prepare.make_table(10, 2, np.random.default_rng(0))
+    for text in README, WORKSHOP:
+        rows = re.findall(r"^left neighbour \w+ +((?:\d ){9}\d)$", text, re.M)
+        assert [[int(digit) for digit in row.split()] for row in rows] == table[:2].tolist()
+        lines = re.findall(r"^([a-j])(\d{12})\b", text, re.M)
+        assert len(lines) == 3
+        for (letter, cells), (_, following) in zip(lines, lines[1:]):
+            row = [[int(cell) for cell in cells]]
+            for _ in range(ord(letter) - ord("a")):
+                row = prepare.next_line(row, table)
+            assert "".join(map(str, row[0])) == following
 
 def test_own_residuals_learn(own_residuals):
     assert len(own_residuals) == len(OWN) >= 3 and all(learns(name) for name in own_residuals)

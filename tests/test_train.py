@@ -166,6 +166,19 @@ def test_steps_by_hand(data, tmp_path):
     assert torch.allclose(ckpt["grad_norms"].float(), sums, rtol=1e-4)
     assert ckpt["grad_norms"].tolist() == metrics(tmp_path)[6]["grad_norms"]
 
+def test_each_log_has_a_speed(data, tmp_path):
+    """also that of the first step, and of a step right after a resume"""
+    go(data, tmp_path, "--max_iters", 2, "--log_interval", 1)
+    resume(tmp_path, "--max_iters", 3)
+    speeds = [entry["tok_s"] for entry in runs.read_metrics(tmp_path).values() if "tok_s" in entry]
+    assert len(speeds) == 3 and min(speeds) > 0
+
+def test_infinite_gradients_are_not_saved(data, tmp_path, monkeypatch):
+    """Clipping makes them zeros, so the weights stay finite, but --resume would refuse such a checkpoint."""
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(math.inf))
+    assert "not finite" in refused("--data", data, *SIZE, "--out", tmp_path / "run", "--max_iters", 4)
+    assert load(tmp_path / "run")["step"] == 0
+
 def test_equalized_gradients(data, tmp_path):
     grads = [[torch.randn(3, 2), torch.randn(4)], [torch.randn(5) * 100], [torch.zeros(2)]]
     norms = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
