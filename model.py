@@ -30,22 +30,23 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
     place      1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
     decider    a small object that says, before each sublayer, which tokens run it
-    keep       what it says: EVERYONE, or REMOVED (nobody), or bools (B, T), True for those that run
+    keep       what it says: EVERYONE, or REMOVED (nobody runs it), or bools (B, T), where True
+               means that the token runs it, and False that it skips it
     gain       how much a sublayer will change a token's stream. NAG, the first residual of part 2,
                knows this before the sublayer runs. So a decider can let a token with a small gain
                skip. With most residuals there is no gain
 
 The file has four parts:
 
-    1  a GPT       config, PreNorm, attention, MLP, the model, its first weights
+    1  a GPT       config, attention, MLP, PreNorm, the model, its first weights
     2  residuals   NAG and all the others; which one runs is the flag --residual
     3  skipping    who decides which tokens run a sublayer, and how only these are computed
     4  tools       KV cache, norms, widths, compiling, FLOPs, checks
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom. The other parts are
 rooms: enter one when you need it. The few things that part 1 takes from them are marked, such as
-"(part 4)". Trust them on a first reading: with the default flags, none of them does anything
-special. To try a rule of your own, copy class Template, and add it to RESIDUALS (end of part 2).
+"(part 4)". Trust them on a first reading. To try a rule of your own, copy class Template, and add
+it to RESIDUALS (end of part 2).
 """
 import contextlib
 import functools
@@ -76,7 +77,7 @@ class GPTConfig:
     n_embd: int = flag(128, "width of the stream", 2, 65536)
     block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
-    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP (equal weights)")
+    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
     tie: bool = flag(False, "the head shares the embedding's weights")
@@ -101,99 +102,6 @@ class GPTConfig:
         """A sentence for each thing that is wrong with these values"""
         return config_problems(self)   # (part 4)
 
-# -------------------------------------------------------------------------------------- residuals
-
-class Residual(nn.Module):
-    """What all residuals share. Each sublayer has a residual of its own, with the same number
-    l = 1 .. 2L. The model has one more, model.ends, number 2L + 1, which has no sublayer. It only
-    starts and finishes the stream, so its norm is the final norm of the model.
-
-    A new residual needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below.
-    Only f may look at other tokens. All else treats each token by itself: if some tokens skip a
-    sublayer, forward gets only those that run it, as (N, ...) in place of (B, T, ...)."""
-    def __init__(self, config, l):
-        super().__init__()
-        self.config = config
-        self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
-
-    def start(self, x):
-        """The embedding (B, T, C) -> the first stream"""
-        return x
-
-    def forward(self, stream, f):
-        """A stream, and a sublayer f as a function -> the next stream"""
-        raise NotImplementedError
-
-    def finish(self, stream):
-        """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(self.as_tensor(stream))
-
-    def as_tensor(self, stream):
-        """One vector a token, (B, T, C), whatever the stream is: for `finish` and for analyze.py"""
-        return stream[0] if isinstance(stream, tuple) else stream
-
-    # The model calls these four, too. Most residuals keep them as they are.
-    @torch.no_grad()
-    def init_sublayer(self, module):
-        """Once, after the weights are drawn. module: the attention or MLP of this residual. May
-        rescale its weights."""
-        # As in GPT-2. c_proj is the last matrix of each sublayer. All 2L updates are added up, so
-        # each starts with a variance that is 2L times smaller.
-        module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
-        return weight
-
-    def before_step(self, progress):
-        """Before each step of a training. progress: (step + 1) / steps"""
-
-    def constrain(self, module):
-        """After each step: may bring the weights of its module back to where they must be. (Those
-        of embedding and head belong to model.ends.)"""
-
-    # What other parts and train.py ask of a residual. On a first reading, go on with PreNorm.
-    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # True: it has a gain(stream) -> (B, T, 1), and forward can be given it.
-    stream_grows = False   # True: the stream has more and more tensors with depth.
-    warmup = 0.0           # After this share of a training, updates have their full size.
-    own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
-    not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
-    allowed = {}           # Of options. For Template it could be {"first": (0.0, 2.0)}.
-
-    def read(self, stream):
-        """What f would get. If a token skips an attention, its key and value are made of this."""
-        return input_of_f(self, stream)   # (part 3)
-
-    def flops(self):
-        """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
-        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
-
-class PreNorm(Residual):
-    """x <- x + f(norm(x)), the residual of GPT-2 and of most models since"""
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
-
-    def forward(self, x, f):
-        return x + f(self.norm(x))
-
-class Template(Residual):
-    """Copy me. PreNorm, but each sublayer has a learned number b that multiplies its updates.
-
-    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
-    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
-    trains at --gate_lr. If c_proj is to keep its size, add an init_sublayer that does nothing."""
-    def __init__(self, config, l, first=1.0):
-        """first: the value of b before training"""
-        super().__init__(config, l)
-        self.norm = make_norm(config)
-        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
-            self.b = nn.Parameter(torch.tensor(first))
-
-    def forward(self, x, f):
-        return x + self.b * f(self.norm(x))
-
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
@@ -214,10 +122,10 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys have rms 1 (see Attention, below), so q @ k is head_size times their cosine. The
-# usual scale, 1 / sqrt(head_size), would let scores reach sqrt(head_size): 11.3 in heads of 128,
-# but 5.7 in heads of 32, which is too little to pick one token of many. With SHARPNESS / head_size
-# they can reach 11.3 in every head. (Values from 5.7 to 32 were tried; none was better.)
+# Attention, the next class, gives each query and key rms 1, so q @ k is head_size times a cosine.
+# The usual scale, 1 / sqrt(head_size), would limit scores to sqrt(head_size). In small heads that
+# is too little to pick one token of many: 5.7 in heads of 32. So all heads get the limit of a head
+# of 128, which is 11.3. (Limits from 5.7 to 32 were tried; none was better.)
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
@@ -293,6 +201,101 @@ class MLP(nn.Module):
             x = F.silu(first) * second
         return self.c_proj(x)
 
+# -------------------------------------------------------------------------------------- residuals
+
+class Residual(nn.Module):
+    """What all residuals share. Each sublayer has a residual of its own, with the same number
+    l = 1 .. 2L. The model has one more, model.ends, number 2L + 1, which has no sublayer. It only
+    starts and finishes the stream, so its norm is the final norm of the model.
+
+    A new residual needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below.
+    Only f may look at other tokens. All else treats each token by itself: if some tokens skip a
+    sublayer, forward gets only those that run it, as (N, ...) in place of (B, T, ...)."""
+    def __init__(self, config, l):
+        super().__init__()
+        self.config = config
+        self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
+
+    def start(self, x):
+        """The embedding (B, T, C) -> the first stream"""
+        return x
+
+    def forward(self, stream, f):
+        """A stream, and a sublayer f as a function -> the next stream"""
+        raise NotImplementedError
+
+    def finish(self, stream):
+        """The last stream -> what the head reads, (B, T, C)"""
+        return self.norm(self.as_tensor(stream))
+
+    def as_tensor(self, stream):
+        """One vector a token, (B, T, C), whatever the stream is: for `finish` and for analyze.py"""
+        return stream[0] if isinstance(stream, tuple) else stream
+
+    # The model calls these four, too. Most residuals keep them as they are.
+    @torch.no_grad()
+    def init_sublayer(self, module):
+        """Once, after the weights are drawn. module: the attention or MLP that belongs to this
+        residual. May rescale its weights."""
+        # As in GPT-2. c_proj is the last matrix of each sublayer. All 2L updates are added up, so
+        # each starts with a variance that is 2L times smaller.
+        module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+
+    def head_weight(self, weight):
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        return weight
+
+    def before_step(self, progress):
+        """Before each step of a training. progress: (step + 1) / steps"""
+
+    def constrain(self, module):
+        """After the weights are drawn, and after each step: may bring those of module back to what
+        this residual needs. module: its attention or MLP; model.ends gets embedding and head."""
+
+    # What other parts and train.py ask of a residual. On a first reading, go on with PreNorm.
+    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False     # True: it has a method gain(stream), and forward takes the gain, too.
+    stream_grows = False   # True: the stream has more and more tensors with depth.
+    warmup = 0.0           # In this share of a training, updates grow to their full size.
+    own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
+    not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
+    allowed = {}           # Range of each option. For Template it could be {"first": (0.0, 2.0)}.
+
+    def read(self, stream):
+        """What f would get. If a token skips an attention, its key and value are made of this."""
+        return input_of_f(self, stream)   # (part 3)
+
+    def flops(self):
+        """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
+        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
+
+class PreNorm(Residual):
+    """x <- x + f(norm(x)), the residual of GPT-2 and of most models since"""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
+
+    def forward(self, x, f):
+        return x + f(self.norm(x))
+
+class Template(Residual):
+    """Copy me. PreNorm, but each sublayer has a learned number b that multiplies its updates.
+
+    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
+    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
+    trains at --gate_lr. If c_proj is to keep its size, add an init_sublayer that does nothing."""
+    def __init__(self, config, l, first=1.0):
+        """first: the value of b before training"""
+        super().__init__(config, l)
+        self.norm = make_norm(config)
+        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
+            self.b = nn.Parameter(torch.tensor(first))
+
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x))
+
+# ----------------------------------------------------------------------------------------- blocks
+
 class Block(nn.Module):
     """Two sublayers and their residuals. number: 0 .. L - 1. It has no forward: GPT.walk runs the
     sublayers one by one."""
@@ -333,11 +336,36 @@ def run_sublayer(stream, residual, f, gain=None):
 
 # -------------------------------------------------------------------------------------- the model
 
-# Before each sublayer, the model asks its decider who runs it. The answer, keep, is a tensor of
-# bools (B, T), or one of the two words below. By default it is always EVERYONE, and all other
-# methods of a decider (begin, after, loss, before_step, after_step) do nothing (part 3).
+# Before each sublayer, the model asks its decider which tokens run it. The answer is a tensor of
+# bools (B, T), or one of these two words:
 EVERYONE = None    # All tokens run the sublayer.
-REMOVED = False    # No token does, as if there were no such sublayer.
+REMOVED = False    # No token does, as if there were no such sublayer. Only analyses say this.
+
+class Decider(nn.Module):
+    """The default: all tokens run all sublayers. Those of part 3 replace some of these methods."""
+    # Does a token that skips an attention still make its key and value, for later tokens to see?
+    skippers_make_keys = True
+
+    def begin(self):
+        """A new walk through the depth begins."""
+
+    def decide(self, place, residual, stream):
+        """Before a sublayer -> keep: who runs it; and the gain (B, T, 1), if it was computed"""
+        return EVERYONE, None
+
+    def after(self, place, stream):
+        """After a sublayer -> the stream that goes on"""
+        return stream
+
+    def loss(self):
+        """After a walk -> what is added to the loss"""
+        return 0.0
+
+    def before_step(self, progress):
+        """Before each step of a training, as GPT.before_step"""
+
+    def after_step(self, ran):
+        """After each step of a training, as GPT.after_step"""
 
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
@@ -352,8 +380,12 @@ class GPT(nn.Module):
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.embedding_scale = 1.0
-        if config.tie:   # One matrix for both. init_weights sets embedding_scale, and says why.
+        if config.tie:
+            # One matrix for both. It starts with the small numbers that a head needs, and `walk`
+            # multiplies the embeddings that it finds there.
             self.wte.weight = self.lm_head.weight
+            embedding_std, head_std = first_stds(config)
+            self.embedding_scale = embedding_std / head_std
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
         self.decider = make_decider(config, self.ends)   # By default everyone runs (part 3).
@@ -386,10 +418,11 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.advance(end)   # now, because whoever uses `walk` may stop early
+            cache.advance(end)   # now: if whoever uses `walk` stops early, nothing below runs
         rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
+            # A block that runs again (--repeat) has another cache then.
             layer_cache = None if cache is None else cache.layers[i]
             attention = SublayerFunction(block.attn, rotation, layer_cache, self.dtype)
             mlp = SublayerFunction(block.mlp, rotation, None, self.dtype)
@@ -509,16 +542,13 @@ def init_weights(model):
             continue
         if module is model.wte:
             std = embedding_std
-        elif module is model.lm_head:
+        elif module is model.lm_head:   # A tied matrix is drawn again here, as a head.
             std = head_std
         elif config.init == "gpt2":
             std = 0.02
         else:
             std = module.weight.shape[1] ** -0.5
         module.weight.normal_(generator=seeded(config, name)).mul_(std)
-    # A tied matrix can't be a large embedding and a small head. It was drawn twice, and the head
-    # came last. So GPT.walk multiplies the embeddings that it looks up by embedding_scale.
-    model.embedding_scale = embedding_std / head_std if config.tie else 1.0
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
@@ -1097,27 +1127,6 @@ def options_of(name):
 # Mixture-of-Depths: not every token needs every sublayer. GPT.walk asks a decider which tokens run
 # a sublayer. Only these are computed. All others keep their stream as it is. First come the
 # deciders, and then how it is done.
-
-class Decider(nn.Module):
-    """Says which tokens run a sublayer. This one: everyone, always."""
-    # Does a token that skips an attention still make its key and value, for later tokens to see?
-    skippers_make_keys = True
-
-    def begin(self):
-        """A new walk through the depth begins."""
-    def decide(self, place, residual, stream):
-        """Before a sublayer -> keep, and the gain (B, T, 1), or None if it was not computed"""
-        return EVERYONE, None
-    def after(self, place, stream):
-        """After a sublayer -> the stream that goes on. Only routers change it."""
-        return stream
-    def loss(self):
-        """After a walk -> what is added to the loss. Only routers add something."""
-        return 0.0
-    def before_step(self, progress):
-        """Before each step of a training, as GPT.before_step"""
-    def after_step(self, ran):
-        """After each step of a training, as GPT.after_step"""
 
 all_run = Decider()
 

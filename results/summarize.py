@@ -25,6 +25,7 @@ from run import EXPERIMENTS, read_runs
 CHOOSES_RATES = "1"   # the seed that decides nothing
 UNITS = dict(steps="steps", bits="bits per byte")
 BETTER = dict(steps=1, bits=-1)   # Is more better, or less?
+GUESSING = 0.1   # The steps text has ten symbols.
 
 # ------------------------------------------------------------------------------------- statistics
 
@@ -130,7 +131,7 @@ def draw_steps(rows, experiment, names, path):
         axes.plot(places, shares.mean(0), color=f"C{i}", label=name)
         for row in shares:
             axes.plot(places, row, ".", color=f"C{i}", alpha=0.5)
-    axes.axhline(0.25, color="0.5", linestyle="--", label="guessing")
+    axes.axhline(GUESSING, color="0.5", linestyle="--", label="guessing")
     axes.set(xlabel="steps asked for", ylabel="share of right cells", title=EXPERIMENTS[experiment][0])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
