@@ -339,7 +339,7 @@ def run_sublayer(stream, residual, f, gain=None):
 # Before each sublayer, the model asks its decider which tokens run it. The answer is a tensor of
 # bools (B, T), or one of these two words:
 EVERYONE = None    # All tokens run the sublayer.
-REMOVED = False    # No token does, as if there were no such sublayer. Only analyses say this.
+REMOVED = False    # No token does, as if there were no such sublayer (sample.py --remove).
 
 class Decider(nn.Module):
     """The default: all tokens run all sublayers. Those of part 3 replace some of these methods."""

@@ -193,8 +193,7 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 def make_optimizers(model, config):
     """A list of one or two. Matrices have weight decay. Vectors have none, nor has what a residual
     names in not_matrices. What it names in own_lr, such as gates, has the learning rate gate_lr.
-    Muon is a second optimizer, for the matrices of blocks. Its updates have the rms of AdamW's
-    (arXiv:2502.16982), but its best --lr is higher."""
+    Muon is a second optimizer, for the matrices of blocks."""
     own_lr, not_matrices, in_blocks = set(), set(), {*model.blocks.parameters()}
     for residual in model.residuals():
         own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
@@ -219,12 +218,48 @@ def make_optimizers(model, config):
     else:
         optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
     if muon:
-        groups = [dict(params=muon, peak_lr=config.lr)]
-        optimizers.append(torch.optim.Muon(groups, config.lr, weight_decay=config.weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
+        groups = [dict(params=muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
+        optimizers.append(Muon(groups, config.lr))
     placed = [p for each in optimizers for group in each.param_groups for p in group["params"]]
     assert len(placed) == len({*placed}) == len([*model.parameters()]), "one group for each"
     return optimizers
+
+class Muon(torch.optim.Optimizer):
+    """For matrices (Jordan et al. 2024). The momentum of the gradient is made orthogonal, so that a
+    step has the same size in all directions, and not only in those where gradients are large. The
+    entries of a step have the rms of AdamW's (arXiv:2502.16982), but the best --lr is higher.
+
+    torch.optim.Muon is the same, but always in bfloat16. Many CPUs have no fast way to multiply
+    that: matrices of 128 x 128 take 60 times as long."""
+    def __init__(self, groups, lr, momentum=0.95):
+        super().__init__(groups, dict(lr=lr, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            keeps = group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p not in self.state:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - keeps)
+                update = orthogonal(p.grad.lerp(momentum, keeps))   # one step ahead: Nesterov's way
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
+
+def orthogonal(x):
+    """A matrix with the directions of x, whose singular values are all near 1. They are brought
+    there by five steps of a polynomial that pulls numbers in (0, 1] towards 1 (Newton-Schulz)."""
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
+    if x.is_cuda:
+        x = x.bfloat16()
+    x = x / x.norm().clamp_min(1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if is_tall else x
 
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only

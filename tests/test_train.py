@@ -166,6 +166,23 @@ def test_steps_by_hand(data, tmp_path):
     assert torch.allclose(ckpt["grad_norms"].float(), sums, rtol=1e-4)
     assert ckpt["grad_norms"].tolist() == metrics(tmp_path)[6]["grad_norms"]
 
+def test_muon_is_torchs(monkeypatch):
+    """but for the precision of its products, and in a fifth of the time on many CPUs"""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)   # torch's products, in float32
+    def trained(optimizer):
+        rng = torch.Generator().manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(shape, generator=rng)) for shape in ((6, 4), (4, 6), (5, 5))]
+        optimizer = optimizer(weights)
+        for step in range(4):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=rng)
+            optimizer.step()
+        return weights
+    ours = trained(lambda weights: train.Muon([dict(params=weights, weight_decay=0.1)], 0.02))
+    torchs = trained(lambda weights: torch.optim.Muon(weights, 0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
+    for a, b in zip(ours, torchs):
+        assert torch.allclose(a, b, atol=1e-5)
+
 def test_each_log_has_a_speed(data, tmp_path):
     """also that of the first step, and of a step right after a resume"""
     go(data, tmp_path, "--max_iters", 2, "--log_interval", 1)
@@ -469,7 +486,7 @@ def test_a_second_signal_ends_a_run_at_once_and_nohup_is_heard():
     ("--residual nag --mod_rate 0.5", 2e-3),   # A gain may fall on either side of the threshold.
     ("--layer_drop 0.4", 1e-4),
     ("--mod router --mod_rate 0.25", 1e-5),   # Equal weights are ordered by position.
-    ("--optimizer muon --residual attnres", 2e-2)])   # Muon's products are in bf16.
+    ("--optimizer muon --residual attnres", 2e-2)])
 def test_two_processes_train_as_one(data, tmp_path, flags, tolerance):
     """Four parts of a batch, in one process or in two: the same coins and thresholds, the same losses"""
     flags = [*flags.split(), "--batch_size", 8, "--max_iters", 15, "--log_interval", 1, "--eval_interval", 7]
