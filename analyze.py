@@ -27,7 +27,7 @@ from flags import flag, parse, printable, refuse, say, start
 from model import (ByFunction, EVERYONE, SHARPNESS, Without, all_run, calibrate, flops_per_token,
                    num_params, ran_shares, why_not)
 from processes import pick_device, pick_threads
-from runs import open_run, read_metrics, write_file, writing
+from runs import explain_write_errors, open_run, read_metrics, write_file
 from train import evaluate
 
 @dataclass
@@ -727,7 +727,7 @@ def main(argv=None):
         refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
     args.text = Path(args.text).read_text("utf-8", "replace") if os.path.isfile(args.text) else args.text
     runs = open_runs(args)
-    with writing(args.out):   # now, not after minutes of measuring
+    with explain_write_errors(args.out):   # now, not after minutes of measuring
         Path(args.out).mkdir(parents=True, exist_ok=True)
     results = {name: {} for name in wanted}
     for run_name, run in runs.items():

@@ -38,7 +38,7 @@ def open_own(path):
 def write_file(path, write):
     """write(file) writes to a new file, which is flushed to the disk and renamed to path. So there
     is never half a file of that name, and no link is followed."""
-    with writing(path):
+    with explain_write_errors(path):
         temporary = Path(path).parent / (UNFINISHED + secrets.token_hex(8))
         try:
             with open(temporary, "xb") as f:   # x: it is new
@@ -51,17 +51,16 @@ def write_file(path, write):
             raise
 
 @contextlib.contextmanager
-def writing(path):
+def explain_write_errors(path):
     try:
         yield
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
         if is_about_memory(error):   # flags.start has a sentence for that.
             raise
-        raise SystemExit(f"{path}: can't be written ({error}); make room, or take another --out; "
-                         f"the old file, if there was one, is unchanged") from None
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
 
 @contextlib.contextmanager
-def reading(path):
+def explain_read_errors(path):
     """Turns whatever is wrong inside a file into one sentence."""
     try:
         yield
@@ -79,7 +78,7 @@ def read_settings(path, defaults, strict=True):
     left out. SystemExit, too, if the file is missing or broken, or a value is of another type."""
     if not Path(path).is_file():
         refuse(f"{path}: no such file; name a run folder that train.py has made")
-    with reading(path):
+    with explain_read_errors(path):
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         unknown = found.keys() - defaults.keys()
         if unknown and strict:
@@ -100,16 +99,18 @@ def has_type_of(value, default):
 # ----------------------------------------------------------------------------------------- metrics
 
 def metric_lines(run):
-    """Yields (step, line) for each line of metrics.jsonl that is one of ours. A crash may have cut
+    """Yields each line of metrics.jsonl that is one of ours, and what it says. A crash may have cut
     one short; others may hold anything."""
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         return
     for line in path.read_bytes().splitlines(keepends=True):
-        with contextlib.suppress(ValueError, RecursionError):   # It may be no JSON.
+        try:
             values = json.loads(line)
-            if line.endswith(b"\n") and are_metrics(values):
-                yield values["step"], line
+        except (ValueError, RecursionError):
+            continue
+        if line.endswith(b"\n") and are_metrics(values):
+            yield line, values
 
 def are_metrics(values):
     """Are they an object of numbers with a step? grad_norms may be a list of numbers."""
@@ -124,8 +125,8 @@ def are_metrics(values):
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
     metrics = {}
-    for step, line in metric_lines(run):
-        metrics.setdefault(step, {}).update(json.loads(line))
+    for _, values in metric_lines(run):
+        metrics.setdefault(values["step"], {}).update(values)
     return metrics
 
 # ----------------------------------------------------------------------------- writing a run folder
@@ -137,7 +138,8 @@ class RunFolder:
     SystemExit if another process holds the lock, or if there is anything that is not to be lost:
     resume and overwrite say what may be there. settings: what config.json will hold"""
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
-        self.out, self.settings, self.is_first = Path(out), settings, is_first
+        self.out, self.settings = Path(out), settings
+        self.overwrite, self.is_first = overwrite, is_first
         self.metrics = self.lock = None
         if is_first:
             self.check(resume, overwrite)   # before anything of ours is in there
@@ -146,25 +148,27 @@ class RunFolder:
 
     def file_names(self):
         """The names of files that are there and that could be lost"""
-        with writing(self.out):
+        with explain_write_errors(self.out):
             names = os.listdir(self.out) if self.out.is_dir() else []
         return {name for name in names if name != "lock" and not name.startswith(UNFINISHED)}
 
-    def read_config(self):
-        with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):
-            path = self.out / "config.json"
+    def saved_settings(self):
+        """What config.json says, or {} if it is none"""
+        path = self.out / "config.json"
+        try:
             return dict(json.loads(path.read_text())) if path.is_file() else {}
-        return {}
+        except (OSError, ValueError, RecursionError, TypeError):
+            return {}
 
     def nothing_is_lost(self, names):
         """Has the same run ended here before its first checkpoint?"""
-        same_run = self.read_config() == self.settings
+        same_run = self.saved_settings() == self.settings
         no_steps = all(step == 0 for step in read_metrics(self.out))
         return same_run and no_steps and names <= {"config.json", "metrics.jsonl"}
 
     def is_ours(self):
         """Has train.py made this folder? (Other programs have a config.json, too.)"""
-        return {"residual", "n_layer", "n_embd", "tokenizer"} <= self.read_config().keys()
+        return {"residual", "n_layer", "n_embd", "tokenizer"} <= self.saved_settings().keys()
 
     def check(self, resume, overwrite):
         names = self.file_names()
@@ -179,7 +183,7 @@ class RunFolder:
                    f"replace it; take another --out")
 
     def take_lock(self):
-        with writing(self.out):
+        with explain_write_errors(self.out):
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open_own(self.out / "lock")
         try:
@@ -190,26 +194,26 @@ class RunFolder:
         except OSError:
             pass   # a file system without locks
 
-    def begin(self, step, overwrite=False):
+    def begin(self, step):
         """Is called when nothing can be refused any more. step: where the run goes on"""
         if not self.is_first:
             return
-        with writing(self.out):
-            old = ["ckpt.pt", "best.pt", "metrics.jsonl"] if overwrite else []
+        with explain_write_errors(self.out):
+            old = ["ckpt.pt", "best.pt", "metrics.jsonl"] if self.overwrite else []
             for path in [*self.out.glob(UNFINISHED + "*"), *(self.out / name for name in old)]:
                 path.unlink(missing_ok=True)
         text = json.dumps(self.settings, indent=2) + "\n"
         write_file(self.out / "config.json", lambda f: f.write(text.encode()))
         # What a run has said of steps after its last checkpoint, it will say again, or not at all.
-        kept = [line for at, line in metric_lines(self.out) if at <= step]
+        kept = [line for line, values in metric_lines(self.out) if values["step"] <= step]
         write_file(self.out / "metrics.jsonl", lambda f: f.writelines(kept))
-        with writing(self.out):
+        with explain_write_errors(self.out):
             self.metrics = open_own(self.out / "metrics.jsonl")
 
     def log(self, **values):
         if self.is_first:
             line = json.dumps(values).encode() + b"\n"
-            with writing(self.out / "metrics.jsonl"):
+            with explain_write_errors(self.out / "metrics.jsonl"):
                 if self.metrics.write(line) < len(line):
                     raise OSError("no room is left")
 
@@ -229,23 +233,27 @@ def read_checkpoint(path, wanted=None):
     than `wanted`. Sizes are looked at before memory is taken."""
     if not path.is_file():
         refuse(f"{path}: no checkpoint there; train that run first, without --resume")
-    with reading(path):
+    with explain_read_errors(path):
         check_archive(path)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = GPTConfig(**ckpt["model_config"])   # What it lacks has its default.
         # This machine may have another device.
         found.kernels = wanted.kernels if wanted else "auto"
-        if wanted and found != wanted:
-            differ = [f"{key} {value} there, {getattr(wanted, key)} here"
-                      for key, value in asdict(found).items() if value != getattr(wanted, key)]
-            refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-        if problems := found.problems():
-            raise ValueError(problems[0])
-        if 4 * fewest_weights(found) > path.stat().st_size:
-            raise ValueError("its settings are of a larger model")
+        check_model_config(path, found, wanted)
         model = GPT(found)
         load_weights(model, ckpt["model"])
     return ckpt, model
+
+def check_model_config(path, found, wanted):
+    """SystemExit if it is not the one that is wanted; ValueError if it can't be right"""
+    if wanted and found != wanted:
+        differ = [f"{key} {value} there, {getattr(wanted, key)} here"
+                  for key, value in asdict(found).items() if value != getattr(wanted, key)]
+        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
+    if problems := found.problems():
+        raise ValueError(problems[0])
+    if 4 * fewest_weights(found) > path.stat().st_size:
+        raise ValueError("its settings are of a larger model")
 
 def check_archive(path):
     """ValueError if a checkpoint is damaged, or would take more memory than its size says"""
@@ -268,11 +276,11 @@ def all_finite(model):
 
 def fewest_weights(model_config):
     """A number of weights that a model has at least, found without making it"""
-    units = sum(units for _, units in block_widths(model_config))
+    hidden = sum(units for _, units in block_widths(model_config))
     with torch.device("meta"):   # shapes without numbers
         residual = sum(p.numel() for p in make_residual(model_config, 1).parameters())
     width, n_layer = model_config.n_embd, model_config.n_layer
-    return (model_config.vocab_size + units) * width + n_layer * (width ** 2 + residual)
+    return (model_config.vocab_size + hidden) * width + n_layer * (width ** 2 + residual)
 
 def open_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
@@ -281,7 +289,7 @@ def open_run(run, device="cpu", which="ckpt.pt"):
     about_data = dict(data="", tokenizer="bytes", eval_windows=128, batch_size=16)
     settings = read_settings(path, asdict(GPTConfig()) | about_data, strict=False)
     _, model = read_checkpoint(Path(run) / which)
-    with reading(path):
+    with explain_read_errors(path):
         if VOCABULARIES[settings["tokenizer"]] > model.config.vocab_size:
             raise ValueError("its tokenizer has more tokens than its model")
         for name in "eval_windows", "batch_size":

@@ -29,8 +29,9 @@ from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
 from processes import note_signals, pick_device, pick_threads, start_processes
-from runs import (RunFolder, all_finite, fewest_weights, fingerprint, optimizer_state,
-                  read_checkpoint, read_metrics, read_settings, reading, restore_optimizers)
+from runs import (RunFolder, all_finite, explain_read_errors, fewest_weights, fingerprint,
+                  optimizer_state, read_checkpoint, read_metrics, read_settings,
+                  restore_optimizers)
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -70,7 +71,7 @@ class TrainConfig:
     weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
     beta1: float = flag(0.9, "what AdamW keeps of its mean of gradients; sgd: momentum", 0, 0.9999)
     beta2: float = flag(0.95, "the same of its mean of squared gradients", 0, 0.9999)
-    gate_beta1: float = flag(0.8, "beta1 of what trains with gate_lr", 0, 0.9999)
+    gate_beta1: float = flag(0.8, "AdamW's beta1 of what trains with gate_lr", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
     equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
 
@@ -127,7 +128,9 @@ def settings_to_resume(given):
         refuse("--resume: continues the run in --out with its own settings; give --out, and no "
                "--config")
     values = read_config(Path(given["out"]) / "config.json")
-    for name, why in dict(batch_size="counts its tokens by", optimizer="has moments of").items():
+    fixed = dict(batch_size="counts its tokens by", optimizer="has moments of",
+                 eval_windows="has its best loss of")
+    for name, why in fixed.items():
         if given.get(name, values[name]) != values[name]:
             refuse(f"--{name} {given[name]}: the run {why} {values[name]}; leave that, or start a "
                    f"new run")
@@ -198,10 +201,10 @@ def make_optimizers(model, config):
     for residual in model.residuals():
         own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
         not_matrices |= {getattr(residual, name, None) for name in residual.not_matrices}
-    matrices, vectors, own, muon = [], [], [], []
+    matrices, vectors, gates, muon = [], [], [], []
     for p in model.parameters():
         if p in own_lr:
-            own.append(p)
+            gates.append(p)
         elif p.dim() < 2 or p in not_matrices:
             vectors.append(p)
         elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:
@@ -212,7 +215,7 @@ def make_optimizers(model, config):
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
-              dict(params=own, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
+              dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
     if config.optimizer == "sgd":
         optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
     else:
@@ -275,9 +278,10 @@ def lr_factor(config, progress):
 
 def equalize(grads, norms):
     """Scales the gradients of each block to the root mean square of all blocks' norms (L,)."""
+    wanted = norms.square().mean().sqrt()
     for block_grads, norm in zip(grads, norms):
         for grad in block_grads:
-            grad.mul_(norms.square().mean().sqrt() / norm.clamp_min(1e-30))
+            grad.mul_(wanted / norm.clamp_min(1e-30))
 
 # ----------------------------------------------------------------------------------------- the loop
 
@@ -285,10 +289,10 @@ class Training:
     """A run: its model, its optimizers, and how far it is. `run` has the loop."""
     def __init__(self, model_config, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
-        self.path = folder.out / "ckpt.pt"
+        self.checkpoint = folder.out / "ckpt.pt"
         ckpt = None
         if config.resume:
-            ckpt, self.model = read_checkpoint(self.path, model_config)
+            ckpt, self.model = read_checkpoint(self.checkpoint, model_config)
         else:
             self.model = GPT(model_config)
         self.model.to(processes.device)
@@ -305,14 +309,14 @@ class Training:
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
-        self.forward_model = self.as_it_is_called()   # perhaps compiled
+        self.forward_model = self.compile_and_wrap()   # perhaps compiled
 
     def run(self):
         """-> exit status"""
         self.announce()
-        self.folder.begin(self.step, self.config.overwrite)
+        self.folder.begin(self.step)
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
-        first, seconds, timed_steps = self.step, 0.0, 0
+        first, step_seconds = self.step, []
         while True:
             progress = self.progress()
             progress_after_step = min(1.0, progress + 1 / self.n_steps)
@@ -328,17 +332,17 @@ class Training:
             if progress >= 1:
                 break
             began = time.perf_counter()
-            ran = self.forward_and_backward()
+            self.loss, ran = self.forward_and_backward()
             norm, lr = self.update(ran, progress_after_step)
-            logs = self.is_due(self.config.log_interval)
-            if logs or self.is_due(self.config.eval_interval):
+            log_is_due = self.is_due(self.config.log_interval)
+            if log_is_due or self.is_due(self.config.eval_interval):
                 self.check_finite()   # This waits for a GPU, so the clock sees all of its work.
-            if self.step > first + 1 or logs:   # Else leave out the first step: it may compile.
-                seconds += time.perf_counter() - began
-                timed_steps += 1
-            if logs:
-                self.log(ran, norm, lr, timed_steps * self.tokens_per_step / seconds)
-                seconds, timed_steps = 0.0, 0
+            step_seconds.append(time.perf_counter() - began)
+            if log_is_due:
+                tokens_per_second = self.tokens_per_step * len(step_seconds) / sum(step_seconds)
+                self.log(ran, norm, lr, tokens_per_second)
+            if log_is_due or self.step == first + 1:   # The first step may compile.
+                step_seconds.clear()
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
@@ -357,7 +361,8 @@ class Training:
         return 0
 
     def forward_and_backward(self):
-        """The gradients of a batch, summed up -> the share of tokens that ran each sublayer"""
+        """Sums up the gradients of a batch -> its loss, and the share of tokens that ran each
+        sublayer"""
         config, processes, model = self.config, self.processes, self.model
         loss, ran = torch.zeros((), device=model.device), torch.zeros(2 * len(model.order))
         for micro in range(config.grad_accum):
@@ -374,8 +379,7 @@ class Training:
             micro_loss.backward()
             loss += micro_loss.detach()
             ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
-        self.loss, ran = processes.mean(loss), processes.mean(ran)
-        return ran.tolist()
+        return processes.mean(loss), processes.mean(ran).tolist()
 
     def read_batch(self, part):
         """-> x, y of one part of this step's batch, on the device"""
@@ -393,13 +397,7 @@ class Training:
     def update(self, ran, progress_after_step):
         """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
         config, model = self.config, self.model
-        grads = [[p.grad for p in block.parameters() if p.grad is not None]
-                 for block in model.blocks]
-        norms = [torch.nn.utils.get_total_norm(each).to(model.device) for each in grads]
-        norms = torch.stack(norms)   # of each block
-        self.grad_norms += norms
-        if config.equalize_grads:
-            equalize(grads, norms)
+        self.measure_blocks()
         clip = config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         factor = lr_factor(config, progress_after_step)
@@ -412,6 +410,16 @@ class Training:
         self.step += 1
         self.flops += self.step_flops(ran)
         return norm, config.lr * factor
+
+    def measure_blocks(self):
+        """Adds up the norm of each block's gradients. Equalizes them, if a flag says so."""
+        grads = [[p.grad for p in block.parameters() if p.grad is not None]
+                 for block in self.model.blocks]
+        norms = [torch.nn.utils.get_total_norm(each).to(self.model.device) for each in grads]
+        norms = torch.stack(norms)   # (L,)
+        self.grad_norms += norms
+        if self.config.equalize_grads:
+            equalize(grads, norms)
 
     # ------------------------------------------------------------------------- saving and reporting
 
@@ -430,7 +438,8 @@ class Training:
         finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
         if not finite or not all_finite(self.model):
             refuse(f"step {self.step}: loss {loss}, or gradients or weights that are not finite; "
-                   f"{self.path} is from before: go on from there with --resume and a lower --lr")
+                   f"{self.checkpoint} is from before: go on from there with --resume and a lower "
+                   f"--lr")
 
     def evaluate_and_report(self, state):
         """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. All
@@ -458,11 +467,12 @@ class Training:
             f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
 
     def announce(self):
-        model_config, device = self.model.config, self.processes.device
-        where = torch.cuda.get_device_name() if self.processes.on_cuda else "CPU"
-        if device == "cpu":
+        model_config = self.model.config
+        if self.processes.on_cuda:
+            where = torch.cuda.get_device_name()
+        else:
             threads = torch.get_num_threads()
-            where += f", {threads} thread{'s' * (threads > 1)}"
+            where = f"CPU, {threads} thread{'s' * (threads > 1)}"
         say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
             f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
             f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
@@ -494,10 +504,12 @@ class Training:
 
     # ------------------------------------------------------------------------ starting and resuming
 
-    def as_it_is_called(self):
-        """-> the model: compiled, and wrapped for several processes, if need be"""
+    def compile_and_wrap(self):
+        """-> the model as it is called: compiled, and wrapped for several processes, if need be"""
         compiles = self.config.compile
-        if compiles or compiles is None and self.processes.on_cuda:
+        if compiles is None:
+            compiles = self.processes.on_cuda
+        if compiles:
             compile_blocks(self.model)
         if self.config.checkpoint_blocks:
             checkpoint_blocks(self.model)
@@ -514,10 +526,10 @@ class Training:
         # A parameter has no moments before its first gradient, nor without momentum.
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
         may_lack = self.some_tokens_skip() or no_momentum or ckpt.get("step") == 0
-        with reading(self.path):
+        with explain_read_errors(self.checkpoint):
             if ckpt["data"] != self.data.fingerprint:
-                refuse(f"{self.path}: is of other data than --data has now; put that back, or "
-                       f"start a new run")
+                refuse(f"{self.checkpoint}: is of other data than --data has now; put that back, "
+                       f"or start a new run")
             restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
             self.step, self.flops = int(ckpt["step"]), float(ckpt["flops"])
             self.grad_norms.copy_(ckpt["grad_norms"])
@@ -526,8 +538,8 @@ class Training:
             if not self.grad_norms.isfinite().all():
                 raise ValueError("gradient norms that are not finite")
         if self.is_beyond_end():
-            refuse(f"--resume: {self.path} is at step {self.step}, beyond the end that the flags "
-                   f"set (about {self.n_steps} steps); give a later end, or none")
+            refuse(f"--resume: {self.checkpoint} is at step {self.step}, beyond the end that the "
+                   f"flags set (about {self.n_steps} steps); give a later end, or none")
         past = [entry for at, entry in read_metrics(self.folder.out).items() if at <= self.step]
         losses = [entry["val_loss"] for entry in past if "val_loss" in entry]
         self.best_loss = min(losses, default=math.inf)
@@ -549,11 +561,11 @@ def check_memory(model_config, config, processes):
     micro_tokens = sequences * model_config.block_size
     weights = 16 * fewest_weights(model_config)   # of four bytes, with gradient and two moments
     width = model_config.vocab_size + model_config.n_layer * model_config.n_embd
-    windows = 16 * config.eval_windows * model_config.block_size
-    need = weights + 4 * micro_tokens * width + windows
+    need = weights + 4 * micro_tokens * width
     if processes.on_cuda:
         _, have = torch.cuda.mem_get_info()
     else:
+        need += 16 * config.eval_windows * model_config.block_size
         have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if need > have:
         sizes = " ".join(f"--{name} {getattr(model_config, name)}"
@@ -561,20 +573,25 @@ def check_memory(model_config, config, processes):
         refuse(f"{sizes} --batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or "
                f"more, and there are {have / 1e9:,.0f}; make one of them smaller")
 
+def settings_to_save(model_config, config, data):
+    settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+    return {name: value for name, value in settings.items() if name not in NOT_SAVED}
+
+def default_folder(residual):
+    """attnres:group=4 -> runs/attnres-group4"""
+    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
+
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
                         epilog=residual_list())
     processes = start_processes(config)
     pick_threads(model_config, processes.device, processes.count)
+    check_memory(model_config, config, processes)
     data = open_data(model_config, config, processes)
     model_config.vocab_size = data.vocab_size
-    check_memory(model_config, config, processes)
-    settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
-    for name in NOT_SAVED:
-        settings.pop(name)
-    # runs/attnres-group4 for attnres:group=4
-    out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+    out = config.out or default_folder(model_config.residual)
+    settings = settings_to_save(model_config, config, data)
     folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
     with contextlib.closing(folder):
         return Training(model_config, config, data, folder, processes).run()
