@@ -193,24 +193,30 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 
 # -------------------------------------------------------------------------- optimizers and schedule
 
-def make_optimizers(model, config):
-    """A list of one or two. Matrices have weight decay. Vectors have none, nor has what a residual
-    names in not_matrices. What it names in own_lr, such as gates, has the learning rate gate_lr.
-    Muon is a second optimizer, for the matrices of blocks."""
-    own_lr, not_matrices, in_blocks = set(), set(), {*model.blocks.parameters()}
-    for residual in model.residuals():
-        own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
-        not_matrices |= {getattr(residual, name, None) for name in residual.not_matrices}
-    matrices, vectors, gates, muon = [], [], [], []
+def sort_parameters(model, uses_muon):
+    """-> four lists: matrices, vectors, gates, and matrices for Muon. Gates and the like are what a
+    residual names in own_lr. What it names in not_matrices counts as vectors."""
+    def named_in(attribute):
+        return {getattr(residual, name, None) for residual in model.residuals()
+                for name in getattr(residual, attribute)}
+    own_lr, not_matrices = named_in("own_lr"), named_in("not_matrices")
+    in_blocks = {*model.blocks.parameters()}
+    matrices, vectors, gates, for_muon = [], [], [], []
     for p in model.parameters():
         if p in own_lr:
             gates.append(p)
         elif p.dim() < 2 or p in not_matrices:
             vectors.append(p)
-        elif config.optimizer == "muon" and p in in_blocks and min(p.shape) > 1:
-            muon.append(p)
+        elif uses_muon and p in in_blocks and min(p.shape) > 1:
+            for_muon.append(p)
         else:
             matrices.append(p)
+    return matrices, vectors, gates, for_muon
+
+def make_optimizers(model, config):
+    """A list of one or two. Matrices have weight decay, and vectors have none. Gates have the
+    learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks."""
+    matrices, vectors, gates, for_muon = sort_parameters(model, config.optimizer == "muon")
     # A run sets each group's lr, from its peak_lr, before each step.
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
@@ -220,11 +226,9 @@ def make_optimizers(model, config):
         optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
     else:
         optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
-    if muon:
-        groups = [dict(params=muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
+    if for_muon:
+        groups = [dict(params=for_muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
         optimizers.append(Muon(groups, config.lr))
-    placed = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    assert len(placed) == len({*placed}) == len([*model.parameters()]), "one group for each"
     return optimizers
 
 class Muon(torch.optim.Optimizer):
@@ -299,7 +303,7 @@ class Training:
         if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
             self.model.dtype = torch.bfloat16
         self.optimizers = make_optimizers(self.model, config)
-        self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, 0.0
+        self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, torch.zeros(())
         # Gradient norms of each block, summed over the steps
         self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                       device=processes.device)
@@ -316,20 +320,20 @@ class Training:
         self.announce()
         self.folder.begin(self.step)
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
-        first, step_seconds = self.step, []
+        first_step, step_seconds = self.step, []
         while True:
             progress = self.progress()
             progress_after_step = min(1.0, progress + 1 / self.n_steps)
             self.model.before_step(progress_after_step)   # Some residuals have a warm-up.
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
-            if signal or progress >= 1 or self.is_due(self.config.eval_interval):
+            is_over = progress >= 1
+            if signal or is_over or self.is_due(self.config.eval_interval):
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
-                if signal:
-                    break
-                self.evaluate_and_report(state)
-            if progress >= 1:
+                if not signal:
+                    self.evaluate_and_report(state)
+            if signal or is_over:
                 break
             began = time.perf_counter()
             self.loss, ran = self.forward_and_backward()
@@ -341,7 +345,7 @@ class Training:
             if log_is_due:
                 tokens_per_second = self.tokens_per_step * len(step_seconds) / sum(step_seconds)
                 self.log(ran, norm, lr, tokens_per_second)
-            if log_is_due or self.step == first + 1:   # The first step may compile.
+            if log_is_due or self.step == first_step + 1:   # The first step may compile.
                 step_seconds.clear()
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
@@ -434,7 +438,7 @@ class Training:
 
     def check_finite(self):
         """SystemExit, if the loss, a gradient or a weight is not a number any more"""
-        loss = float(self.loss)
+        loss = self.loss.item()
         finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
         if not finite or not all_finite(self.model):
             refuse(f"step {self.step}: loss {loss}, or gradients or weights that are not finite; "
@@ -505,7 +509,8 @@ class Training:
     # ------------------------------------------------------------------------ starting and resuming
 
     def compile_and_wrap(self):
-        """-> the model as it is called: compiled, and wrapped for several processes, if need be"""
+        """Compiles the model, if need be -> what training calls: the model, or, for several
+        processes, its DDP wrapper"""
         compiles = self.config.compile
         if compiles is None:
             compiles = self.processes.on_cuda
