@@ -2,7 +2,7 @@
 Run folders: how they are locked, written, read, and opened as a model.
 
     config.json      the settings: both configs of train.py, and the tokenizer
-    metrics.jsonl    an object a line; the last one of a step counts
+    metrics.jsonl    an object a line; of what is said of a step, the last word counts
     ckpt.pt          the last checkpoint; best.pt is that with the lowest validation loss
     lock             the system knows which process holds it, and frees it when that ends
 
@@ -79,14 +79,17 @@ def read_settings(path, defaults, strict=True):
     if not Path(path).is_file():
         refuse(f"{path}: no such file; name a run folder that train.py has made")
     with explain_read_errors(path):
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        unknown = found.keys() - defaults.keys()
-        if unknown and strict:
-            raise ValueError(f"this code has no flag {', '.join(sorted(unknown))}")
-        values = defaults | {key: found[key] for key in found.keys() & defaults.keys()}
-        for key, value in values.items():
-            if not has_type_of(value, defaults[key]):
-                raise ValueError(f"{key} is {value!r}")
+        return completed(json.loads(Path(path).read_text(encoding="utf-8")), defaults, strict)
+
+def completed(found, defaults, strict=True):
+    """The settings that were found, with defaults for those that lack. ValueError: see above"""
+    unknown = found.keys() - defaults.keys()
+    if unknown and strict:
+        raise ValueError(f"this code has no flag {', '.join(sorted(unknown))}")
+    values = defaults | {key: found[key] for key in found.keys() & defaults.keys()}
+    for key, value in values.items():
+        if not has_type_of(value, defaults[key]):
+            raise ValueError(f"{key} is {value!r}")
     return values
 
 def has_type_of(value, default):
@@ -163,7 +166,7 @@ class RunFolder:
     def nothing_is_lost(self, names):
         """Has the same run ended here before its first checkpoint?"""
         same_run = self.saved_settings() == self.settings
-        no_steps = all(step == 0 for step in read_metrics(self.out))
+        no_steps = {*read_metrics(self.out)} <= {0}
         return same_run and no_steps and names <= {"config.json", "metrics.jsonl"}
 
     def is_ours(self):
@@ -236,7 +239,7 @@ def read_checkpoint(path, wanted=None):
     with explain_read_errors(path):
         check_archive(path)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        found = GPTConfig(**ckpt["model_config"])   # What it lacks has its default.
+        found = GPTConfig(**completed(ckpt["model_config"], asdict(GPTConfig())))
         # This machine may have another device.
         found.kernels = wanted.kernels if wanted else "auto"
         check_model_config(path, found, wanted)
@@ -318,12 +321,12 @@ def restore_optimizers(model, optimizers, saved, may_lack):
         if foreign or (missing and not may_lack):
             raise ValueError("moments of other parameters, or of another --optimizer")
         # torch knows parameters by their places in the groups.
-        state = {i: checked(moments[names[p]], p, optimizer)
+        state = {i: checked_moments(moments[names[p]], p, optimizer)
                  for i, p in enumerate(params) if names[p] in moments}
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(dict(state=state, param_groups=groups))
 
-def checked(moments, p, optimizer):
+def checked_moments(moments, p, optimizer):
     """The moments of parameter p. Wrong ones would crash the optimizer's fused code."""
     shapes = dict(momentum_buffer=p.shape)
     if isinstance(optimizer, torch.optim.AdamW):
@@ -336,6 +339,6 @@ def checked(moments, p, optimizer):
     return {name: value.contiguous() for name, value in moments.items()}
 
 def fingerprint(data, meta):
-    """Tells whether a run that is resumed has the data that it had."""
+    """A hash of names and sizes of the data files. A run that is resumed wants the same."""
     shards = sorted((path.name, path.stat().st_size) for path in Path(data).glob("*.bin"))
     return hashlib.sha256(json.dumps([meta, shards], sort_keys=True).encode()).hexdigest()

@@ -187,6 +187,7 @@ CRAFTED = {
     "whole moments": lambda c: moments(c).update(exp_avg=moments(c)["exp_avg"].long()),
     "complex weights": lambda c: c["model"].update({"wte.weight": c["model"]["wte.weight"] * 1j}),
     "layers": lambda c: c["model_config"].update(n_layer=10 ** 9),
+    "a size of another type": lambda c: c["model_config"].update(block_size=32.0),
     "repeat": lambda c: c["model_config"].update(repeat="1-2:999")}
 
 @pytest.mark.parametrize("what", CRAFTED)
