@@ -59,11 +59,12 @@ EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
         Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))], (2, 3, 4, 5)),
     # PreNorm is "6 blocks" above.
     "residuals": ("Which residual learns more steps?", [
-        Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 2e-2, SWEEP),
+        Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 1e-2, (5e-3, *SWEEP)),
         Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))], (2, 3, 4, 5)),
     "skipping": ("Does skipping know who needs depth?", [
-        Variant("NAG that skips a quarter", steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25")),
-        Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"))], (2, 3, 4, 5)),
+        Variant("NAG that skips a quarter",
+                steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 1e-2),
+        Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"), 1e-2)], (2, 3, 4, 5)),
     "sources": ("Does a read of earlier sublayers learn more steps?", [
         Variant("Block AttnRes", steps_run("attnres:group=3"), 2e-2, SWEEP)], (2, 3, 4, 5)),
     "start": ("The residual or the first weights? (text)", [
