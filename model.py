@@ -34,7 +34,7 @@ V = vocab_size different tokens. The following words have one meaning each, in a
                means that the token runs it, and False that it skips it
     gain       how much a sublayer will change a token's stream. NAG, the first residual of part 2,
                knows this before the sublayer runs. So a decider can let a token with a small gain
-               skip. With most residuals there is no gain
+               skip. With PreNorm there is no gain
 
 The file has four parts:
 
@@ -79,7 +79,7 @@ class GPTConfig:
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "see make_norm")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: std 1 / sqrt(fan in), or 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
@@ -93,7 +93,7 @@ class GPTConfig:
     repeat: str = flag("", "9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
-    mod: Literal["geometric", "router"] = flag("geometric", "its gain decides, or a router",
+    mod: Literal["geometric", "router"] = flag("geometric", "who skips: small gains, or by router",
                                                group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
@@ -122,10 +122,10 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Attention, the next class, gives each query and key rms 1, so q @ k is head_size times a cosine.
-# The usual scale, 1 / sqrt(head_size), would limit scores to sqrt(head_size). In small heads that
-# is too little to pick one token of many: 5.7 in heads of 32. So all heads get the limit of a head
-# of 128, which is 11.3. (Limits from 5.7 to 32 were tried; none was better.)
+# Queries and keys have rms 1 here (see Attention.qkv), so q @ k is at most head_size. The usual
+# scale, 1 / sqrt(head_size), would let scores reach sqrt(head_size), only 5.7 in a head of 32: too
+# little to pick one token of many. We multiply by SHARPNESS / head_size, so that scores reach 11.3
+# in every head, as in a usual head of 128. (Limits from 5.7 to 32 were tried; none was better.)
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
@@ -156,8 +156,8 @@ class Attention(nn.Module):
         return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
 
     def split(self, x, weight):
-        """x (..., C) -> q, k and v, (..., n_head, head_size) each, if weight is that of c_attn.
-        (Part 3 passes fewer rows of it, for tokens that need only k and v, or only q.)"""
+        """x (..., C) and the weight of c_attn -> q, k and v, (..., n_head, head_size) each. (Part 3
+        passes only some rows of that weight, for tokens that need only k and v, or only q.)"""
         x = F.linear(x, weight)                                  # (..., 3 * width)
         x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
         return x.unbind(-3)
@@ -175,6 +175,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x, rotation)
         seen = None
         if layer_cache is not None:
+            # Now k and v are those of all tokens so far. seen: which of them each query sees
             k, v, seen = layer_cache.append(k, v)
         return self.c_proj(attend(q, k, v, seen).flatten(-2))
 
@@ -204,9 +205,12 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class Residual(nn.Module):
-    """What all residuals share. Each sublayer has a residual of its own, with the same number
-    l = 1 .. 2L. The model has one more, model.ends, number 2L + 1, which has no sublayer. It only
-    starts and finishes the stream, so its norm is the final norm of the model.
+    """What all residuals share. The simplest is PreNorm, below: it makes a norm, and its forward
+    returns x + f(self.norm(x)). All other methods have an answer here.
+
+    Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
+    called model.ends. It has no sublayer. Only its start and finish are called, before the first
+    sublayer and after the last, so its norm is the final norm of the model.
 
     A new residual needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below.
     Only f may look at other tokens. All else treats each token by itself: if some tokens skip a
@@ -249,12 +253,12 @@ class Residual(nn.Module):
         """Before each step of a training. progress: (step + 1) / steps"""
 
     def constrain(self, module):
-        """After the weights are drawn, and after each step: may bring those of module back to what
-        this residual needs. module: its attention or MLP; model.ends gets embedding and head."""
+        """After the weights are drawn, and after each step: may change the weights of module, say
+        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
 
     # What other parts and train.py ask of a residual. On a first reading, go on with PreNorm.
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # True: it has a method gain(stream), and forward takes the gain, too.
+    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
     warmup = 0.0           # In this share of a training, updates grow to their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
@@ -342,7 +346,8 @@ EVERYONE = None    # All tokens run the sublayer.
 REMOVED = False    # No token does, as if there were no such sublayer (sample.py --remove).
 
 class Decider(nn.Module):
-    """The default: all tokens run all sublayers. Those of part 3 replace some of these methods."""
+    """The default: all tokens run all sublayers. On a first reading, this is all: go on with GPT.
+    The deciders of part 3 replace some of these methods."""
     # Does a token that skips an attention still make its key and value, for later tokens to see?
     skippers_make_keys = True
 
@@ -381,8 +386,8 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.embedding_scale = 1.0
         if config.tie:
-            # One matrix for both. It starts with the small numbers that a head needs, and `walk`
-            # multiplies the embeddings that it finds there.
+            # One matrix for both. A head needs small numbers, an embedding larger ones. So it is
+            # drawn as a head, and `walk` multiplies each embedding by the ratio of the two.
             self.wte.weight = self.lm_head.weight
             embedding_std, head_std = first_stds(config)
             self.embedding_scale = embedding_std / head_std
@@ -418,11 +423,11 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.advance(end)   # now: if whoever uses `walk` stops early, nothing below runs
+            cache.advance(end)   # before the loop, because a caller may stop the walk early
         rotation = self.rotation[start:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            # A block that runs again (--repeat) has another cache then.
+            # One cache for each run of a block: with --repeat, a block has several.
             layer_cache = None if cache is None else cache.layers[i]
             attention = SublayerFunction(block.attn, rotation, layer_cache, self.dtype)
             mlp = SublayerFunction(block.mlp, rotation, None, self.dtype)
@@ -464,8 +469,8 @@ class GPT(nn.Module):
             if cache is None:   # The model begins with the whole text.
                 new = idx[:, -size:]
                 cache = KVCache(self, len(idx))   # for the keys and values of all tokens (part 4)
-            elif cache.length < size:   # From then on it needs only the newest token: what that
-                # one sees of the others is their keys and values, in the cache.
+            elif cache.length < size:
+                # Only the newest token is new. The cache has keys and values of the others.
                 new = idx[:, -1:]
             else:   # A full cache restarts with the newer half of the text.
                 new = idx[:, -max(1, size // 2):]
