@@ -244,14 +244,14 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            keeps = group["momentum"]
+            beta = group["momentum"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if p not in self.state:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - keeps)
-                update = orthogonal(p.grad.lerp(momentum, keeps))   # one step ahead: Nesterov's way
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - beta)
+                update = orthogonal(p.grad.lerp(momentum, beta))   # one step ahead: Nesterov's way
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
@@ -313,14 +313,14 @@ class Training:
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
-        self.forward_model = self.compile_and_wrap()   # perhaps compiled
+        self.first_step, self.step_seconds = self.step, []   # for tokens per second
+        self.forward_model = self.compile_and_wrap()
 
     def run(self):
         """-> exit status"""
         self.announce()
         self.folder.begin(self.step)
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
-        first_step, step_seconds = self.step, []
         while True:
             progress = self.progress()
             progress_after_step = min(1.0, progress + 1 / self.n_steps)
@@ -335,18 +335,7 @@ class Training:
                     self.evaluate_and_report(state)
             if signal or is_over:
                 break
-            began = time.perf_counter()
-            self.loss, ran = self.forward_and_backward()
-            norm, lr = self.update(ran, progress_after_step)
-            log_is_due = self.is_due(self.config.log_interval)
-            if log_is_due or self.is_due(self.config.eval_interval):
-                self.check_finite()   # This waits for a GPU, so the clock sees all of its work.
-            step_seconds.append(time.perf_counter() - began)
-            if log_is_due:
-                tokens_per_second = self.tokens_per_step * len(step_seconds) / sum(step_seconds)
-                self.log(ran, norm, lr, tokens_per_second)
-            if log_is_due or self.step == first_step + 1:   # The first step may compile.
-                step_seconds.clear()
+            self.step_and_log(progress_after_step)
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
@@ -364,11 +353,27 @@ class Training:
             f"next: python sample.py {out}   or: python analyze.py {out}")
         return 0
 
+    def step_and_log(self, progress_after_step):
+        """One optimizer step, with a status line if one is due"""
+        began = time.perf_counter()
+        self.loss, ran = self.forward_and_backward()
+        norm, lr = self.update(ran, progress_after_step)
+        log_is_due = self.is_due(self.config.log_interval)
+        if log_is_due or self.is_due(self.config.eval_interval):
+            self.check_finite()   # This waits for a GPU, so the clock sees all of its work.
+        self.step_seconds.append(time.perf_counter() - began)
+        if log_is_due:
+            n_tokens = self.tokens_per_step * len(self.step_seconds)
+            self.log(ran, norm, lr, n_tokens / sum(self.step_seconds))
+        if log_is_due or self.step == self.first_step + 1:   # The first step may compile.
+            self.step_seconds.clear()
+
     def forward_and_backward(self):
         """Sums up the gradients of a batch -> its loss, and the share of tokens that ran each
         sublayer"""
         config, processes, model = self.config, self.processes, self.model
-        loss, ran = torch.zeros((), device=model.device), torch.zeros(2 * len(model.order))
+        n_sublayers = 2 * len(model.order)   # an attention and an MLP for each block that runs
+        loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
             x, y = self.read_batch(part)
@@ -401,7 +406,9 @@ class Training:
     def update(self, ran, progress_after_step):
         """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
         config, model = self.config, self.model
-        self.measure_blocks()
+        grads, norms = self.measure_blocks()
+        if config.equalize_grads:
+            equalize(grads, norms)
         clip = config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         factor = lr_factor(config, progress_after_step)
@@ -416,14 +423,13 @@ class Training:
         return norm, config.lr * factor
 
     def measure_blocks(self):
-        """Adds up the norm of each block's gradients. Equalizes them, if a flag says so."""
+        """Adds up the gradient norm of each block -> the gradients of each, and these norms (L,)"""
         grads = [[p.grad for p in block.parameters() if p.grad is not None]
                  for block in self.model.blocks]
         norms = [torch.nn.utils.get_total_norm(each).to(self.model.device) for each in grads]
-        norms = torch.stack(norms)   # (L,)
+        norms = torch.stack(norms)
         self.grad_norms += norms
-        if self.config.equalize_grads:
-            equalize(grads, norms)
+        return grads, norms
 
     # ------------------------------------------------------------------------- saving and reporting
 
@@ -545,9 +551,13 @@ class Training:
         if self.is_beyond_end():
             refuse(f"--resume: {self.checkpoint} is at step {self.step}, beyond the end that the "
                    f"flags set (about {self.n_steps} steps); give a later end, or none")
-        past = [entry for at, entry in read_metrics(self.folder.out).items() if at <= self.step]
-        losses = [entry["val_loss"] for entry in past if "val_loss" in entry]
-        self.best_loss = min(losses, default=math.inf)
+        self.best_loss = self.best_loss_so_far()
+
+    def best_loss_so_far(self):
+        """The lowest validation loss up to this step, as the metrics say"""
+        entries = [entry for at, entry in read_metrics(self.folder.out).items() if at <= self.step]
+        return min((entry["val_loss"] for entry in entries if "val_loss" in entry),
+                   default=math.inf)
 
 # --------------------------------------------------------------------------------------------- main
 
@@ -589,7 +599,7 @@ def default_folder(residual):
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                        epilog=residual_list())
+                                 epilog=residual_list())
     processes = start_processes(config)
     pick_threads(model_config, processes.device, processes.count)
     check_memory(model_config, config, processes)
