@@ -65,8 +65,6 @@ EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
         Variant("NAG that skips a quarter",
                 steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 1e-2),
         Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"), 1e-2)], (2, 3, 4, 5)),
-    "sources": ("Does a read of earlier sublayers learn more steps?", [
-        Variant("Block AttnRes", steps_run("attnres:group=3"), 2e-2, SWEEP)], (2, 3, 4, 5)),
     "start": ("The residual or the first weights? (text)", [
         Variant("PreNorm, width", TEXT + " --residual pre"),
         Variant("PreNorm, gpt2", TEXT + " --residual pre --init gpt2"),

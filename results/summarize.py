@@ -124,8 +124,7 @@ def draw_steps(rows, experiment, names, path):
     """Share of right cells by steps asked: a line through the means, a dot a seed"""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     for i, name in enumerate(names):
-        mine = [row for row in rows if (row["experiment"], row["variant"]) == (experiment, name)
-                and row["seed"] != CHOOSES_RATES]
+        mine = [row for row in rows if row["variant"] == name and row["seed"] != CHOOSES_RATES]
         shares = np.array([[float(share) for share in row["right"].split()] for row in mine])
         places = np.arange(shares.shape[1]) + 0.04 * (i - len(names) / 2)
         axes.plot(places, shares.mean(0), color=f"C{i}", label=name)
@@ -145,9 +144,12 @@ def main():
     with open(HERE / "comparisons.csv", newline="") as f:
         comparisons = list(csv.DictReader(f))
     say("\n".join([*comparisons_table(rows, comparisons), "", *variants_table(rows)]))
-    for experiment in dict.fromkeys(row["experiment"] for row in rows if row["right"]):
-        names = [name for name in dict.fromkeys(variant.name for variant in EXPERIMENTS[experiment][1])
-                 if values([row for row in rows if row["experiment"] == experiment], name, "bits")]
+    for experiment, (_, variants, _) in EXPERIMENTS.items():
+        names = [variant.name for variant in variants]
+        # What they are compared with belongs to another experiment, perhaps.
+        names += [each["b"] for each in comparisons if each["experiment"] == experiment]
+        of_steps = {row["variant"] for row in rows if row["right"] and row["seed"] != CHOOSES_RATES}
+        names = [name for name in dict.fromkeys(names) if name in of_steps]
         if names:
             draw_steps(rows, experiment, names, HERE / f"{experiment}.png")
 
