@@ -61,7 +61,7 @@ EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
     "residuals": ("Which residual learns more steps?", [
         Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 1e-2, (5e-3, *SWEEP)),
         Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))], (2, 3, 4, 5)),
-    "skipping": ("Does skipping know who needs depth?", [
+    "skipping": ("What does skipping a quarter cost?", [
         Variant("NAG that skips a quarter",
                 steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 1e-2),
         Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"), 1e-2)], (2, 3, 4, 5)),
