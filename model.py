@@ -79,7 +79,7 @@ class GPTConfig:
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "see make_norm")
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream (part 4)")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: std 1 / sqrt(fan in), or 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
@@ -171,7 +171,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rotation, layer_cache=None):
         """x (B, T, C) -> (B, T, C). layer_cache: in sampling, it has the keys and values that this
-        attention has made of earlier tokens (part 4)"""
+        attention has made of earlier tokens (part 4). If tokens skip, part 3 has another way."""
         q, k, v = self.qkv(x, rotation)
         seen = None
         if layer_cache is not None:
@@ -334,9 +334,25 @@ def products_in(dtype, x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
 
-def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. gain: None, unless a decider has computed it already"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
+# ------------------------------------------------------------------- how large first weights are
+
+# All matrices are drawn from Gaussians. Their standard deviations:
+#
+#                  --init width            --init gpt2
+#     embedding    3                       0.02
+#     head         0.8 / sqrt(n_embd)      0.02
+#     all others   1 / sqrt(columns)       0.02
+#
+# A residual may then rescale: by default each c_proj is divided by sqrt(2L). With `width`, a
+# token's embedding is longer than what its first sublayers add to it. And the first logits have a
+# standard deviation of about 0.8, so no token is much likelier than the others.
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
+
+def first_stds(config):
+    """-> the first standard deviations of embedding and head"""
+    if config.init == "gpt2":
+        return 0.02, 0.02
+    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
 # -------------------------------------------------------------------------------------- the model
 
@@ -372,6 +388,10 @@ class Decider(nn.Module):
     def after_step(self, ran):
         """After each step of a training, as GPT.after_step"""
 
+def run_sublayer(stream, residual, f, gain=None):
+    """One round of the loop over the depth. gain: passed on if `decide` has returned one"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
+
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
     wrong"""
@@ -387,13 +407,13 @@ class GPT(nn.Module):
         self.embedding_scale = 1.0
         if config.tie:
             # One matrix for both. A head needs small numbers, an embedding larger ones. So it is
-            # drawn as a head, and `walk` multiplies each embedding by the ratio of the two.
+            # drawn as a head, and `walk` multiplies each embedding by the ratio of their sizes.
             self.wte.weight = self.lm_head.weight
             embedding_std, head_std = first_stds(config)
             self.embedding_scale = embedding_std / head_std
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        self.decider = make_decider(config, self.ends)   # By default everyone runs (part 3).
+        self.decider = make_decider(config, self.ends)   # By default a Decider (part 3).
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
@@ -464,22 +484,18 @@ class GPT(nn.Module):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
         `keeps` of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
         may have more rows, because train.py rounds vocab_size up.)"""
-        size, cache = self.config.block_size, None
+        size = self.config.block_size
+        # First, the model reads the whole text. The cache is for keys and values (part 4).
+        new, cache = idx[:, -size:], KVCache(self, len(idx))
         for _ in range(max_new_tokens):
-            if cache is None:   # The model begins with the whole text.
-                new = idx[:, -size:]
-                cache = KVCache(self, len(idx))   # for the keys and values of all tokens (part 4)
-            elif cache.length < size:
-                # Only the newest token is new. The cache has keys and values of the others.
-                new = idx[:, -1:]
-            else:   # A full cache restarts with the newer half of the text.
-                new = idx[:, -max(1, size // 2):]
-                cache = KVCache(self, len(idx))
             keeps = []
             logits, _ = self(new, cache=cache, decider=decider, keeps=keeps)
             token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
             idx = torch.cat((idx, token), dim=1)
             yield token, keeps
+            new = token   # The next pass needs no more: the cache has the others.
+            if cache.length == size:   # A full cache restarts with the newer half of the text.
+                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx))
 
     def generate(self, idx, max_new_tokens, **options):
         """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
@@ -519,24 +535,6 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
 # ---------------------------------------------------------------------------------- first weights
-
-# All matrices are drawn from Gaussians. Their standard deviations:
-#
-#                  --init width            --init gpt2
-#     embedding    3                       0.02
-#     head         0.8 / sqrt(n_embd)      0.02
-#     all others   1 / sqrt(columns)       0.02
-#
-# A residual may then rescale: by default each c_proj is divided by sqrt(2L). With `width`, a
-# token's embedding is longer than what its first sublayers add to it. And the first logits have a
-# standard deviation of about 0.8, so no token is much likelier than the others.
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
-
-def first_stds(config):
-    """-> the first standard deviations of embedding and head"""
-    if config.init == "gpt2":
-        return 0.02, 0.02
-    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
 @torch.no_grad()
 def init_weights(model):
