@@ -1,4 +1,4 @@
-# make         an environment, data, three small models, a sample and two pages of figures: about 10 minutes on two idle cores
+# make         an environment, data, three small models, a sample and two pages of figures: about 12 minutes on two idle cores
 # make test    the tests, about a minute; make test-slow runs the long ones
 PYTHON ?= python3
 BIN = .venv/bin
@@ -13,7 +13,7 @@ all: figures/index.html
 # Without an NVIDIA device, torch's own index has a build without CUDA, a tenth of the download. Where that index can't
 # be reached, pip takes the build of requirements.txt.
 .venv/installed: requirements.txt
-	@echo "make: installs torch, once; without a target it trains three small models, too: about 10 minutes on two idle cores"
+	@echo "make: installs torch, once; without a target it trains three small models, too: about 12 minutes on two idle cores"
 	$(PYTHON) -m venv .venv
 	@test -e /dev/nvidiactl || $(PIP) --retries 0 --timeout 10 `grep ^torch requirements.txt` \
 	  --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || echo "make: torch's CPU index can't be reached"
