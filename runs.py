@@ -82,7 +82,8 @@ def read_settings(path, defaults, strict=True):
         return completed(json.loads(Path(path).read_text(encoding="utf-8")), defaults, strict)
 
 def completed(found, defaults, strict=True):
-    """The settings that were found, with defaults for those that lack. ValueError: see above"""
+    """The settings that were found, and defaults for those that are missing. ValueError if one is
+    unknown, or of another type"""
     unknown = found.keys() - defaults.keys()
     if unknown and strict:
         raise ValueError(f"this code has no flag {', '.join(sorted(unknown))}")

@@ -167,7 +167,7 @@ def test_steps_by_hand(data, tmp_path):
     assert ckpt["grad_norms"].tolist() == metrics(tmp_path)[6]["grad_norms"]
 
 def test_muon_is_torchs(monkeypatch):
-    """but for the precision of its products, and in a fifth of the time on many CPUs"""
+    """but for the precision of its products"""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)   # torch's products, in float32
     def trained(optimizer):
         rng = torch.Generator().manual_seed(0)
@@ -245,6 +245,7 @@ def test_an_optimizer_typed_again_changes_nothing(copy):
     assert train.defaults_for(given | dict(optimizer="sgd"))["lr"] == 0.1
     # Moments are of one optimizer, so a run that is resumed keeps it.
     assert "--optimizer sgd" in refused("--out", copy, "--resume", "--optimizer", "sgd")
+    assert "--eval_windows 9" in refused("--out", copy, "--resume", "--eval_windows", 9)
 
 @pytest.mark.parametrize("schedule, shares", [   # at which part of the run
     ("cosine", {0.05: 0.5, 0.1: 1, 0.325: 0.868, 0.55: 0.55, 0.9: 0.127, 1: 0.1, 1.01: 0.1}),
