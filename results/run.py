@@ -41,42 +41,70 @@ SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
 @dataclass
 class Variant:
     """A line of an experiment: a name for people, the flags, and the rate that seed 1 has chosen.
-    sweep: the rates that seed 1 has tried"""
+    sweep: the rates that seed 1 has tried. seeds: those that decide"""
     name: str
     flags: str
     lr: float = 2e-2
     sweep: tuple = ()
+    seeds: tuple = (2, 3, 4, 5)
+
+MORE_SEEDS = (2, 3, 4, 5, 6)
 
 def steps_run(residual, n_layer=6, iters=1000, more=""):
     return f"{SMALL} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
 
-EXPERIMENTS = {   # name -> (question, variants, seeds that decide)
+EXPERIMENTS = {   # name -> (question, variants)
     "staircase": ("How many steps does a model of so many blocks learn?", [
         Variant("1 block", steps_run("pre", 1)),
         Variant("2 blocks", steps_run("pre", 2)),
         Variant("4 blocks", steps_run("pre", 4)),
-        Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
-        Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))], (2, 3, 4, 5)),
+        Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP, MORE_SEEDS),
+        Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))]),
     # PreNorm is "6 blocks" above.
     "residuals": ("Which residual learns more steps?", [
         Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 1e-2, (5e-3, *SWEEP)),
-        Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))], (2, 3, 4, 5)),
+        Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))]),
+    "others": ("And which of the other residuals?", [
+        Variant("6 blocks, 1.3 times as long", steps_run("pre", iters=1300), seeds=MORE_SEEDS),
+        Variant("Block Attention Residuals", steps_run("attnres:group=3", more="--gate_lr 3e-3"),
+                2e-2, SWEEP, MORE_SEEDS),
+        Variant("Block Attention Residuals, faster queries",
+                steps_run("attnres:group=3", more="--gate_lr 1e-2"), 2e-2, (2e-2,), ()),
+        Variant("Attention Residuals", steps_run("attnres", more="--gate_lr 3e-3"),
+                2e-2, SWEEP, MORE_SEEDS),
+        Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP, MORE_SEEDS),
+        Variant("nGPT", steps_run("ngpt"), 2e-2, SWEEP, MORE_SEEDS)]),
+    "again": ("Does a block that runs again step further?", [
+        Variant("2 blocks, each run three times", steps_run("pre", 2, more="--repeat 1-2:3"),
+                2e-2, SWEEP)]),
+    "tapers": ("Where should the width be?", [
+        Variant("6 blocks, falling width", steps_run("pre", more="--taper cosine"),
+                seeds=MORE_SEEDS),
+        Variant("6 blocks, rising width",
+                steps_run("pre", more="--taper cosine --taper_start 0.5 --taper_end 1.5"),
+                seeds=MORE_SEEDS)]),
     "skipping": ("What does skipping a quarter cost?", [
         Variant("NAG that skips a quarter",
                 steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 1e-2),
-        Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"), 1e-2)], (2, 3, 4, 5)),
+        Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"), 1e-2),
+        Variant("a router that skips a quarter",
+                steps_run("pre", more="--mod router --mod_rate 0.25"), 2e-2, SWEEP),
+        Variant("5 blocks", steps_run("pre", 5))]),
     "start": ("The residual or the first weights? (text)", [
         Variant("PreNorm, width", TEXT + " --residual pre"),
         Variant("PreNorm, gpt2", TEXT + " --residual pre --init gpt2"),
         Variant("NAG, width", TEXT + " --residual nag"),
-        Variant("NAG, gpt2", TEXT + " --residual nag --init gpt2")], (2, 3, 4, 5)),
+        Variant("NAG, gpt2", TEXT + " --residual nag --init gpt2")]),
 }
 
-def commands(name):
-    """-> [(variant, seed, rate, flags)] of an experiment, first those of seed 1"""
-    _, variants, seeds = EXPERIMENTS[name]
+def commands(name, only_sweeps=False):
+    """-> [(variant, seed, rate, flags)] of an experiment, first those of seed 1, which sweep rates"""
+    _, variants = EXPERIMENTS[name]
     wanted = [(variant, 1, lr) for variant in variants for lr in variant.sweep]
-    wanted += [(variant, seed, variant.lr) for seed in seeds for variant in variants]
+    if not only_sweeps:
+        seeds = sorted({seed for variant in variants for seed in variant.seeds})
+        wanted += [(variant, seed, variant.lr) for seed in seeds for variant in variants
+                   if seed in variant.seeds]
     return [(variant.name, seed, lr, f"{variant.flags} --lr {lr:g} --seed {seed}")
             for variant, seed, lr in wanted]
 
@@ -128,6 +156,7 @@ def steps_learned(right, guess):
 @dataclass
 class ResultsConfig:
     names: list = flag(None, "names of experiments, or all")
+    sweep: bool = flag(False, "only the runs of seed 1, which choose the rates")
     dry: bool = flag(False, "only print the commands that are missing")
     workers: int = flag(2, "runs side by side, of one thread each", 1, 64)
     out: str = flag("results/runs.csv", "file of the lines")
@@ -150,7 +179,7 @@ def main(argv=None):
         refuse(f"{name}: no such experiment; choose from {', '.join(EXPERIMENTS)}, or all")
     os.chdir(ROOT)
     done = {(row["experiment"], row["command"]) for row in read_runs(args.out)}
-    missing = [(name, *each) for name in names for each in commands(name)
+    missing = [(name, *each) for name in names for each in commands(name, args.sweep)
                if (name, each[-1]) not in done]
     if args.dry:
         for *_, flags in missing:

@@ -5,7 +5,7 @@ From runs.csv and comparisons.csv to the tables and figures of results/README.md
 
 The rule. Seed 1 has chosen learning rates and is left out. A gap is A - B with the same seed. A is
 *better* or *worse* than B if 0 is outside the gap's 95 % interval, also after Holm's correction for
-so many comparisons; *equal* if the 90 % interval lies within the margin; *open* otherwise. Beside it
+all comparisons of its family, those whose rules were committed together; *equal* if the 90 % interval lies within the margin; *open* otherwise. Beside it
 stands the smallest true gap that so many runs of such a spread would have found four times of five.
 """
 import csv
@@ -110,7 +110,12 @@ def comparisons_table(rows, comparisons):
     there = {row["variant"] for row in rows if row["seed"] != CHOOSES_RATES}
     known = [each for each in comparisons if {each["a"], each["b"]} <= there]
     gaps = [Gap(*(values(rows, each[side], each["measure"]) for side in "ab")) for each in known]
-    for each, gap, is_sure in zip(known, gaps, holm([gap.p for gap in gaps])):
+    sure = [False] * len(known)
+    for family in {each["family"] for each in known}:
+        mine = [i for i, each in enumerate(known) if each["family"] == family]
+        for i, is_sure in zip(mine, holm([gaps[i].p for i in mine])):
+            sure[i] = is_sure
+    for each, gap, is_sure in zip(known, gaps, sure):
         measure, half = each["measure"], gap.half(0.05)
         word = verdict(gap, is_sure, float(each["margin"]), measure)
         lines.append(f"| {each['a']} | {each['b']} | {each['equal']} | {gap.mean:+.3f} {UNITS[measure]} | "
@@ -144,7 +149,7 @@ def main():
     with open(HERE / "comparisons.csv", newline="") as f:
         comparisons = list(csv.DictReader(f))
     say("\n".join([*comparisons_table(rows, comparisons), "", *variants_table(rows)]))
-    for experiment, (_, variants, _) in EXPERIMENTS.items():
+    for experiment, (_, variants) in EXPERIMENTS.items():
         names = [variant.name for variant in variants]
         # What they are compared with belongs to another experiment, perhaps.
         names += [each["b"] for each in comparisons if each["experiment"] == experiment]

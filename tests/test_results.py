@@ -56,7 +56,7 @@ def test_commands_parse_and_are_different(name):
 def test_every_comparison_has_its_variants():
     with open(ROOT / "results/comparisons.csv", newline="") as f:
         comparisons = list(csv.DictReader(f))
-    known = {variant.name for _, variants, _ in run.EXPERIMENTS.values() for variant in variants}
+    known = {variant.name for _, variants in run.EXPERIMENTS.values() for variant in variants}
     for each in comparisons:
         assert {each["a"], each["b"]} <= known and float(each["margin"]) > 0 and each["measure"] in summarize.UNITS
 
@@ -71,7 +71,7 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
     flags = "--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 40 --block_size 32 --batch_size 2"
-    monkeypatch.setitem(run.EXPERIMENTS, "tiny", ("?", [run.Variant("one, block", flags)], (2,)))
+    monkeypatch.setitem(run.EXPERIMENTS, "tiny", ("?", [run.Variant("one, block", flags, seeds=(2,))]))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         run.main(["tiny", "--out", str(tmp_path / "runs.csv")])
