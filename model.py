@@ -38,7 +38,7 @@ V = vocab_size different tokens. The following words have one meaning each, in a
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, the model, its first weights
+    1  a GPT       config, attention, MLP, PreNorm, the model, first weights, sampling
     2  residuals   NAG and all the others; which one runs is the flag --residual
     3  skipping    who decides which tokens run a sublayer, and how only these are computed
     4  tools       KV cache, norms, widths, compiling, FLOPs, checks
@@ -205,38 +205,41 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class Residual(nn.Module):
-    """What all residuals share. The simplest is PreNorm, below: it makes a norm, and its forward
-    returns x + f(self.norm(x)). All other methods have an answer here.
+    """The rule that makes the next stream from the stream and a sublayer f. This class is PreNorm,
+    the rule of GPT-2 and of most models since. The other rules of part 2 replace its methods.
 
     Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
     called model.ends. It has no sublayer. Only its start and finish are called, before the first
-    sublayer and after the last, so its norm is the final norm of the model.
+    sublayer and after the last, so its norm is the final norm of the model."""
+    has_norm = True   # False: this rule needs no norm, or makes its own.
 
-    A new residual needs `forward`, and `self.norm` or a `finish` of its own: copy Template, below.
-    Only f may look at other tokens. All else treats each token by itself: if some tokens skip a
-    sublayer, forward gets only those that run it, as (N, ...) in place of (B, T, ...)."""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
+        if self.has_norm:
+            self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
 
     def start(self, x):
         """The embedding (B, T, C) -> the first stream"""
         return x
 
-    def forward(self, stream, f):
-        """A stream, and a sublayer f as a function -> the next stream"""
-        raise NotImplementedError
+    def forward(self, x, f):
+        """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
+        tokens. If some tokens skip, this gets only those that don't, as (N, C)."""
+        return x + f(self.norm(x))
 
     def finish(self, stream):
         """The last stream -> what the head reads, (B, T, C)"""
         return self.norm(self.as_tensor(stream))
 
+    # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
+    # reading, go on with Template.
+
     def as_tensor(self, stream):
-        """One vector a token, (B, T, C), whatever the stream is: for `finish` and for analyze.py"""
+        """One vector a token, (B, T, C). In some rules a stream is a tuple, of which this is one."""
         return stream[0] if isinstance(stream, tuple) else stream
 
-    # The model calls these four, too. Most residuals keep them as they are.
     @torch.no_grad()
     def init_sublayer(self, module):
         """Once, after the weights are drawn. module: the attention or MLP that belongs to this
@@ -256,7 +259,7 @@ class Residual(nn.Module):
         """After the weights are drawn, and after each step: may change the weights of module, say
         to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
 
-    # What other parts and train.py ask of a residual. On a first reading, go on with PreNorm.
+    # What skipping (part 3), tools (part 4) and train.py ask
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
@@ -273,17 +276,8 @@ class Residual(nn.Module):
         """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
-class PreNorm(Residual):
-    """x <- x + f(norm(x)), the residual of GPT-2 and of most models since"""
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
-
-    def forward(self, x, f):
-        return x + f(self.norm(x))
-
 class Template(Residual):
-    """Copy me. PreNorm, but each sublayer has a learned number b that multiplies its updates.
+    """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
 
     Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
     argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
@@ -291,7 +285,6 @@ class Template(Residual):
     def __init__(self, config, l, first=1.0):
         """first: the value of b before training"""
         super().__init__(config, l)
-        self.norm = make_norm(config)
         if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
             self.b = nn.Parameter(torch.tensor(first))
 
@@ -307,7 +300,7 @@ class Block(nn.Module):
         super().__init__()
         n_head, hidden = block_widths(config)[number]   # the same for all, unless --taper (part 4)
         self.attn = Attention(config, n_head)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # by default a PreNorm (part 2)
+        self.attn_residual = make_residual(config, 2 * number + 1)   # by default PreNorm (part 2)
         self.mlp = MLP(config, hidden)
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
@@ -591,6 +584,7 @@ class NAG(Residual):
 
     The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
     would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3)."""
+    has_norm = False
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
     allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"),
@@ -702,6 +696,7 @@ class Additive(Residual):
         first_c_proj, first_values             factors of first weights: of c_proj (default:
                                                (2L)^-1/2), of an attention's values or an MLP's c_fc
         unscale                                divide the last stream by the embedding's std"""
+    has_norm = False   # It has up to three.
     allowed = dict(alpha=(0, 1))   # an option of mixln
     def __init__(self, config, l, row, **options):
         super().__init__(config, l)
@@ -759,7 +754,7 @@ def mixln(C, L, l, alpha=0.25):
 # x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
 # What the words mean: see class Additive.
 ADDITIVE = {
-    # PreNorm itself, which has a class in part 1, would be dict(norm_in=True).
+    # PreNorm itself would be dict(norm_in=True).
     # PostNorm, the Transformer of 2017. The norm_out of the last sublayer is the final norm.
     "post": lambda C, L, l: dict(norm_out=True, norm_final=False),
     # Peri-LN (arXiv:2502.02732). embed: normalise the embedding, too, as the paper does.
@@ -811,7 +806,7 @@ class AttnRes(Residual):
     def __init__(self, config, l, group=1):
         """group: how many updates make a source; 1 is Full AttnRes"""
         super().__init__(config, l)
-        self.group, self.norm = (l - 1) // group + 1, make_norm(config)
+        self.group = (l - 1) // group + 1
         # Reads 2 .. 2L + 1 have the rows 0 .. 2L - 1 of `query`. Read 1 has one source, so its
         # weight is 1 whatever the query. It uses row 0, too.
         self.row = max(0, l - 2)
@@ -858,7 +853,6 @@ class DenseFormer(Residual):
     stream_grows = True
     def __init__(self, config, l):
         super().__init__(config, l)
-        self.norm = make_norm(config)
         self.block = l // 2 if l % 2 == 0 else None   # the block that ends with this sublayer
         if self.block:   # At first its own output has the weight 1, and all others 0.
             self.weights = nn.Parameter(torch.eye(self.block + 1)[-1])
@@ -880,7 +874,6 @@ class X0(Residual):
     modded-nanoGPT. The stream is x, and the embedding."""
     def __init__(self, config, l):
         super().__init__(config, l)
-        self.norm = make_norm(config)
         self.begins_block = l % 2 == 1 and not self.is_end
         if self.begins_block:
             self.weights = nn.Parameter(torch.tensor([1.0, 0.0]))   # of x, and of the embedding
@@ -916,7 +909,7 @@ class Gated(Residual):
         """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
         first value"""
         super().__init__(config, l)
-        self.convex, self.norm = convex, make_norm(config)
+        self.convex = convex
         if not self.is_end:
             square = config.n_embd, config.n_embd
             self.W = nn.ParameterDict({name: nn.Parameter(torch.zeros(square)) for name in inputs})
@@ -947,7 +940,7 @@ class Hyper(Residual):
         super().__init__(config, l)
         if kind == "lite" and n > 5:   # 6! permutations are too many.
             raise ValueError(f"--residual: option n={n} must be from 1 to 5 with kind=lite")
-        self.kind, self.n, self.norm = kind, n, make_norm(config)
+        self.kind, self.n = kind, n
         if self.is_end:
             return
         # Logits of res: one for each permutation (the first changes nothing), or for each entry.
@@ -1010,6 +1003,7 @@ class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
     only 1 / sqrt(2 i) of an update is added to x."""
+    has_norm = False   # It has three.
     can_skip = False   # A token that skips would miss the norm of x.
     def __init__(self, config, l):
         super().__init__(config, l)
@@ -1043,6 +1037,8 @@ class NGPT(Residual):
     weights can't learn a length, so queries, keys, hidden units and logits get learned factors.
     `unit` gives the norm sqrt(C) where the paper has 1, so the MLP needs no factor sqrt(C). (Scores
     start as cosines times SHARPNESS, as in all our models, in the paper times sqrt(head_size).)"""
+    has_norm = False
+
     def __init__(self, config, l):
         super().__init__(config, l)
         if self.is_end:
@@ -1096,7 +1092,7 @@ class LearnedScale(nn.Module):
 # -------------------------------------------------------------------------------------- --residual
 
 # What --residual can be: a class, and arguments that belong to the name. Yours goes here.
-RESIDUALS = {"pre": (PreNorm, {})}
+RESIDUALS = {"pre": (Residual, {})}
 RESIDUALS |= {name: (Additive, dict(row=row)) for name, row in ADDITIVE.items()}
 RESIDUALS |= {
     "nag": (NAG, {}), "attnres": (AttnRes, {}), "denseformer": (DenseFormer, {}), "x0": (X0, {}),
@@ -1609,6 +1605,16 @@ def checkpoint_blocks(model):
 
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
+
+def fewest_weights(model_config):
+    """A number of weights that a model has at least, found without making it, before memory is
+    taken"""
+    hidden = sum(units for _, units in block_widths(model_config))
+    with torch.device("meta"):   # shapes without numbers
+        first = make_residual(model_config, 1)   # The others may have more.
+    residual = sum(p.numel() for p in first.parameters())
+    width, n_layer = model_config.n_embd, model_config.n_layer
+    return (model_config.vocab_size + hidden) * width + n_layer * (width ** 2 + residual)
 
 def flops_per_token(model, T=None, ran=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step

@@ -1,5 +1,5 @@
 """
-Where a program runs: its device, its threads, its processes, and the signals that stop it.
+Where a program runs: its device, threads and memory, its processes, and the signals that stop it.
 """
 import os
 import signal
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flags import environment, refuse
+from model import fewest_weights
 
 def pick_device(name):
     """auto | cpu | cuda -> cpu | cuda"""
@@ -23,6 +24,25 @@ def pick_threads(gpt, device, n_processes=1):
         small = gpt.n_embd < 512
         torch.set_num_threads(1 if small else max(1, torch.get_num_threads() // n_processes))
     return torch.get_num_threads()
+
+def check_memory(model_config, config, processes):
+    """Refuses what can't fit. It counts too little: weights with gradients and moments, the
+    streams and logits of a micro-batch, and the validation windows."""
+    sequences = config.batch_size // config.n_parts(processes.count)
+    micro_tokens = sequences * model_config.block_size
+    weights = 16 * fewest_weights(model_config)   # of four bytes, with gradient and two moments
+    width = model_config.vocab_size + model_config.n_layer * model_config.n_embd
+    need = weights + 4 * micro_tokens * width
+    if processes.on_cuda:
+        _, have = torch.cuda.mem_get_info()
+    else:
+        need += 16 * config.eval_windows * model_config.block_size
+        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > have:
+        sizes = " ".join(f"--{name} {getattr(model_config, name)}"
+                         for name in ("n_layer", "n_embd", "block_size"))
+        refuse(f"{sizes} --batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or "
+               f"more, and there are {have / 1e9:,.0f}; make one of them smaller")
 
 # ------------------------------------------------------------------------------- several processes
 

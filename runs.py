@@ -2,11 +2,12 @@
 Run folders: how they are locked, written, read, and opened as a model.
 
     config.json      the settings: both configs of train.py, and the tokenizer
-    metrics.jsonl    an object a line; of what is said of a step, the last word counts
+    metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint; best.pt is that with the lowest validation loss
-    lock             the system knows which process holds it, and frees it when that ends
+    lock             held by the process that trains here; the system frees it when that ends
 
-People pass such folders on. So nothing in one is trusted, and nothing else is ever overwritten.
+People pass such folders on, so nothing in one is trusted. And only our own files are ever
+overwritten. What is wrong gets one sentence: `refuse` in flags.py raises SystemExit with it.
 """
 import contextlib
 import fcntl
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 from flags import is_about_memory, refuse
-from model import GPT, GPTConfig, block_widths, make_residual
+from model import GPT, GPTConfig, fewest_weights
 
 VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
 
@@ -31,7 +32,8 @@ VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens
 UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
 def open_own(path):
-    """Opens a file to append to it. No link is followed: it could lead to any file of the user."""
+    """Opens a file to append to it. No link is followed: it could lead to any file of the user. (And
+    if it is a pipe, O_RDWR doesn't wait for a reader.)"""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     return open(descriptor, "ab", buffering=0)
 
@@ -55,17 +57,18 @@ def explain_write_errors(path):
     try:
         yield
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        if is_about_memory(error):   # flags.start has a sentence for that.
+        if is_about_memory(error):   # Every program has a sentence for that: see flags.start.
             raise
         refuse(f"{path}: can't be written ({error}); make room, or take another --out")
 
 @contextlib.contextmanager
 def explain_read_errors(path):
-    """Turns whatever is wrong inside a file into one sentence."""
+    """Turns whatever is wrong inside a file into one sentence. (SystemExit, and so `refuse`, is no
+    Exception: it passes.)"""
     try:
         yield
     except Exception as error:
-        if is_about_memory(error):   # That is not the file's fault. flags.start has a sentence.
+        if is_about_memory(error):   # That is not the file's fault.
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
@@ -79,11 +82,10 @@ def read_settings(path, defaults, strict=True):
     if not Path(path).is_file():
         refuse(f"{path}: no such file; name a run folder that train.py has made")
     with explain_read_errors(path):
-        return completed(json.loads(Path(path).read_text(encoding="utf-8")), defaults, strict)
+        return fill_in(json.loads(Path(path).read_text(encoding="utf-8")), defaults, strict)
 
-def completed(found, defaults, strict=True):
-    """The settings that were found, and defaults for those that are missing. ValueError if one is
-    unknown, or of another type"""
+def fill_in(found, defaults, strict=True):
+    """found, plus defaults for what is missing. ValueError for an unknown key or a wrong type"""
     unknown = found.keys() - defaults.keys()
     if unknown and strict:
         raise ValueError(f"this code has no flag {', '.join(sorted(unknown))}")
@@ -94,7 +96,7 @@ def completed(found, defaults, strict=True):
     return values
 
 def has_type_of(value, default):
-    if default is None:   # a flag that is true, false or not given
+    if default is None:   # only --compile: None means "decide by the device"
         return value is None or type(value) is bool
     if type(default) is float:
         return type(value) in (int, float) and math.isfinite(value)
@@ -136,19 +138,20 @@ def read_metrics(run):
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
-    """A run folder, as its run has it. Of several processes only the first one writes: in the
-    others all methods do nothing.
+    """The folder that a run writes to. Its life: RunFolder(...) checks and locks it; then the model
+    is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
 
-    SystemExit if another process holds the lock, or if there is anything that is not to be lost:
-    resume and overwrite say what may be there. settings: what config.json will hold"""
+    Only the first of several processes writes: is_first. settings: what config.json will hold.
+    SystemExit if another process holds the lock, or if the folder holds something, and neither
+    resume nor overwrite says that this is fine"""
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings = Path(out), settings
         self.overwrite, self.is_first = overwrite, is_first
         self.metrics = self.lock = None
         if is_first:
-            self.check(resume, overwrite)   # before anything of ours is in there
+            self.check(resume, overwrite)   # first: a folder that is refused gets no lock file
             self.take_lock()
-            self.check(resume, overwrite)   # Another process may have written there meanwhile.
+            self.check(resume, overwrite)   # again: another run may have written there meanwhile
 
     def file_names(self):
         """The names of files that are there and that could be lost"""
@@ -157,17 +160,18 @@ class RunFolder:
         return {name for name in names if name != "lock" and not name.startswith(UNFINISHED)}
 
     def saved_settings(self):
-        """What config.json says, or {} if it is none"""
+        """config.json as a dict, or {} if it is missing or broken"""
         path = self.out / "config.json"
         try:
-            return dict(json.loads(path.read_text())) if path.is_file() else {}
-        except (OSError, ValueError, RecursionError, TypeError):
+            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except (OSError, ValueError, RecursionError):
             return {}
+        return found if isinstance(found, dict) else {}
 
     def nothing_is_lost(self, names):
         """Has the same run ended here before its first checkpoint?"""
         same_run = self.saved_settings() == self.settings
-        no_steps = {*read_metrics(self.out)} <= {0}
+        no_steps = all(step == 0 for step in read_metrics(self.out))
         return same_run and no_steps and names <= {"config.json", "metrics.jsonl"}
 
     def is_ours(self):
@@ -178,13 +182,15 @@ class RunFolder:
         names = self.file_names()
         if resume or not names or self.nothing_is_lost(names):
             return
-        if not overwrite:
-            what = "a run" if "ckpt.pt" in names else "other files"
-            refuse(f"--out {self.out}: holds {what} already; --resume continues a run, --overwrite "
-                   f"replaces it, another --out keeps it")
         if not self.is_ours():
-            refuse(f"--out {self.out}: is no run folder of this program, so --overwrite doesn't "
-                   f"replace it; take another --out")
+            refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
+                   f"another --out")
+        if not overwrite and "ckpt.pt" in names:
+            refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
+                   f"replaces it, another --out keeps it")
+        if not overwrite:
+            refuse(f"--out {self.out}: holds a run without a checkpoint; --overwrite replaces it, "
+                   f"another --out keeps it")
 
     def take_lock(self):
         with explain_write_errors(self.out):
@@ -199,7 +205,8 @@ class RunFolder:
             pass   # a file system without locks
 
     def begin(self, step):
-        """Is called when nothing can be refused any more. step: where the run goes on"""
+        """Once, just before the first step: nothing can be refused any more. step: 0, or that of
+        the checkpoint"""
         if not self.is_first:
             return
         with explain_write_errors(self.out):
@@ -208,7 +215,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
         text = json.dumps(self.settings, indent=2) + "\n"
         write_file(self.out / "config.json", lambda f: f.write(text.encode()))
-        # What a run has said of steps after its last checkpoint, it will say again, or not at all.
+        # Lines after the checkpoint go: the run takes those steps again.
         kept = [line for line, values in metric_lines(self.out) if values["step"] <= step]
         write_file(self.out / "metrics.jsonl", lambda f: f.writelines(kept))
         with explain_write_errors(self.out):
@@ -236,15 +243,16 @@ def read_checkpoint(path, wanted=None):
     """-> the checkpoint, and its model. SystemExit if it is missing or broken, or of another model
     than `wanted`. Sizes are looked at before memory is taken."""
     if not path.is_file():
-        refuse(f"{path}: no checkpoint there; train that run first, without --resume")
+        refuse(f"{path}: no checkpoint there; train that run first")
     with explain_read_errors(path):
         check_archive(path)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        found = GPTConfig(**completed(ckpt["model_config"], asdict(GPTConfig())))
-        # This machine may have another device.
+        found = GPTConfig(**fill_in(ckpt["model_config"], asdict(GPTConfig())))
+        # Kernels are not part of the model: this machine may have no Triton.
         found.kernels = wanted.kernels if wanted else "auto"
         check_model_config(path, found, wanted)
-        model = GPT(found)
+    model = GPT(found)   # not in there: a mistake in model.py is to show where it is
+    with explain_read_errors(path):
         load_weights(model, ckpt["model"])
     return ckpt, model
 
@@ -268,9 +276,10 @@ def check_archive(path):
             raise ValueError("it is damaged")
 
 def load_weights(model, weights):
-    for name, weight in model.state_dict().items():
-        if weights[name].dtype != weight.dtype:   # torch would convert them in silence.
-            raise ValueError(f"{name} is {weights[name].dtype}")
+    own = model.state_dict()
+    for name, weight in weights.items():
+        if name in own and weight.dtype != own[name].dtype:   # torch would convert it in silence.
+            raise ValueError(f"{name} is {weight.dtype}")
     model.load_state_dict(weights)
     if not all_finite(model):
         raise ValueError("its weights are not finite")
@@ -278,29 +287,22 @@ def load_weights(model, weights):
 def all_finite(model):
     return all(w.isfinite().all().item() for w in model.state_dict().values())
 
-def fewest_weights(model_config):
-    """A number of weights that a model has at least, found without making it"""
-    hidden = sum(units for _, units in block_widths(model_config))
-    with torch.device("meta"):   # shapes without numbers
-        residual = sum(p.numel() for p in make_residual(model_config, 1).parameters())
-    width, n_layer = model_config.n_embd, model_config.n_layer
-    return (model_config.vocab_size + hidden) * width + n_layer * (width ** 2 + residual)
-
 def open_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
-    one sentence, whatever is wrong inside. Settings of the data and of the model are checked."""
+    one sentence, whatever is wrong inside"""
     path = Path(run) / "config.json"
     about_data = dict(data="", tokenizer="bytes", eval_windows=128, batch_size=16)
-    settings = read_settings(path, asdict(GPTConfig()) | about_data, strict=False)
+    settings = read_settings(path, about_data, strict=False)
     _, model = read_checkpoint(Path(run) / which)
     with explain_read_errors(path):
+        if settings["tokenizer"] not in VOCABULARIES:
+            raise ValueError(f"tokenizer {settings['tokenizer']}: known are bytes and gpt2")
         if VOCABULARIES[settings["tokenizer"]] > model.config.vocab_size:
             raise ValueError("its tokenizer has more tokens than its model")
         for name in "eval_windows", "batch_size":
             if not 1 <= settings[name] <= 1e6:
                 raise ValueError(f"{name} is {settings[name]}")
-    settings |= asdict(model.config)   # The checkpoint knows better.
-    return model.to(device).eval(), settings
+    return model.to(device).eval(), settings | asdict(model.config)
 
 # ---------------------------------------------------------------------------------------- resuming
 
@@ -312,8 +314,8 @@ def optimizer_state(model, optimizers):
 
 def restore_optimizers(model, optimizers, saved, may_lack):
     """Gives optimizers the moments that optimizer_state has saved. ValueError if they don't fit.
-    may_lack: whether a parameter may have none, because it never had a gradient. Rates and decay
-    stay as the flags say."""
+    may_lack: Is it fine if a parameter has none? It has none before its first gradient. Rates and
+    decay stay as the flags say."""
     names = {p: name for name, p in model.named_parameters()}
     for optimizer, moments in zip(optimizers, saved, strict=True):
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -340,6 +342,7 @@ def checked_moments(moments, p, optimizer):
     return {name: value.contiguous() for name, value in moments.items()}
 
 def fingerprint(data, meta):
-    """A hash of names and sizes of the data files. A run that is resumed wants the same."""
+    """A hash of meta.json, and of names and sizes of the shards. A run that is resumed wants the
+    same."""
     shards = sorted((path.name, path.stat().st_size) for path in Path(data).glob("*.bin"))
     return hashlib.sha256(json.dumps([meta, shards], sort_keys=True).encode()).hexdigest()

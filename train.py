@@ -7,13 +7,12 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
     torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
 
-The order: settings, data, evaluation, optimizers, the loop, resuming, and `main`, which calls them.
-flags.py turns the configs into flags, runs.py has run folders, and processes.py has devices,
-several processes, and signals.
+The order: settings, data, evaluation, optimizers and schedule, class Training (its loop, saving,
+progress, resuming), and `main`, which calls them. flags.py turns the configs into flags, runs.py has
+run folders, and processes.py has devices, memory, several processes, and signals.
 """
 import contextlib
 import math
-import os
 import re
 import time
 from dataclasses import asdict, dataclass
@@ -28,10 +27,9 @@ import prepare
 from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
-from processes import note_signals, pick_device, pick_threads, start_processes
-from runs import (RunFolder, all_finite, explain_read_errors, fewest_weights, fingerprint,
-                  optimizer_state, read_checkpoint, read_metrics, read_settings,
-                  restore_optimizers)
+from processes import check_memory, note_signals, pick_device, pick_threads, start_processes
+from runs import (RunFolder, all_finite, explain_read_errors, fingerprint, optimizer_state,
+                  read_checkpoint, read_metrics, read_settings, restore_optimizers)
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -39,8 +37,9 @@ ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a 
 
 @dataclass
 class TrainConfig:
-    """Each field is a flag: its default, its help, and its range. The defaults are for a CPU: see
-    CUDA_DEFAULTS below. The model's size and the seed are in GPTConfig, in model.py."""
+    """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a new
+    section. The defaults are for a CPU: see CUDA_DEFAULTS below. The model's size and the seed are
+    in GPTConfig, in model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -69,20 +68,21 @@ class TrainConfig:
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
     weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
-    beta1: float = flag(0.9, "what AdamW keeps of its mean of gradients; sgd: momentum", 0, 0.9999)
-    beta2: float = flag(0.95, "the same of its mean of squared gradients", 0, 0.9999)
+    beta1: float = flag(0.9, "decay of AdamW's mean of gradients; sgd: momentum", 0, 0.9999)
+    beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", 0, 0.9999)
     gate_beta1: float = flag(0.8, "AdamW's beta1 of what trains with gate_lr", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
     equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
+    # None: neither --compile nor --no-compile is typed
     compile: bool = flag(None, "torch.compile what all tokens run; without it, on CUDA only")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
         """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
-        parts = self.grad_accum * environment("WORLD_SIZE", 1)
+        parts = self.n_parts(environment("WORLD_SIZE", 1))
         ends = [name for name in ENDS if getattr(self, name)]
         rules = [
             (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
@@ -96,18 +96,23 @@ class TrainConfig:
              f"{parts}")]
         return [sentence for wrong, sentence in rules if wrong]
 
+    def n_parts(self, n_processes):
+        """Of a batch: each process computes grad_accum of them, one after the other."""
+        return self.grad_accum * n_processes
+
 NOT_SAVED = "out", "config", "resume", "overwrite"   # These are about one start of the program.
 
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # of --lr, if only --optimizer is typed
 
 # On a GPU the default is GPT-2 small, with 0.5M tokens a step. These fit together, so none of them
-# counts if a size is typed.
+# counts if a size is typed: --n_layer 24 alone makes a deep model of the CPU's width.
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
                      grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 def defaults_for(given):
-    """The defaults that differ from those of the configs. given: the flags that are typed"""
+    """`parse` asks for the defaults that differ from those of the configs. given: the flags that are
+    typed, which win"""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
@@ -115,7 +120,7 @@ def defaults_for(given):
         values = read_config(given["config"])
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
-    optimizer = given.get("optimizer")
+    optimizer = given.get("optimizer")   # Another optimizer than before wants another rate.
     if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
         values["lr"] = RATES[optimizer]
     if given.keys() & {*ENDS}:   # A typed end replaces another one.
@@ -138,6 +143,7 @@ def settings_to_resume(given):
 
 def read_config(path):
     """The settings of a run. Where it goes and what it may replace has to be typed anew."""
+    # config.json also says the tokenizer, for sample.py. It is no flag.
     defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
     values = read_settings(path, defaults)
     return {name: value for name, value in values.items() if name not in NOT_SAVED}
@@ -149,23 +155,23 @@ class Data:
     meta: dict                   # what meta.json says
     shards: list                 # of training tokens
     val: tuple                   # x, y: fixed windows
-    vocab_size: int              # V: of the model; a multiple of 64 is fast
     token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
     fingerprint: str             # to notice other data on --resume
 
-def open_data(model_config, config, processes):
-    """-> Data. Makes the default data if they are missing."""
+def find_data(config, processes):
+    """-> what meta.json says of the data. Makes the default data if they are missing."""
     if processes.rank == 0 and config.data == TrainConfig.data:
         if not any(Path(config.data).glob("*.bin")):
             say(f"{config.data} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", config.data])
     processes.wait()   # The first process may still be writing the data.
-    meta = prepare.load_meta(config.data)
-    vocab_size = max(model_config.vocab_size, math.ceil(meta["vocab_size"] / 64) * 64)
+    return prepare.load_meta(config.data)
+
+def open_data(meta, model_config, config):
     T = model_config.block_size
     return Data(meta, prepare.open_split(config.data, "train", T),
-                prepare.val_windows(config.data, T, config.eval_windows), vocab_size,
-                prepare.token_bytes(meta, vocab_size), fingerprint(config.data, meta))
+                prepare.val_windows(config.data, T, config.eval_windows),
+                prepare.token_bytes(meta, model_config.vocab_size), fingerprint(config.data, meta))
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
     """Part `part` of n_parts of the batch of a step: x, y (batch_size / n_parts, T). A pure
@@ -188,14 +194,15 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
         nats += loss.item() * len(xi) / len(x)
         skipped += (1 - mean_share(ran_shares(keeps))) * len(xi) / len(x)
     model.train(was_training)
-    bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()
+    n_bytes = max(1, token_bytes[y].sum().item())   # Tokens that end a text stand for none.
+    bytes_per_token = n_bytes / y.numel()
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
 # -------------------------------------------------------------------------- optimizers and schedule
 
 def sort_parameters(model, uses_muon):
-    """-> four lists: matrices, vectors, gates, and matrices for Muon. Gates and the like are what a
-    residual names in own_lr. What it names in not_matrices counts as vectors."""
+    """-> four lists: matrices, vectors, gates, and matrices for Muon. A residual has two lists of
+    names: own_lr names its gates and the like, not_matrices what counts as vectors."""
     def named_in(attribute):
         return {getattr(residual, name, None) for residual in model.residuals()
                 for name in getattr(residual, attribute)}
@@ -238,7 +245,7 @@ class Muon(torch.optim.Optimizer):
 
     torch.optim.Muon is the same, but always in bfloat16. Many CPUs have no fast way to multiply
     that: on one with AVX2 only, products of 128 x 128 take 60 times as long."""
-    def __init__(self, groups, lr, momentum=0.95):
+    def __init__(self, groups, lr, momentum=0.95):   # (--beta1 is not used here.)
         super().__init__(groups, dict(lr=lr, momentum=momentum))
 
     @torch.no_grad()
@@ -256,8 +263,9 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
 def orthogonal(x):
-    """A matrix with the directions of x, whose singular values are all near 1. They are brought
-    there by five steps of a polynomial that pulls numbers in (0, 1] towards 1 (Newton-Schulz)."""
+    """A matrix with the directions of x, whose singular values are roughly 1: about 0.7 to 1.2, but
+    less if they were below a hundredth of the norm. Five steps of a polynomial bring them there
+    (Newton-Schulz). It is fast, and need not be exact."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
     if x.is_cuda:
@@ -290,7 +298,13 @@ def equalize(grads, norms):
 # ----------------------------------------------------------------------------------------- the loop
 
 class Training:
-    """A run: its model, its optimizers, and how far it is. `run` has the loop."""
+    """A run: its model, its optimizers, and how far it is. `run` has the loop. Its words:
+
+        progress   share of the run that is over, 0 to 1. The schedule and warm-ups follow it.
+        part       of a batch: what one process computes at once
+        keeps      who ran each sublayer, as the model notes it: see model.py
+        ran        the shares of the tokens that ran each sublayer, such as [1.0, 0.8, ...]
+        dtype      None, or bfloat16 on a GPU: of matrix products only. Weights stay float32."""
     def __init__(self, model_config, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
         self.checkpoint = folder.out / "ckpt.pt"
@@ -308,8 +322,7 @@ class Training:
         self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                       device=processes.device)
         self.tokens_per_step = config.batch_size * model_config.block_size
-        # The parts of a batch. Each process computes grad_accum of them, one after the other.
-        self.n_parts = config.grad_accum * processes.count
+        self.n_parts = config.n_parts(processes.count)
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
@@ -324,7 +337,8 @@ class Training:
         while True:
             progress = self.progress()
             progress_after_step = min(1.0, progress + 1 / self.n_steps)
-            self.model.before_step(progress_after_step)   # Some residuals have a warm-up.
+            # Before an evaluation, too: warm-ups and deciders have to be as the next step wants.
+            self.model.before_step(progress_after_step)
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
             is_over = progress >= 1
@@ -357,9 +371,12 @@ class Training:
         """One optimizer step, with a status line if one is due"""
         began = time.perf_counter()
         self.loss, ran = self.forward_and_backward()
-        norm, lr = self.update(ran, progress_after_step)
+        norm, lr = self.update(progress_after_step)
+        self.model.after_step(ran)   # nGPT normalises its weights, and thresholds move.
+        self.step += 1
+        self.flops += self.step_flops(ran)
         log_is_due = self.is_due(self.config.log_interval)
-        if log_is_due or self.is_due(self.config.eval_interval):
+        if log_is_due:
             self.check_finite()   # This waits for a GPU, so the clock sees all of its work.
         self.step_seconds.append(time.perf_counter() - began)
         if log_is_due:
@@ -369,15 +386,15 @@ class Training:
             self.step_seconds.clear()
 
     def forward_and_backward(self):
-        """Sums up the gradients of a batch -> its loss, and the share of tokens that ran each
-        sublayer"""
+        """Puts the gradient of a batch into .grad -> its mean loss, and `ran`. Both are means over
+        micro-batches and processes. (Deciders and --deep_supervision may add to the loss.)"""
         config, processes, model = self.config, self.processes, self.model
         n_sublayers = 2 * len(model.order)   # an attention and an MLP for each block that runs
         loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
             x, y = self.read_batch(part)
-            # LayerDrop's coins depend only on seed, step and part, as the batch does.
+            # So LayerDrop's coins depend only on seed, step and part, as the batch does.
             coins = np.random.SeedSequence((model.config.seed, self.step, part))
             torch.manual_seed(int(coins.generate_state(1)[0]))
             if processes.count > 1:   # Processes exchange gradients once a step.
@@ -403,33 +420,30 @@ class Training:
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    def update(self, ran, progress_after_step):
+    def update(self, progress_after_step):
         """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
-        config, model = self.config, self.model
-        grads, norms = self.measure_blocks()
+        config = self.config
+        grads, norms = self.block_gradients()
+        self.grad_norms += norms
         if config.equalize_grads:
             equalize(grads, norms)
         clip = config.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         factor = lr_factor(config, progress_after_step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        model.after_step(ran)
-        self.step += 1
-        self.flops += self.step_flops(ran)
         return norm, config.lr * factor
 
-    def measure_blocks(self):
-        """Adds up the gradient norm of each block -> the gradients of each, and these norms (L,)"""
+    def block_gradients(self):
+        """-> a list of gradients for each block, and their norms (L,)"""
         grads = [[p.grad for p in block.parameters() if p.grad is not None]
                  for block in self.model.blocks]
+        # to: a block without gradients, which all tokens skip, has a zero on the CPU.
         norms = [torch.nn.utils.get_total_norm(each).to(self.model.device) for each in grads]
-        norms = torch.stack(norms)
-        self.grad_norms += norms
-        return grads, norms
+        return grads, torch.stack(norms)
 
     # ------------------------------------------------------------------------- saving and reporting
 
@@ -469,7 +483,7 @@ class Training:
         self.best_loss = min(nats, self.best_loss)
 
     def log(self, ran, norm, lr, tok_s):
-        loss, skipped = self.loss.item(), 1 - sum(ran) / len(ran)
+        loss, skipped = self.loss.item(), 1 - mean_share(ran)
         tokens = self.step * self.tokens_per_step
         self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
                         tokens=tokens, flops=self.flops, skip_rate=skipped)
@@ -497,7 +511,7 @@ class Training:
         return config.max_iters or math.ceil(config.max_tokens / self.tokens_per_step)
 
     def step_flops(self, ran=None):
-        """Of one step. ran: see flops_per_token"""
+        """Of one step. A backward pass costs as much as two forward passes. ran: see class Training"""
         return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
 
     def progress(self):
@@ -569,25 +583,6 @@ def residual_list():
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
-def check_memory(model_config, config, processes):
-    """Refuses what can't fit. It counts too little: weights with gradients and moments, the
-    streams and logits of a micro-batch, and the validation windows."""
-    sequences = config.batch_size // (config.grad_accum * processes.count)
-    micro_tokens = sequences * model_config.block_size
-    weights = 16 * fewest_weights(model_config)   # of four bytes, with gradient and two moments
-    width = model_config.vocab_size + model_config.n_layer * model_config.n_embd
-    need = weights + 4 * micro_tokens * width
-    if processes.on_cuda:
-        _, have = torch.cuda.mem_get_info()
-    else:
-        need += 16 * config.eval_windows * model_config.block_size
-        have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if need > have:
-        sizes = " ".join(f"--{name} {getattr(model_config, name)}"
-                         for name in ("n_layer", "n_embd", "block_size"))
-        refuse(f"{sizes} --batch_size {config.batch_size}: take {need / 1e9:,.0f} GB of memory or "
-               f"more, and there are {have / 1e9:,.0f}; make one of them smaller")
-
 def settings_to_save(model_config, config, data):
     settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
     return {name: value for name, value in settings.items() if name not in NOT_SAVED}
@@ -602,9 +597,11 @@ def main(argv=None):
                                  epilog=residual_list())
     processes = start_processes(config)
     pick_threads(model_config, processes.device, processes.count)
+    meta = find_data(config, processes)
+    rows = math.ceil(meta["vocab_size"] / 64) * 64   # of the head: multiples of 64 are fast
+    model_config.vocab_size = max(model_config.vocab_size, rows)
     check_memory(model_config, config, processes)
-    data = open_data(model_config, config, processes)
-    model_config.vocab_size = data.vocab_size
+    data = open_data(meta, model_config, config)
     out = config.out or default_folder(model_config.residual)
     settings = settings_to_save(model_config, config, data)
     folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)

@@ -67,9 +67,11 @@ EXPERIMENTS = {   # name -> (question, variants)
     "others": ("And which of the other residuals?", [
         Variant("6 blocks, 1.3 times as long", steps_run("pre", iters=1300), seeds=MORE_SEEDS),
         Variant("Block Attention Residuals", steps_run("attnres:group=3", more="--gate_lr 3e-3"),
-                2e-2, SWEEP, MORE_SEEDS),
+                2e-2, (*SWEEP, 8e-2), MORE_SEEDS),
         Variant("Block Attention Residuals, faster queries",
                 steps_run("attnres:group=3", more="--gate_lr 1e-2"), 2e-2, (2e-2,), ()),
+        Variant("Block Attention Residuals, slower queries",
+                steps_run("attnres:group=3", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
         Variant("Attention Residuals", steps_run("attnres", more="--gate_lr 3e-3"),
                 2e-2, SWEEP, MORE_SEEDS),
         Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP, MORE_SEEDS),

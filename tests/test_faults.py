@@ -151,7 +151,7 @@ def test_what_was_looked_at_may_have_changed(data, tmp_path, monkeypatch):
         (out / "ckpt.pt").write_text("theirs")
         flock(*args)
     monkeypatch.setattr(runs.fcntl, "flock", late)
-    assert "holds a run already" in refused("--data", data, *SIZE, "--out", out)
+    assert "holds files" in refused("--data", data, *SIZE, "--out", out)
     assert (out / "ckpt.pt").read_text() == "theirs"
 
 @pytest.mark.parametrize("name", ["config.json", "ckpt.pt", "metrics.jsonl"])

@@ -158,7 +158,6 @@ class Momentum(M.Residual):
     """A residual that a reader might write, whose stream is x and a decaying sum of what was added to it."""
     def __init__(self, config, l, keep=0.5):
         super().__init__(config, l)
-        self.norm = M.make_norm(config)
         if not self.is_end:
             self.keep = nn.Parameter(torch.tensor(keep))
 
