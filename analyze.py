@@ -152,11 +152,17 @@ def by_kind(values):
 STEPS = "The steps text"   # The depth of its cells is known, so these figures are right or wrong.
 
 def steps_found(result):
-    right = result["share of right cells"]["measured"]
+    right, guessing = result["share of right cells"].values()
     wrong = [k for k, share in enumerate(right) if share < 0.95] + [len(right)]
     if wrong[0] == 0:
         return "has not even learned to copy a line"
-    return f"at least 95 % of the cells are right up to {wrong[0] - 1} steps"
+    return (f"{steps_learned(right, guessing[0]):.1f} steps learned, where each counts by how far its share is above "
+            f"guessing; at least 95 % of the cells are right up to {wrong[0] - 1} steps")
+
+def steps_learned(right, guess):
+    """Shares of right cells by steps asked, 0, 1, .. -> how many steps have been learned: each step
+    counts by how far its share is above guessing. 3.0: three steps, and no more"""
+    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
 @stat(STEPS, "Which depth it has learned", finding=steps_found, x="steps asked for", start=0)
 def steps(run):
@@ -184,10 +190,10 @@ def by_steps(run, measure):
         count = count + is_asked.sum((0, 1))
     return (total / count).tolist()
 
-@stat(STEPS, "Where each step is done", "blocks run", "heat", x="steps asked for", label="share of right cells",
-      first_row=0, first_column=0, vmax=1)
+@stat(STEPS, "What the head can read after each block", "blocks run", "heat", x="steps asked for",
+      label="share of right cells", first_row=0, first_column=0, vmax=1)
 def lens_by_steps(run):
-    """What the head would say after each block. A diagonal: one block after the other adds its step.
+    """What the head says after each block. A dark row can't be read yet, which doesn't mean that its block is idle.
 
     Share of right cells, as above. Final norm and head, applied to the stream after each block (row 0: to the
     embedding). Source: the logit lens, as in arXiv:2505.13898."""
@@ -208,7 +214,7 @@ def removal_by_steps(run):
         return torch.stack([run.model(idx, decider=each)[0].argmax(-1) == targets for each in deciders])
     return {"": by_steps(run, measure)}
 
-@stat(STEPS, "Who skips", x="steps asked for", start=0)
+@stat(STEPS, "Who skips", x="steps asked for", start=0, limits=(0, 1.02))
 def depth_by_steps(run):
     """Whether a token that needs less depth gets less: flat lines say that skipping knows no tokens.
 
@@ -657,6 +663,8 @@ def draw_lines(stat, results, colors):
                 x, y = zip(*pairs) if pairs else ((), ())
                 width = 3 if names.index(name) == 0 < len(names) - 1 else 1.3   # to be seen below another
                 axes.plot(x, y, styles[name], color=colors[run], ms=3.5, lw=width, alpha=0.85)
+        if how.get("limits"):
+            axes.set_ylim(how["limits"])
         axes.xaxis.get_major_locator().set_params(integer=all(isinstance(value, int) for value in x))
         if how.get("log") and (axes.dataLim.y0 > 0 or axes.dataLim.y1 > 0.1):   # A removal may help: below 0.
             if axes.dataLim.y0 > 0:
@@ -687,7 +695,7 @@ def make_grid(stat, n, columns, **options):
     return figure, grid.flat
 
 def draw_heat(stat, results, colors):
-    """A panel per run and matrix, the lowest number at the lower left"""
+    """A panel per run and matrix, the lowest number at the lower left. Small maps have their numbers in them."""
     how, found = stat.options, [(run, *each) for run, result in results.items() for each in result.items()]
     figure, grid = make_grid(stat, len(found), columns=how.get("columns", 2))
     for axes, (run, title, matrix) in zip(grid, found):
@@ -699,8 +707,23 @@ def draw_heat(stat, results, colors):
                             vmin=how.get("vmin", 0), vmax=how.get("vmax"), cmap=how.get("cmap", "viridis"))
         axes.set(xlabel=how["x"], ylabel=stat.ylabel, facecolor="0.85")
         axes.set_title(f"{run} {title}", color=colors[run])
-        figure.colorbar(image, ax=axes, label=how["label"])
+        if step == 1 and max(rows, columns) <= 16:
+            axes.set_xticks(range(math.ceil(left), math.ceil(left) + columns))
+            axes.set_yticks(range(math.ceil(bottom), math.ceil(bottom) + rows))
+        if how.get("vmax") == 1 and rows * columns <= 140:
+            write_numbers(axes, values.tolist(), math.ceil(left), math.ceil(bottom))
+        elif how.get("vmax") != 1:   # Each panel has a scale of its own.
+            figure.colorbar(image, ax=axes, label=how["label"])
+    if how.get("vmax") == 1:
+        figure.colorbar(image, ax=figure.axes, label=how["label"])
     return figure
+
+def write_numbers(axes, values, left, bottom):
+    """A share such as .73 into each field of a map"""
+    for y, row in enumerate(values, bottom):
+        for x, value in enumerate(row, left):
+            axes.text(x, y, f"{value:.2f}".removeprefix("0"), ha="center", va="center", fontsize=7,
+                      color="black" if value > 0.6 else "white")
 
 def draw_depth_map(stat, results, colors):
     """A heat map per run, of what was not skipped, with the tokens below"""
@@ -737,6 +760,8 @@ def main(argv=None):
                 results[name][run_name] = STATS[name].measure(run)
             except NotHere as why:
                 results[name][run_name] = str(why)
+                if args.only:   # Else it is on the page, beside all the others.
+                    print(printable(f"{run_name}: {name}: {why}"), file=sys.stderr)
     save(Path(args.out), runs, results)
     say(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
 

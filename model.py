@@ -14,9 +14,6 @@ The whole model is this loop:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
     logits = head(finish(stream))
 
-Not every token has to run every sublayer. In Mixture-of-Depths, a token can skip a sublayer: its
-stream stays as it is, which saves time.
-
 There are B sequences of T tokens. A token has C = n_embd numbers in the stream, and there are
 V = vocab_size different tokens. The following words have one meaning each, in all files:
 
@@ -25,28 +22,22 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               (block_size is something else, the longest context. All GPTs call it so.)
+               (block_size is something else, the longest context. nanoGPT calls it so.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
-    place      1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
-    decider    a small object that says, before each sublayer, which tokens run it
-    keep       what it says: EVERYONE, or REMOVED (nobody runs it), or bools (B, T), where True
-               means that the token runs it, and False that it skips it
-    gain       how much a sublayer will change a token's stream. NAG, the first residual of part 2,
-               knows this before the sublayer runs. So a decider can let a token with a small gain
-               skip. With PreNorm there is no gain
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, the model, first weights, sampling
+    1  a GPT       config, attention, MLP, PreNorm, the model, sampling, first weights
     2  residuals   NAG and all the others; which one runs is the flag --residual
     3  skipping    who decides which tokens run a sublayer, and how only these are computed
     4  tools       KV cache, norms, widths, compiling, FLOPs, checks
 
-Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom. The other parts are
-rooms: enter one when you need it. The few things that part 1 takes from them are marked, such as
-"(part 4)". Trust them on a first reading. To try a rule of your own, copy class Template, and add
-it to RESIDUALS (end of part 2).
+Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
+when you need them. The few things that part 1 takes from them are marked, such as "(part 4)". Trust
+them on a first reading. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm,
+normalised queries and keys, no biases, no dropout, and a cache in sampling. To try a rule of your
+own, copy class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import functools
@@ -90,7 +81,7 @@ class GPTConfig:
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
-    repeat: str = flag("", "9:3 runs block 9 three times, 9-12:3 the blocks 9 to 12 three times")
+    repeat: str = flag("", "9:3 runs block 9, counted from 1, three times; 9-12:3 four blocks")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
     mod: Literal["geometric", "router"] = flag("geometric", "who skips: small gains, or by router",
@@ -105,7 +96,7 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1, so with norm sqrt(C)"""
+    """x / rms(x): the direction of x, with rms 1, so with norm sqrt(number of channels)"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def rotation_table(config):
@@ -122,10 +113,9 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys have rms 1 here (see Attention.qkv), so q @ k is at most head_size. The usual
-# scale, 1 / sqrt(head_size), would let scores reach sqrt(head_size), only 5.7 in a head of 32: too
-# little to pick one token of many. We multiply by SHARPNESS / head_size, so that scores reach 11.3
-# in every head, as in a usual head of 128. (Limits from 5.7 to 32 were tried; none was better.)
+# Queries and keys have rms 1 here (see prepare_q), so q @ k is at most head_size. With the usual
+# scale, 1 / sqrt(head_size), scores would end at sqrt(head_size): at 11.3 in a head of 128, but at
+# 5.7 in one of 32, too little to pick one token of many. With this scale, all heads reach 11.3.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
@@ -152,12 +142,14 @@ class Attention(nn.Module):
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.split(x, self.c_attn.weight)
+        q, k, v = self.project(x, self.c_attn.weight)
         return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
 
-    def split(self, x, weight):
-        """x (..., C) and the weight of c_attn -> q, k and v, (..., n_head, head_size) each. (Part 3
-        passes only some rows of that weight, for tokens that need only k and v, or only q.)"""
+    # The next three are apart because a token that skips (part 3) needs only k and v, not q.
+
+    def project(self, x, weight):
+        """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> q, k and
+        v, or some of them, (..., n_head, head_size) each"""
         x = F.linear(x, weight)                                  # (..., 3 * width)
         x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
         return x.unbind(-3)
@@ -189,9 +181,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
         self.scale = nn.Identity()   # nGPT puts learned factors here, too.
 
-    def forward(self, x, rotation=None, layer_cache=None):
-        """x (..., C) -> (..., C). An MLP looks at no other token. It takes what an attention takes,
-        and ignores it, so that both are called alike."""
+    def forward(self, x):
+        """x (..., C) -> (..., C)"""
         x = self.scale(self.c_fc(x))
         if self.activation == "gelu":
             x = F.gelu(x)
@@ -226,34 +217,35 @@ class Residual(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. If some tokens skip, this gets only those that don't, as (N, C)."""
+        tokens. (If some skip, this gets only the others, as (N, C), and an f that knows where they
+        are: part 3.)"""
         return x + f(self.norm(x))
 
     def finish(self, stream):
         """The last stream -> what the head reads, (B, T, C)"""
         return self.norm(self.as_tensor(stream))
 
-    # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
-    # reading, go on with Template.
-
     def as_tensor(self, stream):
-        """One vector a token, (B, T, C). In some rules a stream is a tuple, of which this is one."""
+        """One vector a token, (B, T, C). In some rules a stream is a tuple, and this is a part."""
         return stream[0] if isinstance(stream, tuple) else stream
 
     @torch.no_grad()
     def init_sublayer(self, module):
         """Once, after the weights are drawn. module: the attention or MLP that belongs to this
         residual. May rescale its weights."""
-        # As in GPT-2. c_proj is the last matrix of each sublayer. All 2L updates are added up, so
-        # each starts with a variance that is 2L times smaller.
+        # As in GPT-2. c_proj is the last matrix of each sublayer. The updates of 2L sublayers are
+        # added up, so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+
+    # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
+    # reading, go on with Template.
 
     def head_weight(self, weight):
         """The weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
 
     def before_step(self, progress):
-        """Before each step of a training. progress: (step + 1) / steps"""
+        """Before each step and evaluation of a training. progress: (step + 1) / steps"""
 
     def constrain(self, module):
         """After the weights are drawn, and after each step: may change the weights of module, say
@@ -266,7 +258,7 @@ class Residual(nn.Module):
     warmup = 0.0           # In this share of a training, updates grow to their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
     not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
-    allowed = {}           # Range of each option. For Template it could be {"first": (0.0, 2.0)}.
+    allowed = {}           # Range of each option (below), such as {"first": (0.0, 2.0)}
 
     def read(self, stream):
         """What f would get. If a token skips an attention, its key and value are made of this."""
@@ -281,7 +273,8 @@ class Template(Residual):
 
     Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
     argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
-    trains at --gate_lr. If c_proj is to keep its size, add an init_sublayer that does nothing."""
+    trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
+    large as all other matrices."""
     def __init__(self, config, l, first=1.0):
         """first: the value of b before training"""
         super().__init__(config, l)
@@ -308,18 +301,18 @@ class Block(nn.Module):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 class SublayerFunction:
-    """The f that residuals get: an attention or an MLP, as a function of x alone. (An object in
-    place of a closure, because part 3 asks it for its module, if tokens skip.)
+    """The f that residuals get: f(x) = module(x, *context). context: what an attention needs beside
+    x, its rotation and layer_cache; an MLP needs nothing. (An object in place of a closure, because
+    part 3 asks it for its parts, if tokens skip.)
 
     On a GPU it computes in bfloat16. The stream does not, because rounding errors would add up over
     the depth. dtype: torch.bfloat16, or None to compute as the stream does"""
-    def __init__(self, module, rotation, layer_cache, dtype):
-        self.module, self.rotation = module, rotation
-        self.layer_cache, self.dtype = layer_cache, dtype
+    def __init__(self, dtype, module, *context):
+        self.dtype, self.module, self.context = dtype, module, context
 
     def __call__(self, x):
         with products_in(self.dtype, x):
-            return self.module(x, self.rotation, self.layer_cache).to(x.dtype)
+            return self.module(x, *self.context).to(x.dtype)
 
 def products_in(dtype, x):
     """A context in which matrix products are computed in dtype, on the device of x"""
@@ -327,62 +320,23 @@ def products_in(dtype, x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
 
-# ------------------------------------------------------------------- how large first weights are
-
-# All matrices are drawn from Gaussians. Their standard deviations:
-#
-#                  --init width            --init gpt2
-#     embedding    3                       0.02
-#     head         0.8 / sqrt(n_embd)      0.02
-#     all others   1 / sqrt(columns)       0.02
-#
-# A residual may then rescale: by default each c_proj is divided by sqrt(2L). With `width`, a
-# token's embedding is longer than what its first sublayers add to it. And the first logits have a
-# standard deviation of about 0.8, so no token is much likelier than the others.
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
-
-def first_stds(config):
-    """-> the first standard deviations of embedding and head"""
-    if config.init == "gpt2":
-        return 0.02, 0.02
-    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
-
 # -------------------------------------------------------------------------------------- the model
 
-# Before each sublayer, the model asks its decider which tokens run it. The answer is a tensor of
-# bools (B, T), or one of these two words:
-EVERYONE = None    # All tokens run the sublayer.
-REMOVED = False    # No token does, as if there were no such sublayer (sample.py --remove).
-
-class Decider(nn.Module):
-    """The default: all tokens run all sublayers. On a first reading, this is all: go on with GPT.
-    The deciders of part 3 replace some of these methods."""
-    # Does a token that skips an attention still make its key and value, for later tokens to see?
-    skippers_make_keys = True
-
-    def begin(self):
-        """A new walk through the depth begins."""
-
-    def decide(self, place, residual, stream):
-        """Before a sublayer -> keep: who runs it; and the gain (B, T, 1), if it was computed"""
-        return EVERYONE, None
-
-    def after(self, place, stream):
-        """After a sublayer -> the stream that goes on"""
-        return stream
-
-    def loss(self):
-        """After a walk -> what is added to the loss"""
-        return 0.0
-
-    def before_step(self, progress):
-        """Before each step of a training, as GPT.before_step"""
-
-    def after_step(self, ran):
-        """After each step of a training, as GPT.after_step"""
+# Not every token has to run every sublayer. So before each one, the model asks its decider, a small
+# object of part 3. By default this says EVERYONE, and on a first reading that is all. It is called
+# as decider.decide(place, residual, stream), and returns two things:
+#
+#     keep   EVERYONE, or REMOVED (nobody runs it, as if there were no such sublayer), or bools
+#            (B, T): True where a token runs the sublayer, False where it skips it
+#     gain   how much the sublayer will change each token, (B, T, 1), if the residual can tell
+#            before it runs, as NAG can (part 2). Else None
+#
+# place: 1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
+EVERYONE = None
+REMOVED = False
 
 def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. gain: passed on if `decide` has returned one"""
+    """One round of the loop over the depth. (A function, so that train.py can compile it.)"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 class GPT(nn.Module):
@@ -398,12 +352,8 @@ class GPT(nn.Module):
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.embedding_scale = 1.0
-        if config.tie:
-            # One matrix for both. A head needs small numbers, an embedding larger ones. So it is
-            # drawn as a head, and `walk` multiplies each embedding by the ratio of their sizes.
+        if config.tie:   # One matrix for both. See init_weights.
             self.wte.weight = self.lm_head.weight
-            embedding_std, head_std = first_stds(config)
-            self.embedding_scale = embedding_std / head_std
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
         self.decider = make_decider(config, self.ends)   # By default a Decider (part 3).
@@ -413,7 +363,7 @@ class GPT(nn.Module):
 
     def walk(self, idx, cache=None, decider=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields its place, the stream before, the stream after, and who ran it."""
+        each sublayer it yields its place, the stream before and after it, and who ran it."""
         decider = decider or self.decider
         decider.begin()
         # Sampling isn't compiled: there is a cache then (part 4), and shapes change all the time.
@@ -431,19 +381,19 @@ class GPT(nn.Module):
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. cache: a KVCache (part 4)"""
-        start = 0 if cache is None else cache.length
-        end = start + idx.shape[1]
-        if end > self.config.block_size:
-            raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
+        past = 0 if cache is None else cache.length   # how many tokens came before idx
+        length = past + idx.shape[1]
+        if length > self.config.block_size:
+            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.advance(end)   # before the loop, because a caller may stop the walk early
-        rotation = self.rotation[start:end]
+            cache.advance(length)   # before the loop, because a caller may stop the walk early
+        rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
             # One cache for each run of a block: with --repeat, a block has several.
             layer_cache = None if cache is None else cache.layers[i]
-            attention = SublayerFunction(block.attn, rotation, layer_cache, self.dtype)
-            mlp = SublayerFunction(block.mlp, rotation, None, self.dtype)
+            attention = SublayerFunction(self.dtype, block.attn, rotation, layer_cache)
+            mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
 
@@ -478,7 +428,8 @@ class GPT(nn.Module):
         `keeps` of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
         may have more rows, because train.py rounds vocab_size up.)"""
         size = self.config.block_size
-        # First, the model reads the whole text. The cache is for keys and values (part 4).
+        # new: the tokens that the cache doesn't have yet, at first the whole text. It keeps their
+        # keys and values (part 4).
         new, cache = idx[:, -size:], KVCache(self, len(idx))
         for _ in range(max_new_tokens):
             keeps = []
@@ -486,8 +437,8 @@ class GPT(nn.Module):
             token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
             idx = torch.cat((idx, token), dim=1)
             yield token, keeps
-            new = token   # The next pass needs no more: the cache has the others.
-            if cache.length == size:   # A full cache restarts with the newer half of the text.
+            new = token
+            if cache.length == size:   # A full cache restarts with the newest half of its tokens.
                 new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx))
 
     def generate(self, idx, max_new_tokens, **options):
@@ -529,16 +480,38 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 
 # ---------------------------------------------------------------------------------- first weights
 
+# The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
+#
+#                  --init width            --init gpt2
+#     embedding    3                       0.02
+#     head         0.8 / sqrt(n_embd)      0.02
+#     all others   1 / sqrt(columns)       0.02
+#
+# A residual may then rescale them: see init_sublayer. With `width`, a token's embedding is longer
+# than what its first sublayers add to it. And the first logits have a standard deviation of about
+# 0.8, so that the first guess is nearly even.
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
+
+def first_stds(config):
+    """-> the first standard deviations of embedding and head"""
+    if config.init == "gpt2":
+        return 0.02, 0.02
+    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
+
 @torch.no_grad()
 def init_weights(model):
     config = model.config
     embedding_std, head_std = first_stds(config)
+    if config.tie:
+        # A head needs small numbers, an embedding larger ones. So their one matrix is drawn as a
+        # head, below, and GPT.walk multiplies each embedding by the ratio.
+        model.embedding_scale = embedding_std / head_std
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             continue
         if module is model.wte:
             std = embedding_std
-        elif module is model.lm_head:   # A tied matrix is drawn again here, as a head.
+        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
             std = head_std
         elif config.init == "gpt2":
             std = 0.02
@@ -1127,6 +1100,32 @@ def options_of(name):
 # a sublayer. Only these are computed. All others keep their stream as it is. First come the
 # deciders, and then how it is done.
 
+class Decider(nn.Module):
+    """The default: all tokens run all sublayers. Other deciders replace some of these methods."""
+    # Does a token that skips an attention still make its key and value, for later tokens to see?
+    skippers_make_keys = True
+
+    def begin(self):
+        """A new walk through the depth begins."""
+
+    def decide(self, place, residual, stream):
+        """Before a sublayer -> keep and gain: see EVERYONE, in part 1"""
+        return EVERYONE, None
+
+    def after(self, place, stream):
+        """After a sublayer -> the stream that goes on"""
+        return stream
+
+    def loss(self):
+        """After a walk -> what is added to the loss"""
+        return 0.0
+
+    def before_step(self, progress):
+        """Before each step of a training, as GPT.before_step"""
+
+    def after_step(self, ran):
+        """After each step of a training, as GPT.after_step"""
+
 all_run = Decider()
 
 class ByFunction(Decider):
@@ -1429,22 +1428,23 @@ class KeptTokens:
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
-    attn = f.module
+    attn, (rotation, layer_cache) = f.module, f.context
     with products_in(f.dtype, x):
-        k, v = attn.split(x, attn.c_attn.weight[attn.width:])
-        k = attn.prepare_k(k, f.rotation)
-        return with_older(f.layer_cache, k, v)
+        k, v = attn.project(x, attn.c_attn.weight[attn.width:])
+        k = attn.prepare_k(k, rotation)
+        return with_older(layer_cache, k, v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, rotation = f.module, f.rotation[tokens.position]
+    attn, (rotation, layer_cache) = f.module, f.context
+    rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if keys is None:
             q, k, v = attn.qkv(x, rotation)
-            keys = with_older(f.layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
+            keys = with_older(layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = attn.split(x, attn.c_attn.weight[:attn.width])
+            q, = attn.project(x, attn.c_attn.weight[:attn.width])
             q = attn.prepare_q(q, rotation)
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 

@@ -73,9 +73,9 @@ EXPERIMENTS = {   # name -> (question, variants)
         Variant("Block Attention Residuals, slower queries",
                 steps_run("attnres:group=3", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
         Variant("Attention Residuals", steps_run("attnres", more="--gate_lr 3e-3"),
-                2e-2, SWEEP, MORE_SEEDS),
+                2e-2, (*SWEEP, 8e-2), MORE_SEEDS),
         Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP, MORE_SEEDS),
-        Variant("nGPT", steps_run("ngpt"), 2e-2, SWEEP, MORE_SEEDS)]),
+        Variant("nGPT", steps_run("ngpt"), 2e-2, (2e-3, 5e-3, *SWEEP), MORE_SEEDS)]),
     "again": ("Does a block that runs again step further?", [
         Variant("2 blocks, each run three times", steps_run("pre", 2, more="--repeat 1-2:3"),
                 2e-2, SWEEP)]),
@@ -140,18 +140,13 @@ def measure(out):
         run = analyze.Run(model, config, {}, None, (x, y), text)
         right = analyze.steps(run)["share of right cells"]["measured"]
         found |= dict(right=" ".join(f"{share:.3f}" for share in right),
-                      steps=f"{steps_learned(right, 1 / len(text['table'])):.3f}")
+                      steps=f"{analyze.steps_learned(right, 1 / len(text['table'])):.3f}")
     history = [entry for entry in read_metrics(out).values() if "tok_s" in entry]
     last = history[-1]
     # Seconds are those of training, at the median speed of the run: evaluations are not in it.
     seconds = last["tokens"] / statistics.median(entry["tok_s"] for entry in history[1:] or history)
     return found | dict(tokens=last["tokens"], flops=f"{last['flops']:.4g}",
                         seconds=f"{seconds:.0f}", parameters=num_params(model))
-
-def steps_learned(right, guess):
-    """Shares of right cells by steps asked, 0, 1, .. -> how many steps have been learned: each step
-    counts by how far its share is above guessing. 3.0: three steps, and no more"""
-    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
 # -------------------------------------------------------------------------------------- all runs
 

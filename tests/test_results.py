@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import analyze
 from conftest import ROOT
 from flags import parse
 from model import GPTConfig
@@ -42,8 +43,8 @@ def test_holm():
     assert summarize.holm([0.04, 0.03, 0.01]) == [False, False, True]   # 0.03 > 0.05 / 2, and that ends it
 
 def test_steps_learned():
-    assert run.steps_learned([1.0, 1.0, 1.0, 0.25, 0.2], 0.25) == pytest.approx(2)
-    assert run.steps_learned([1.0, 0.625, 0.25], 0.25) == pytest.approx(0.5)
+    assert analyze.steps_learned([1.0, 1.0, 1.0, 0.25, 0.2], 0.25) == pytest.approx(2)
+    assert analyze.steps_learned([1.0, 0.625, 0.25], 0.25) == pytest.approx(0.5)
 
 @pytest.mark.parametrize("name", run.EXPERIMENTS)
 def test_commands_parse_and_are_different(name):
