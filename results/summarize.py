@@ -26,6 +26,7 @@ CHOOSES_RATES = "1"   # the seed that decides nothing
 UNITS = dict(steps="steps", bits="bits per byte")
 BETTER = dict(steps=1, bits=-1)   # Is more better, or less?
 GUESSING = 0.1   # The steps text has ten symbols.
+COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 
 # ------------------------------------------------------------------------------------- statistics
 
@@ -127,16 +128,23 @@ def comparisons_table(rows, comparisons):
 
 def draw_steps(rows, experiment, names, path):
     """Share of right cells by steps asked: a line through the means, a dot a seed"""
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for i, name in enumerate(names):
+    right = {}
+    for name in names:
         mine = [row for row in rows if row["variant"] == name and row["seed"] != CHOOSES_RATES]
-        shares = np.array([[float(share) for share in row["right"].split()] for row in mine])
-        places = np.arange(shares.shape[1]) + 0.04 * (i - len(names) / 2)
-        axes.plot(places, shares.mean(0), color=f"C{i}", label=name)
-        for row in shares:
-            axes.plot(places, row, ".", color=f"C{i}", alpha=0.5)
-    axes.axhline(GUESSING, color="0.5", linestyle="--", label="guessing")
-    axes.set(xlabel="steps asked for", ylabel="share of right cells", title=EXPERIMENTS[experiment][0])
+        right[name] = np.array([[float(share) for share in row["right"].split()] for row in mine])
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    best_first = sorted(names, key=lambda name: -right[name].mean())
+    for i, name in enumerate(best_first):
+        steps = np.arange(right[name].shape[1])
+        # Another length of training is dashed.
+        axes.plot(steps, right[name].mean(0), "--" if "as long" in name else "-", color=COLORS[i],
+                  label=name)
+        beside = 0.05 * (i - len(names) / 2)   # so that dots don't hide each other
+        for shares in right[name]:
+            axes.plot(steps + beside, shares, ".", color=COLORS[i], alpha=0.5)
+    axes.axhline(GUESSING, color="0.5", linestyle=":", label="guessing")
+    axes.set(xlabel="steps asked for (lines: means; dots: seeds)", ylabel="share of right cells",
+             title=EXPERIMENTS[experiment][0], xticks=range(10), ylim=(0, 1.03))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
@@ -155,7 +163,7 @@ def main():
         names += [each["b"] for each in comparisons if each["experiment"] == experiment]
         of_steps = {row["variant"] for row in rows if row["right"] and row["seed"] != CHOOSES_RATES}
         names = [name for name in dict.fromkeys(names) if name in of_steps]
-        if names:
+        if of_steps & {variant.name for variant in variants}:
             draw_steps(rows, experiment, names, HERE / f"{experiment}.png")
 
 if __name__ == "__main__":
