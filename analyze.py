@@ -370,14 +370,7 @@ def prune_curve(run):
     blocks, generator = run.model.blocks, torch.Generator().manual_seed(0)
     stays = run.mean(lambda idx: stay(run.streams(idx)), run.others)
     numbers = [sublayers_of(run.model, i) for i in range(len(blocks))]
-    scores = {"magnitude": [sum(p.abs().sum() for p in block.parameters()) for block in blocks],
-              "influence": run.mean(lambda idx: stay(run.streams(idx)[::2]), run.others),
-              "worth": [mean_loss(run.model, run.others, Without(own, run.model.decider)) for own in numbers],
-              "last first": [-i for i in range(len(blocks))]}
-    if sums := gradient_sums(run):
-        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-        scores = {"CascadeFlow": [norm / size ** 0.5 for norm, size in zip(sums, sizes)]} | scores
-    scores |= {"attention": stays[::2], "MLP": stays[1::2]}
+    scores = block_scores(run) | {"attention": stays[::2], "MLP": stays[1::2]}
     groups = {"block": numbers, "attention": [{min(own)} for own in numbers],
               "MLP": [{max(own)} for own in numbers]}
     chance = {}
@@ -386,6 +379,19 @@ def prune_curve(run):
         chance[kind] = torch.tensor(three).mean(0).tolist()
     return {method: {"this order": loss_by_order(run, score, groups.get(method, numbers)),
                      "at random": chance.get(method, chance["block"])} for method, score in scores.items()}
+
+def block_scores(run):
+    """{method: a score for each block}. The lowest is to go first."""
+    blocks = run.model.blocks
+    without = [Without(sublayers_of(run.model, i), run.model.decider) for i in range(len(blocks))]
+    scores = {"magnitude": [sum(p.abs().sum() for p in block.parameters()) for block in blocks],
+              "influence": run.mean(lambda idx: stay(run.streams(idx)[::2]), run.others),
+              "worth": [mean_loss(run.model, run.others, decider) for decider in without],
+              "last first": [-i for i in range(len(blocks))]}
+    if sums := gradient_sums(run):
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        scores = {"CascadeFlow": [norm / size ** 0.5 for norm, size in zip(sums, sizes)]} | scores
+    return scores
 
 def stay(x):
     return (1 - F.cosine_similarity(x[:-1], x[1:], dim=-1)).mean((1, 2))

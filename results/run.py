@@ -180,7 +180,6 @@ def main(argv=None):
         for *_, flags in missing:
             say(f"python train.py {flags}")
         return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], text=True, capture_output=True)
     for data in ("steps", "stdlib"):
         if not (ROOT / "data" / data / "meta.json").exists():
             prepare.main([data, "--out", f"data/{data}"])
@@ -195,12 +194,17 @@ def main(argv=None):
             for future in concurrent.futures.as_completed(waiting):
                 name, variant, seed, lr, flags = waiting[future]
                 row = dict(experiment=name, variant=variant, seed=seed, lr=f"{lr:g}", command=flags,
-                           commit=commit.stdout.strip()) | future.result()
+                           commit=commit()) | future.result()
                 append(args.out, row)
                 say(f"{name}: {variant}, seed {seed}, rate {lr:g}: {row['bits']} bits, "
                     f"{row['steps'] or 'no'} steps, {row['seconds']} s")
         finally:
             pool.shutdown(cancel_futures=True)
+
+def commit():
+    """The name of the code's state in git"""
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
 def append(path, row):
     new = not Path(path).is_file()

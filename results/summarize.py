@@ -93,7 +93,7 @@ def variants_table(rows):
     lines = ["| experiment | variant | rate | seeds | steps | bits per byte | seconds | FLOPs |",
              "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     names = dict.fromkeys((row["experiment"], row["variant"]) for row in rows)
-    order = [*EXPERIMENTS]
+    order = [*EXPERIMENTS, "pruning"]   # (that of pruning.py)
     for experiment, variant in sorted(names, key=lambda name: order.index(name[0])):
         mine = [row for row in rows if row["variant"] == variant and row["seed"] != CHOOSES_RATES]
         def mean(column):
@@ -101,8 +101,10 @@ def variants_table(rows):
             return statistics.mean(known) if known else None
         if mine:
             steps = "" if mean("steps") is None else f"{mean('steps'):.2f}"
+            bits = "" if mean("bits") is None else f"{mean('bits'):.4f}"
+            cost = f"{mean('seconds'):.0f} | {mean('flops'):.2g}" if mean("flops") else " | "
             lines.append(f"| {experiment} | {variant} | {mine[0]['lr']} | {len(mine)} | {steps} | "
-                         f"{mean('bits'):.4f} | {mean('seconds'):.0f} | {mean('flops'):.2g} |")
+                         f"{bits} | {cost} |")
     return lines
 
 def comparisons_table(rows, comparisons):

@@ -14,6 +14,7 @@ from model import GPTConfig
 from train import TrainConfig, defaults_for
 
 sys.path.append(str(ROOT / "results"))
+import pruning
 import run
 import summarize
 
@@ -58,6 +59,8 @@ def test_every_comparison_has_its_variants():
     with open(ROOT / "results/comparisons.csv", newline="") as f:
         comparisons = list(csv.DictReader(f))
     known = {variant.name for _, variants in run.EXPERIMENTS.values() for variant in variants}
+    known |= {f"{name}, without {block}" for name in pruning.NAMES.values()
+              for block in ["one block, mean", *(f"{method}'s block" for method in pruning.METHODS)]}
     for each in comparisons:
         assert {each["a"], each["b"]} <= known and float(each["margin"]) > 0 and each["measure"] in summarize.UNITS
 

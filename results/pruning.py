@@ -1,0 +1,69 @@
+"""
+Do pruning methods find the block that matters least? Takes trained runs of run.py, removes the block that
+each method gives the lowest score, trains nothing after it, and counts the steps that are left.
+
+    python results/pruning.py runs/results/staircase-6-blocks-*  runs/results/residuals-NAG-*
+
+Appends to runs.csv, as experiment "pruning". Scores are of other windows than the steps.
+"""
+import os
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
+import analyze
+import prepare
+import run
+from flags import flag, parse, refuse, say, start
+from model import Without
+from runs import open_run, read_metrics
+
+METHODS = "CascadeFlow", "influence", "worth", "magnitude"   # see prune_curve in analyze.py
+NAMES = {"pre": "6 blocks", "nag": "NAG"}   # residual -> the variant in run.py
+
+@dataclass
+class PruningConfig:
+    runs: list = flag(None, "run folders of the steps text")
+    out: str = flag("results/runs.csv", "file of the lines")
+
+def steps_without(inspected, text):
+    """-> for each block the steps that are left without it"""
+    found = []
+    for number in range(len(inspected.model.blocks)):
+        gone = Without(analyze.sublayers_of(inspected.model, number), inspected.model.decider)
+        right, = analyze.by_steps(inspected, lambda idx, targets: (
+            inspected.model(idx, decider=gone)[0].argmax(-1) == targets)[None])
+        found.append(analyze.steps_learned(right, 1 / len(text["table"])))
+    return found
+
+def main(argv=None):
+    args, = parse((PruningConfig,), argv, __doc__, positional=("runs",))
+    known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
+    for folder in args.runs:
+        model, config = open_run(folder)
+        text = prepare.load_meta(config["data"]).get("steps")
+        if not text or config["residual"] not in NAMES:
+            refuse(f"{folder}: is no run of pre or nag on the steps text")
+        windows = prepare.val_windows(config["data"], config["block_size"], 512)
+        inspected = analyze.Run(model, config, read_metrics(folder), None, windows, text)
+        left, scores = steps_without(inspected, text), analyze.block_scores(inspected)
+        chosen = {f"without {method}'s block": left[torch.as_tensor(scores[method]).argmin()]
+                  for method in METHODS}
+        chosen |= {"without one block, mean": statistics.mean(left), "without one block, best": max(left)}
+        for name, steps in chosen.items():
+            variant, seed = f"{NAMES[config['residual']]}, {name}", str(config["seed"])
+            if (variant, seed) not in known:
+                run.append(args.out, dict.fromkeys(run.COLUMNS, "") | dict(
+                    experiment="pruning", variant=variant, seed=seed, lr=f"{config['lr']:g}",
+                    steps=f"{steps:.3f}", commit=run.commit(), command=f"results/pruning.py {Path(folder).name}"))
+                say(f"{variant}, seed {seed}: {steps:.2f} steps")
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    start(main)
