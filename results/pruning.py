@@ -21,7 +21,7 @@ import prepare
 import run
 from flags import flag, parse, refuse, say, start
 from model import Without
-from runs import open_run, read_metrics
+from runs import open_run, read_metrics, read_settings
 
 METHODS = "CascadeFlow", "influence", "worth", "magnitude"   # see prune_curve in analyze.py
 NAMES = {"pre": "6 blocks", "nag": "NAG"}   # residual -> the variant in run.py
@@ -41,11 +41,13 @@ def steps_without(inspected, text):
         found.append(analyze.steps_learned(right, 1 / len(text["table"])))
     return found
 
+@torch.no_grad()
 def main(argv=None):
     args, = parse((PruningConfig,), argv, __doc__, positional=("runs",))
     known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
     for folder in args.runs:
         model, config = open_run(folder)
+        lr = read_settings(Path(folder) / "config.json", dict(lr=0.0), strict=False)["lr"]
         text = prepare.load_meta(config["data"]).get("steps")
         if not text or config["residual"] not in NAMES:
             refuse(f"{folder}: is no run of pre or nag on the steps text")
@@ -59,7 +61,7 @@ def main(argv=None):
             variant, seed = f"{NAMES[config['residual']]}, {name}", str(config["seed"])
             if (variant, seed) not in known:
                 run.append(args.out, dict.fromkeys(run.COLUMNS, "") | dict(
-                    experiment="pruning", variant=variant, seed=seed, lr=f"{config['lr']:g}",
+                    experiment="pruning", variant=variant, seed=seed, lr=f"{lr:g}",
                     steps=f"{steps:.3f}", commit=run.commit(), command=f"results/pruning.py {Path(folder).name}"))
                 say(f"{variant}, seed {seed}: {steps:.2f} steps")
 
