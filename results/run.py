@@ -67,22 +67,20 @@ EXPERIMENTS = {   # name -> (question, variants)
     "others": ("And which of the other residuals?", [
         Variant("6 blocks, 1.3 times as long", steps_run("pre", iters=1300), seeds=MORE_SEEDS),
         Variant("Block Attention Residuals", steps_run("attnres:group=3", more="--gate_lr 3e-3"),
-                2e-2, (*SWEEP, 8e-2), MORE_SEEDS),
+                4e-2, (*SWEEP, 8e-2), MORE_SEEDS),
         Variant("Block Attention Residuals, faster queries",
                 steps_run("attnres:group=3", more="--gate_lr 1e-2"), 2e-2, (2e-2,), ()),
         Variant("Block Attention Residuals, slower queries",
                 steps_run("attnres:group=3", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
         Variant("Attention Residuals", steps_run("attnres", more="--gate_lr 3e-3"),
-                2e-2, (*SWEEP, 8e-2), MORE_SEEDS),
+                4e-2, (*SWEEP, 8e-2), MORE_SEEDS),
         Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP, MORE_SEEDS),
-        Variant("nGPT", steps_run("ngpt"), 1e-2, (2e-3, 5e-3, *SWEEP), (2, 3, 4))]),
+        Variant("nGPT", steps_run("ngpt"), 1e-2, (2e-3, 5e-3, *SWEEP), ())]),
     "again": ("Does a block that runs again step further?", [
         Variant("2 blocks, each run three times", steps_run("pre", 2, more="--repeat 1-2:3"),
                 2e-2, SWEEP)]),
     "tapers": ("Where should the width be?", [
-        Variant("6 blocks, falling width", steps_run("pre", more="--taper cosine")),
-        Variant("6 blocks, rising width",
-                steps_run("pre", more="--taper cosine --taper_start 0.5 --taper_end 1.5"))]),
+        Variant("6 blocks, falling width", steps_run("pre", more="--taper cosine"))]),
     "skipping": ("What does skipping a quarter cost?", [
         Variant("NAG that skips a quarter",
                 steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 1e-2),
