@@ -81,7 +81,7 @@ class GPTConfig:
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
-    repeat: str = flag("", "9:3 runs block 9, counted from 1, three times; 9-12:3 four blocks")
+    repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
     mod: Literal["geometric", "router"] = flag("geometric", "who skips: small gains, or by router",
@@ -113,9 +113,9 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys have rms 1 here (see prepare_q), so q @ k is at most head_size. With the usual
-# scale, 1 / sqrt(head_size), scores would end at sqrt(head_size): at 11.3 in a head of 128, but at
-# 5.7 in one of 32, too little to pick one token of many. With this scale, all heads reach 11.3.
+# Queries and keys are normalised to rms 1 here, so q @ k is at most head_size. With the usual
+# scale, 1 / sqrt(head_size), no score could exceed sqrt(head_size): 11.3 in a head of 128, but 5.7
+# in one of 32, too little to pick one token of many. With SHARPNESS / head_size, all reach 11.3.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
@@ -142,15 +142,15 @@ class Attention(nn.Module):
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.project(x, self.c_attn.weight)
+        q, k, v = self.project(x, self.c_attn.weight)   # all rows: see project
         return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
 
     # The next three are apart because a token that skips (part 3) needs only k and v, not q.
 
     def project(self, x, weight):
-        """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> q, k and
-        v, or some of them, (..., n_head, head_size) each"""
-        x = F.linear(x, weight)                                  # (..., 3 * width)
+        """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> what they
+        make of x: q, k and v, or some of them, (..., n_head, head_size) each"""
+        x = F.linear(x, weight)                                  # (..., 3 * width), or less
         x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
         return x.unbind(-3)
 
@@ -202,7 +202,7 @@ class Residual(nn.Module):
     Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
     called model.ends. It has no sublayer. Only its start and finish are called, before the first
     sublayer and after the last, so its norm is the final norm of the model."""
-    has_norm = True   # False: this rule needs no norm, or makes its own.
+    has_norm = True   # False in rules that need no norm, or make their own
 
     def __init__(self, config, l):
         super().__init__()
@@ -217,8 +217,7 @@ class Residual(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. (If some skip, this gets only the others, as (N, C), and an f that knows where they
-        are: part 3.)"""
+        tokens. (If some tokens skip, x has only the N that don't, (N, C): part 3.)"""
         return x + f(self.norm(x))
 
     def finish(self, stream):
@@ -301,21 +300,21 @@ class Block(nn.Module):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *context). context: what an attention needs beside
+    """The f that residuals get: f(x) = module(x, *others). others: what an attention needs besides
     x, its rotation and layer_cache; an MLP needs nothing. (An object in place of a closure, because
     part 3 asks it for its parts, if tokens skip.)
 
-    On a GPU it computes in bfloat16. The stream does not, because rounding errors would add up over
-    the depth. dtype: torch.bfloat16, or None to compute as the stream does"""
-    def __init__(self, dtype, module, *context):
-        self.dtype, self.module, self.context = dtype, module, context
+    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. The stream
+    stays float32, because rounding errors would add up over the depth"""
+    def __init__(self, dtype, module, *others):
+        self.dtype, self.module, self.others = dtype, module, others
 
     def __call__(self, x):
         with products_in(self.dtype, x):
-            return self.module(x, *self.context).to(x.dtype)
+            return self.module(x, *self.others).to(x.dtype)
 
 def products_in(dtype, x):
-    """A context in which matrix products are computed in dtype, on the device of x"""
+    """For a with-block in which matrix products are computed in dtype, on the device of x"""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
@@ -332,6 +331,9 @@ def products_in(dtype, x):
 #            before it runs, as NAG can (part 2). Else None
 #
 # place: 1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
+#
+# A decider may do more: begin() before the first sublayer, after(place, stream), which returns the
+# stream that goes on, and loss(), which is added to the training's. By default these do nothing.
 EVERYONE = None
 REMOVED = False
 
@@ -352,18 +354,20 @@ class GPT(nn.Module):
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.embedding_scale = 1.0
-        if config.tie:   # One matrix for both. See init_weights.
+        if config.tie:   # One matrix for both. init_weights changes the scale then.
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        self.decider = make_decider(config, self.ends)   # By default a Decider (part 3).
+        # By default a Decider (part 3). ends: because some wait until its warmup is over
+        self.decider = make_decider(config, self.ends)
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
 
     def walk(self, idx, cache=None, decider=None):
-        """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields its place, the stream before and after it, and who ran it."""
+        """The one loop over the depth: training, sampling and all measurements go through it. If
+        nobody skips, it is: for residual, f in sublayers: stream = residual(stream, f). After each
+        sublayer it yields its place, the stream before and after it, and who ran it."""
         decider = decider or self.decider
         decider.begin()
         # Sampling isn't compiled: there is a cache then (part 4), and shapes change all the time.
@@ -380,13 +384,14 @@ class GPT(nn.Module):
             yield place, before, stream, keep
 
     def sublayers(self, idx, cache=None):
-        """Yields (place, residual, f) in the order of running. cache: a KVCache (part 4)"""
+        """Yields (place, residual, f) in the order of running. place is odd at an attention.
+        cache: a KVCache (part 4)"""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
         length = past + idx.shape[1]
         if length > self.config.block_size:
             raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.advance(length)   # before the loop, because a caller may stop the walk early
+            cache.set_length(length)   # before the loop, because a caller may stop the walk early
         rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -399,8 +404,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, cache=None, decider=None, keeps=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: the mean cross
-        entropy in nats, plus what the decider adds; None if there are no targets. keeps: a list,
-        to which the `keep` of each sublayer is appended, for whoever wants to know"""
+        entropy in nats, plus what the decider adds; None if there are no targets. keeps: a list, to
+        which the `keep` of each sublayer is appended, for train.py and for measurements"""
         decider = decider or self.decider
         losses = []   # one, unless there is --deep_supervision
         every_block = self.config.deep_supervision and self.training and targets is not None
@@ -487,9 +492,9 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# A residual may then rescale them: see init_sublayer. With `width`, a token's embedding is longer
-# than what its first sublayers add to it. And the first logits have a standard deviation of about
-# 0.8, so that the first guess is nearly even.
+# PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
+# is longer than what its first sublayers add to it. And the first logits have a standard deviation
+# of about 0.8 (if what the head reads has rms 1), so that no token begins as a favourite.
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -1428,7 +1433,7 @@ class KeptTokens:
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
-    attn, (rotation, layer_cache) = f.module, f.context
+    attn, (rotation, layer_cache) = f.module, f.others
     with products_in(f.dtype, x):
         k, v = attn.project(x, attn.c_attn.weight[attn.width:])
         k = attn.prepare_k(k, rotation)
@@ -1437,7 +1442,7 @@ def keys_of_all(f, x):
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, layer_cache) = f.module, f.context
+    attn, (rotation, layer_cache) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if keys is None:
@@ -1488,7 +1493,7 @@ class KVCache:
         self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size)
                        for number in model.order]
 
-    def advance(self, length):
+    def set_length(self, length):
         """The next tokens begin. With them there are `length` in all."""
         self.start, self.length = self.length, length
 
