@@ -84,7 +84,7 @@ class GPTConfig:
     repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
-    mod: Literal["geometric", "router"] = flag("geometric", "who skips: small gains, or by router",
+    mod: Literal["geometric", "router"] = flag("geometric", "who skips: small gains, or a router's",
                                                group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
@@ -200,9 +200,9 @@ class Residual(nn.Module):
     the rule of GPT-2 and of most models since. The other rules of part 2 replace its methods.
 
     Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
-    called model.ends. It has no sublayer. Only its start and finish are called, before the first
-    sublayer and after the last, so its norm is the final norm of the model."""
-    has_norm = True   # False in rules that need no norm, or make their own
+    called model.ends. It has no sublayer, and its forward is never called. Its start makes the
+    first stream, and its finish ends the last one. So its norm is the final norm of the model."""
+    has_norm = True   # False in rules that need no norm, or make their own, and their own `finish`
 
     def __init__(self, config, l):
         super().__init__()
@@ -257,7 +257,7 @@ class Residual(nn.Module):
     warmup = 0.0           # In this share of a training, updates grow to their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
     not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
-    allowed = {}           # Range of each option (below), such as {"first": (0.0, 2.0)}
+    allowed = {}           # Range of each option: see Template. Such as {"first": (0.0, 2.0)}
 
     def read(self, stream):
         """What f would get. If a token skips an attention, its key and value are made of this."""
@@ -273,12 +273,13 @@ class Template(Residual):
     Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
     argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
     trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
-    large as all other matrices."""
+    large as all other matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are
+    drawn anew after __init__."""
     def __init__(self, config, l, first=1.0):
         """first: the value of b before training"""
         super().__init__(config, l)
         if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
-            self.b = nn.Parameter(torch.tensor(first))
+            self.b = nn.Parameter(torch.tensor(float(first)))
 
     def forward(self, x, f):
         return x + self.b * f(self.norm(x))
@@ -332,8 +333,9 @@ def products_in(dtype, x):
 #
 # place: 1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
 #
-# A decider may do more: begin() before the first sublayer, after(place, stream), which returns the
-# stream that goes on, and loss(), which is added to the training's. By default these do nothing.
+# A decider may do more: begin() before the first sublayer; after(place, stream), which returns the
+# stream that goes on; loss(), which is added to the loss; before_step and after_step, as in GPT. By
+# default these do nothing.
 EVERYONE = None
 REMOVED = False
 
@@ -358,7 +360,7 @@ class GPT(nn.Module):
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        # By default a Decider (part 3). ends: because some wait until its warmup is over
+        # By default a Decider (part 3). Some ask `ends` whether it knows gains, and has a warmup.
         self.decider = make_decider(config, self.ends)
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
@@ -443,7 +445,7 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
             yield token, keeps
             new = token
-            if cache.length == size:   # A full cache restarts with the newest half of its tokens.
+            if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
                 new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx))
 
     def generate(self, idx, max_new_tokens, **options):
@@ -494,7 +496,7 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 #
 # PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
 # is longer than what its first sublayers add to it. And the first logits have a standard deviation
-# of about 0.8 (if what the head reads has rms 1), so that no token begins as a favourite.
+# of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V).
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):

@@ -32,8 +32,8 @@ VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens
 UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
 def open_own(path):
-    """Opens a file to append to it. No link is followed: it could lead to any file of the user. (And
-    if it is a pipe, O_RDWR doesn't wait for a reader.)"""
+    """Opens a file to append to it. No link is followed: it could lead to any file of the user.
+    (And if it is a pipe, O_RDWR doesn't wait for a reader.)"""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     return open(descriptor, "ab", buffering=0)
 
@@ -142,8 +142,8 @@ class RunFolder:
     is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
 
     Only the first of several processes writes: is_first. settings: what config.json will hold.
-    SystemExit if another process holds the lock, or if the folder holds something, and neither
-    resume nor overwrite says that this is fine"""
+    SystemExit if another process holds the lock, or if files are there, and neither resume nor
+    overwrite is set"""
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings = Path(out), settings
         self.overwrite, self.is_first = overwrite, is_first
@@ -154,7 +154,7 @@ class RunFolder:
             self.check(resume, overwrite)   # again: another run may have written there meanwhile
 
     def file_names(self):
-        """The names of files that are there and that could be lost"""
+        """The names of all that is there, but for our lock and temporary files"""
         with explain_write_errors(self.out):
             names = os.listdir(self.out) if self.out.is_dir() else []
         return {name for name in names if name != "lock" and not name.startswith(UNFINISHED)}
@@ -169,7 +169,7 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
     def nothing_is_lost(self, names):
-        """Has the same run ended here before its first checkpoint?"""
+        """Has this very run ended here before its first step? Then there is nothing to protect."""
         same_run = self.saved_settings() == self.settings
         no_steps = all(step == 0 for step in read_metrics(self.out))
         return same_run and no_steps and names <= {"config.json", "metrics.jsonl"}
@@ -222,6 +222,8 @@ class RunFolder:
             self.metrics = open_own(self.out / "metrics.jsonl")
 
     def log(self, **values):
+        if not are_metrics(values):   # Readers would pass over such a line.
+            raise ValueError(f"metrics are finite numbers with a step, not {values}")
         if self.is_first:
             line = json.dumps(values).encode() + b"\n"
             with explain_write_errors(self.out / "metrics.jsonl"):
@@ -251,7 +253,7 @@ def read_checkpoint(path, wanted=None):
         # Kernels are not part of the model: this machine may have no Triton.
         found.kernels = wanted.kernels if wanted else "auto"
         check_model_config(path, found, wanted)
-    model = GPT(found)   # not in there: a mistake in model.py is to show where it is
+    model = GPT(found)   # outside: a mistake in model.py is to show where it is
     with explain_read_errors(path):
         load_weights(model, ckpt["model"])
     return ckpt, model
@@ -314,8 +316,8 @@ def optimizer_state(model, optimizers):
 
 def restore_optimizers(model, optimizers, saved, may_lack):
     """Gives optimizers the moments that optimizer_state has saved. ValueError if they don't fit.
-    may_lack: Is it fine if a parameter has none? It has none before its first gradient. Rates and
-    decay stay as the flags say."""
+    may_lack: accept parameters without moments, as those that never had a gradient. Rates and decay
+    stay as the flags say."""
     names = {p: name for name, p in model.named_parameters()}
     for optimizer, moments in zip(optimizers, saved, strict=True):
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -331,12 +333,13 @@ def restore_optimizers(model, optimizers, saved, may_lack):
 
 def checked_moments(moments, p, optimizer):
     """The moments of parameter p. Wrong ones would crash the optimizer's fused code."""
-    shapes = dict(momentum_buffer=p.shape)
-    if isinstance(optimizer, torch.optim.AdamW):
-        shapes = dict(step=(), exp_avg=p.shape, exp_avg_sq=p.shape)
-    if {name: value.shape for name, value in moments.items()} != shapes:
-        raise ValueError("moments of other shapes, or of another --optimizer")
-    for value in moments.values():
+    is_adamw = isinstance(optimizer, torch.optim.AdamW)
+    needed = {"step", "exp_avg", "exp_avg_sq"} if is_adamw else set()
+    if not needed <= moments.keys():
+        raise ValueError("moments of another --optimizer")
+    for name, value in moments.items():
+        if value.shape != (() if name == "step" else p.shape):
+            raise ValueError("moments of other shapes")
         if value.dtype != torch.float32 or not value.isfinite().all():
             raise ValueError("moments that are not finite numbers")
     return {name: value.contiguous() for name, value in moments.items()}

@@ -8,8 +8,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
 
 The order: settings, data, evaluation, optimizers and schedule, class Training (its loop, saving,
-progress, resuming), and `main`, which calls them. flags.py turns the configs into flags, runs.py has
-run folders, and processes.py has devices, memory, several processes, and signals.
+progress, resuming), and `main`, which calls them. flags.py turns the configs into flags, runs.py
+has run folders, and processes.py has devices, memory, several processes, and signals.
 """
 import contextlib
 import math
@@ -37,9 +37,9 @@ ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a 
 
 @dataclass
 class TrainConfig:
-    """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a new
-    section. The defaults are for a CPU: see CUDA_DEFAULTS below. The model's size and the seed are
-    in GPTConfig, in model.py."""
+    """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
+    new section. The defaults are for a CPU: see CUDA_DEFAULTS below. The model's size and the seed
+    are in GPTConfig, in model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -91,16 +91,18 @@ class TrainConfig:
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,
              f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
+            (self.schedule == "wsd" and self.warmup > 0.8,
+             f"--warmup {self.warmup}: with --schedule wsd at most 0.8; the rate falls after that"),
             (self.batch_size % parts,
              f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
              f"{parts}")]
         return [sentence for wrong, sentence in rules if wrong]
 
     def n_parts(self, n_processes):
-        """Of a batch: each process computes grad_accum of them, one after the other."""
+        """How many parts a batch is cut into: grad_accum in each process"""
         return self.grad_accum * n_processes
 
-NOT_SAVED = "out", "config", "resume", "overwrite"   # These are about one start of the program.
+NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
 
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # of --lr, if only --optimizer is typed
 
@@ -111,8 +113,8 @@ CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_s
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 def defaults_for(given):
-    """`parse` asks for the defaults that differ from those of the configs. given: the flags that are
-    typed, which win"""
+    """`parse` asks for the defaults that differ from those of the configs. given: the flags that
+    are typed, which win"""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
@@ -203,10 +205,10 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 def sort_parameters(model, uses_muon):
     """-> four lists: matrices, vectors, gates, and matrices for Muon. A residual has two lists of
     names: own_lr names its gates and the like, not_matrices what counts as vectors."""
-    def named_in(attribute):
-        return {getattr(residual, name, None) for residual in model.residuals()
-                for name in getattr(residual, attribute)}
-    own_lr, not_matrices = named_in("own_lr"), named_in("not_matrices")
+    own_lr, not_matrices = set(), set()
+    for residual in model.residuals():   # model.ends has some of these names only.
+        own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
+        not_matrices |= {getattr(residual, name, None) for name in residual.not_matrices}
     in_blocks = {*model.blocks.parameters()}
     matrices, vectors, gates, for_muon = [], [], [], []
     for p in model.parameters():
@@ -224,8 +226,8 @@ def make_optimizers(model, config):
     """A list of one or two. Matrices have weight decay, and vectors have none. Gates have the
     learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks."""
     matrices, vectors, gates, for_muon = sort_parameters(model, config.optimizer == "muon")
-    # A run sets each group's lr, from its peak_lr, before each step.
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
+    # peak_lr: Training.update makes each group's lr of it, before each step.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
               dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
@@ -243,7 +245,7 @@ class Muon(torch.optim.Optimizer):
     step has the same size in all directions, and not only in those where gradients are large. The
     entries of a step have the rms of AdamW's (arXiv:2502.16982), but the best --lr is higher.
 
-    torch.optim.Muon is the same, but always in bfloat16. Many CPUs have no fast way to multiply
+    torch.optim.Muon can do the same, but always in bfloat16. Many CPUs have no fast way to multiply
     that: on one with AVX2 only, products of 128 x 128 take 60 times as long."""
     def __init__(self, groups, lr, momentum=0.95):   # (--beta1 is not used here.)
         super().__init__(groups, dict(lr=lr, momentum=momentum))
@@ -303,8 +305,7 @@ class Training:
         progress   share of the run that is over, 0 to 1. The schedule and warm-ups follow it.
         part       of a batch: what one process computes at once
         keeps      who ran each sublayer, as the model notes it: see model.py
-        ran        the shares of the tokens that ran each sublayer, such as [1.0, 0.8, ...]
-        dtype      None, or bfloat16 on a GPU: of matrix products only. Weights stay float32."""
+        ran        the shares of the tokens that ran each sublayer, such as [1.0, 0.8, ...]"""
     def __init__(self, model_config, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
         self.checkpoint = folder.out / "ckpt.pt"
@@ -315,10 +316,10 @@ class Training:
             self.model = GPT(model_config)
         self.model.to(processes.device)
         if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
-            self.model.dtype = torch.bfloat16
+            self.model.dtype = torch.bfloat16   # of matrix products only; weights stay float32
         self.optimizers = make_optimizers(self.model, config)
         self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, torch.zeros(())
-        # Gradient norms of each block, summed over the steps
+        # Gradient norms of each block, summed over the steps, for analyze.py (fan_in, CascadeFlow)
         self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                       device=processes.device)
         self.tokens_per_step = config.batch_size * model_config.block_size
@@ -337,7 +338,7 @@ class Training:
         while True:
             progress = self.progress()
             progress_after_step = min(1.0, progress + 1 / self.n_steps)
-            # Before an evaluation, too: warm-ups and deciders have to be as the next step wants.
+            # Also before an evaluation: it must see the warm-up of the coming step.
             self.model.before_step(progress_after_step)
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
@@ -375,14 +376,17 @@ class Training:
         self.model.after_step(ran)   # nGPT normalises its weights, and thresholds move.
         self.step += 1
         self.flops += self.step_flops(ran)
+        is_first = self.step == self.first_step + 1
         log_is_due = self.is_due(self.config.log_interval)
-        if log_is_due:
-            self.check_finite()   # This waits for a GPU, so the clock sees all of its work.
+        eval_is_due = self.is_due(self.config.eval_interval)
+        if self.processes.on_cuda and (is_first or log_is_due or eval_is_due):
+            torch.cuda.synchronize()   # The clock has to see all of the GPU's work.
         self.step_seconds.append(time.perf_counter() - began)
         if log_is_due:
+            self.check_finite()
             n_tokens = self.tokens_per_step * len(self.step_seconds)
             self.log(ran, norm, lr, n_tokens / sum(self.step_seconds))
-        if log_is_due or self.step == self.first_step + 1:   # The first step may compile.
+        if is_first or log_is_due:   # The first step doesn't count: it may compile.
             self.step_seconds.clear()
 
     def forward_and_backward(self):
@@ -457,7 +461,7 @@ class Training:
         return state
 
     def check_finite(self):
-        """SystemExit, if the loss, a gradient or a weight is not a number any more"""
+        """SystemExit, if the loss, a gradient or a weight is not finite any more"""
         loss = self.loss.item()
         finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
         if not finite or not all_finite(self.model):
@@ -504,14 +508,14 @@ class Training:
     # -------------------------------------------------------------------------------- how far it is
 
     def count_steps(self):
-        """Of the whole run. For --max_flops it is a guess, because skipping makes steps cheaper."""
+        """Steps in the whole run. For --max_flops it is a guess: skipping makes steps cheaper."""
         config = self.config
         if config.max_flops:
             return math.ceil(config.max_flops / self.step_flops())
         return config.max_iters or math.ceil(config.max_tokens / self.tokens_per_step)
 
     def step_flops(self, ran=None):
-        """Of one step. A backward pass costs as much as two forward passes. ran: see class Training"""
+        """FLOPs of one step. A backward pass costs as much as two forward passes."""
         return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
 
     def progress(self):
