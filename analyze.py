@@ -188,6 +188,8 @@ def by_steps(run, measure):
         is_asked = F.one_hot(asked + 1, text["most"] + 2)[..., 1:].double()                 # (B, T, steps)
         total = total + torch.einsum("rbt,bts->rs", measure(idx, targets).double(), is_asked)
         count = count + is_asked.sum((0, 1))
+    if not count.all():
+        raise NotHere("its validation windows lack some number of steps; give it more of them, with --windows")
     return (total / count).tolist()
 
 @stat(STEPS, "What the head can read after each block", "blocks run", "heat", x="steps asked for",
@@ -398,7 +400,8 @@ def stay(x):
 
 def gradient_sums(run):
     """Gradient norm of each block, summed over the training, as of the last evaluation. []: not known."""
-    sums = [entry["grad_norms"] for entry in run.history.values() if any(entry.get("grad_norms", []))]
+    sums = [entry["grad_norms"] for entry in run.history.values()
+            if any(entry.get("grad_norms", [])) and len(entry["grad_norms"]) == len(run.model.blocks)]
     return sums[-1] if sums else []
 
 def loss_by_order(run, scores, groups):
@@ -535,7 +538,7 @@ def depth_map(run):
     the first validation window. Source: NAG, arXiv:2606.16112, appendix A."""
     encoding, idx = prepare.get_tokenizer(run.config["tokenizer"]), run.batches[0][0][:1, :64]
     if run.args.text:
-        idx = idx.new_tensor([encoding.encode_ordinary(run.args.text)[:run.model.config.block_size]])
+        idx = idx.new_tensor([encoding.encode_ordinary(run.args.text[:10_000])[:run.model.config.block_size]])
     found = {"tokens": [], "size": [], "ran": []}
     for residual, _, before, after, keep in run.visits(idx, run.decider):
         size = relative(run.model.ends.as_tensor(after), run.model.ends.as_tensor(before))
@@ -755,10 +758,14 @@ def main(argv=None):
     for name in only - {*STATS}:
         refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
     wanted = [name for name in STATS if name in only]   # in the order of a lesson
-    args.text = Path(args.text).read_text("utf-8", "replace") if os.path.isfile(args.text) else args.text
+    if os.path.isfile(args.text):
+        with open(args.text, encoding="utf-8", errors="replace") as f:
+            args.text = f.read(10_000)   # A map shows block_size tokens.
     runs = open_runs(args)
     with explain_write_errors(args.out):   # now, not after minutes of measuring
         Path(args.out).mkdir(parents=True, exist_ok=True)
+        if (Path(args.out) / "index.html").exists() and not (Path(args.out) / "numbers.json").exists():
+            refuse(f"--out {args.out}: has an index.html that is none of ours; take another folder")
     results = {name: {} for name in wanted}
     for run_name, run in runs.items():
         print(printable(f"{run_name}: measuring {len(wanted)} statistics"), file=sys.stderr)

@@ -16,6 +16,7 @@ A value may have options of its own, such as hyper:kind=mhc,n=2: see read_option
 import argparse
 import dataclasses
 import difflib
+import errno
 import inspect
 import os
 import re
@@ -63,7 +64,8 @@ def start(main):
         status = sentence_about(error)
     except OSError as error:   # A full stdout, or one whose reader, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}"
+        remedy = "make room" if error.errno == errno.ENOSPC else "make that readable, or name another"
+        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}; {remedy}"
     if isinstance(status, str):
         rank = os.environ.get("RANK", "0")
         process = f"process {rank}: " if re.fullmatch("[1-9][0-9]*", rank) else ""

@@ -256,7 +256,6 @@ class Residual(nn.Module):
     stream_grows = False   # True: the stream has more and more tensors with depth.
     warmup = 0.0           # In this share of a training, updates grow to their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
-    not_matrices = ()      # Names of 2-D parameters that are stacked vectors: no weight decay
     allowed = {}           # Range of each option: see Template. Such as {"first": (0.0, 2.0)}
 
     def read(self, stream):
@@ -780,7 +779,6 @@ class AttnRes(Residual):
     the embedding) to its source (B, T, C) and its scores, a list of 2L tensors (B, T)."""
     can_skip = False
     stream_grows = True
-    not_matrices = "query", "key_weight"
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
     allowed = dict(group=(1, 10000))
     def __init__(self, config, l, group=1):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
-from flags import say, start
+from flags import Parser, say, start
 from runs import VOCABULARIES
 
 # A shard is what llm.c reads: a header of 256 int32 (magic, version, number of tokens), then uint16 tokens.
@@ -74,7 +74,7 @@ def load_meta(data):
 def is_steps(table, cells, most):
     """Is this what a steps text says about itself in meta.json?"""
     n = len(table)
-    right = all(sorted(row) == [*range(n)] for row in table)
+    right = all(sorted(row) == [*range(n)] for row in table) and type(cells) is type(most) is int
     return right and 2 <= n <= 10 and cells in range(2, 101) and most in range(1, 26)
 
 def token_bytes(meta, vocab_size):
@@ -261,8 +261,8 @@ def download(url, path, sha256=None):
         raise SystemExit(f"cannot download {url} ({e}); check network and disk, then type the command again")
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=DATA_SETS)
     parser.add_argument("--tokenizer", choices=VOCABULARIES, help="default: bytes; fineweb has gpt2 only")
     parser.add_argument("--out", help="folder of the shards; default: data/NAME")
@@ -272,8 +272,11 @@ def main(argv=None):
     parser.add_argument("--cells", type=int, default=12, help="of steps, in a line, 2 to 100; default: 12")
     parser.add_argument("--most", type=int, default=9, help="of steps, the most of them, 1 to 25; default: 9")
     parser.add_argument("--table", type=int, default=0, help="of steps, the seed of its table; default: 0")
-    parser.add_argument("--input", type=Path, nargs="+", default=[], help="of text: UTF-8 files or folders")
+    parser.add_argument("--input", nargs="+", action="extend", default=[], help="of text: UTF-8 files or folders")
     args = parser.parse_args(argv)
+    if "" in args.input:
+        raise SystemExit("--input: has an empty name; name files or folders")
+    args.input = [Path(name) for name in args.input]
     out = f"data/{args.name}" if args.out is None else args.out
     args.out = Path(os.path.realpath(out))  # a link stands for the folder that it names
     args.tokenizer = args.tokenizer or ("gpt2" if args.name == "fineweb" else "bytes")
@@ -301,7 +304,7 @@ def main(argv=None):
             DATA_SETS[args.name](args, new)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # also what killed runs have left there
-    except (KeyboardInterrupt, OSError, OverflowError) as e:
+    except (KeyboardInterrupt, OSError, OverflowError, RecursionError) as e:
         raise SystemExit(f"{out}: not written ({str(e) or 'interrupted'}); mend it or end another prepare.py")
     train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     say(f"{train:,} train and {val:,} val tokens ({args.tokenizer}); next: python train.py --data {out}")

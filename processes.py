@@ -84,7 +84,10 @@ def start_processes(config):
         if not {"MASTER_ADDR", "MASTER_PORT", "RANK"} <= os.environ.keys():
             refuse(f"WORLD_SIZE={count}: the processes can't find each other; start them with "
                    f"torchrun")
-        dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
+        try:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
+        except ValueError as error:   # a MASTER_PORT that is no port
+            refuse(f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}; start with torchrun")
     return Processes(device, rank, count)
 
 # ----------------------------------------------------------------------------------------- signals

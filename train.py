@@ -118,7 +118,7 @@ def defaults_for(given):
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
-    elif given.get("config"):
+    elif "config" in given:
         values = read_config(given["config"])
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
@@ -203,18 +203,17 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 # -------------------------------------------------------------------------- optimizers and schedule
 
 def sort_parameters(model, uses_muon):
-    """-> four lists: matrices, vectors, gates, and matrices for Muon. A residual has two lists of
-    names: own_lr names its gates and the like, not_matrices what counts as vectors."""
-    own_lr, not_matrices = set(), set()
+    """-> four lists: matrices, vectors, gates, and matrices for Muon. Gates and the like are what a
+    residual names in own_lr."""
+    own_lr = set()
     for residual in model.residuals():   # model.ends has some of these names only.
         own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
-        not_matrices |= {getattr(residual, name, None) for name in residual.not_matrices}
     in_blocks = {*model.blocks.parameters()}
     matrices, vectors, gates, for_muon = [], [], [], []
     for p in model.parameters():
         if p in own_lr:
             gates.append(p)
-        elif p.dim() < 2 or p in not_matrices:
+        elif p.dim() < 2:
             vectors.append(p)
         elif uses_muon and p in in_blocks and min(p.shape) > 1:
             for_muon.append(p)
@@ -333,6 +332,7 @@ class Training:
     def run(self):
         """-> exit status"""
         self.announce()
+        self.read_batch(self.processes.rank)   # Bad data are refused before anything is replaced.
         self.folder.begin(self.step)
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         while True:
@@ -560,12 +560,15 @@ class Training:
                 refuse(f"{self.checkpoint}: is of other data than --data has now; put that back, "
                        f"or start a new run")
             restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
-            self.step, self.flops = int(ckpt["step"]), float(ckpt["flops"])
-            self.grad_norms.copy_(ckpt["grad_norms"])
+            self.step, self.flops = ckpt["step"], ckpt["flops"]
+            if type(self.step) is not int or type(self.flops) is not float:
+                raise ValueError("a step or FLOPs that are no numbers")
             if not 0 <= self.step <= 1e9 or not 0 <= self.flops <= 1e27:
                 raise ValueError("a step or FLOPs that can't be")
-            if not self.grad_norms.isfinite().all():
-                raise ValueError("gradient norms that are not finite")
+            norms = ckpt["grad_norms"]
+            if norms.dtype != torch.float64 or not (norms.abs() < 1e300).all():
+                raise ValueError("gradient norms that are no finite numbers")
+            self.grad_norms.copy_(norms)
         if self.is_beyond_end():
             refuse(f"--resume: {self.checkpoint} is at step {self.step}, beyond the end that the "
                    f"flags set (about {self.n_steps} steps); give a later end, or none")

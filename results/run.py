@@ -158,19 +158,25 @@ def read_runs(path):
     """runs.csv -> a list of dicts"""
     if not Path(path).is_file():
         return []
-    with open(path, newline="") as f:
-        rows = list(csv.DictReader(f))
-    for row in rows:
-        if set(row) != set(COLUMNS) or None in row.values():
-            refuse(f"{path}: has a line that is none of ours; restore it from git")
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            reader = csv.DictReader(f)
+            rows, header = list(reader), reader.fieldnames
+    except (ValueError, csv.Error) as error:
+        refuse(f"{path}: is no CSV file ({error}); restore it from git, or name another")
+    if header not in (None, COLUMNS) or any(None in row or None in row.values() for row in rows):
+        refuse(f"{path}: has a line that is none of ours; restore it from git, or name another")
     return rows
 
 def main(argv=None):
     args, = parse((ResultsConfig,), argv, __doc__, positional=("names",))
-    names = [*EXPERIMENTS] if args.names == ["all"] else args.names
+    names = [*EXPERIMENTS] if "all" in args.names else list(dict.fromkeys(args.names))
     for name in {*names} - {*EXPERIMENTS}:
         refuse(f"{name}: no such experiment; choose from {', '.join(EXPERIMENTS)}, or all")
     os.chdir(ROOT)
+    out = Path(args.out)
+    if out.exists() and not out.is_file() or not out.parent.is_dir():   # now, not after a training
+        refuse(f"--out {out}: is no file, and can't become one; name another")
     done = {(row["experiment"], row["command"]) for row in read_runs(args.out)}
     missing = [(name, *each) for name in names for each in commands(name, args.sweep)
                if (name, each[-1]) not in done]

@@ -83,7 +83,13 @@ def read_nanogpt(path):
     """-> what its model.py defines, by name"""
     if not path.endswith(".py") or not Path(path).is_file():
         refuse(f"--nanogpt {path}: is not a Python file; name model.py of a copy of nanoGPT")
-    return runpy.run_path(path)
+    try:
+        found = runpy.run_path(path)
+    except Exception as error:
+        refuse(f"--nanogpt {path}: can't be run ({error}); name model.py of a copy of nanoGPT")
+    if not {"GPT", "GPTConfig"} <= found.keys():
+        refuse(f"--nanogpt {path}: defines no GPT; name model.py of a copy of nanoGPT")
+    return found
 
 def skipping(args):
     """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
@@ -139,6 +145,10 @@ def main(argv=None):
     wanted = args.only.split(",") if args.only else [*COMPARISONS]
     for name in {*wanted} - {*COMPARISONS}:
         refuse(f"--only {name}: no such comparison; choose from {', '.join(COMPARISONS)}")
+    if args.nanogpt:
+        read_nanogpt(args.nanogpt)   # now, not after minutes
+    if Path(args.out).exists() and Path(args.out).suffix != ".json":
+        refuse(f"--out {args.out}: is there, and is no JSON file of ours; name another")
     numbers = dict(threads=torch.get_num_threads(), load=os.getloadavg()[0], rounds=args.rounds)
     for name in wanted:
         for line, result in COMPARISONS[name](args):

@@ -290,6 +290,18 @@ def test_what_a_run_cannot_have_is_one_sentence(residual, lacks):
         with pytest.raises(analyze.NotHere, match="^[^\n]{20,110}$"):
             analyze.STATS[name].measure(run)
 
+def test_too_few_windows_for_some_steps():
+    text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
+    about, windows = dict(batch_size=4, tokenizer="bytes"), ids(2, 12, 250).split(6, 1)
+    run = analyze.Run(make("pre", n_layer=L, vocab_size=320), about, {}, None, windows, text)
+    with pytest.raises(analyze.NotHere, match="--windows"):
+        analyze.steps(run)
+
+def test_norms_of_another_number_of_blocks():
+    run = run_of("pre", history={0: dict(grad_norms=[1.0] * (L + 1))})
+    with pytest.raises(analyze.NotHere, match="no gradient norms"):
+        analyze.fan_in(run)
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("analyze")
@@ -318,6 +330,12 @@ def test_page(made):
         assert bool(stat["image"]) == (made / f"out/{name}.png").exists() == (
             name != "depth_attention" and name not in on_steps), name
     assert "only nag" in numbers["statistics"]["gain"]["_<b>"]
+
+def test_a_page_of_others_stays(made, tmp_path):
+    (tmp_path / "index.html").write_text("mine")
+    with pytest.raises(SystemExit, match="index.html that is none of ours"):
+        analyze.main(f"{made}/a$x^$b --only update --out {tmp_path}".split())
+    assert (tmp_path / "index.html").read_text() == "mine"
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here")
 def test_a_browser_shows_it(made):

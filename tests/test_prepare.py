@@ -262,11 +262,20 @@ def test_steps(tmp_path, monkeypatch, flags):
     by_hand = prepare.next_line([[3, 0, 2, 0, 1]], [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]])
     assert by_hand.tolist() == [[0, 0, 2, 1, 1]]
 
+def test_inputs_add_up_and_none_is_empty(tmp_path):
+    for name in "one", "two":
+        write(tmp_path / name, f"text {name} " * 200)
+    assert "empty name" in refused("text", "--out", tmp_path / "data", "--input", "")
+    run("text", "--out", tmp_path / "data", "--input", tmp_path / "one", "--input", tmp_path / "two")
+    assert {b"one", b"two"} <= {*bytes(tokens(tmp_path / "data", "train").clip(0, 255).astype("u1")).split(b" ")}
+    assert "\x1b" not in refused("steps", "--out", tmp_path / "x", "--\x1b[31m")
+
 def test_refused_steps(tmp_path):
     for flags in "--symbols 11", "--symbols 1", "--rows 3", "--most 26", "--cells 1", "--tokenizer gpt2":
         assert flags.split()[0] in refused("steps", "--out", tmp_path / "data", *flags.split())
     run("steps", "--out", tmp_path / "data")
     meta = json.loads((tmp_path / "data/meta.json").read_text())
-    for wrong in 5, {}, meta["steps"] | dict(table=5), meta["steps"] | dict(table=[[9]]), meta["steps"] | dict(most="x"):
+    for wrong in 5, {}, meta["steps"] | dict(table=5), meta["steps"] | dict(table=[[9]]), meta["steps"] | dict(most="x"), \
+            meta["steps"] | dict(cells=12.0):
         write(tmp_path / "data/meta.json", json.dumps(meta | dict(steps=wrong)))
         assert "meta.json" in refused(tmp_path / "data", call=prepare.load_meta)

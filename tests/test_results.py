@@ -86,7 +86,12 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="runs.csv"):
         run.read_runs(tmp_path / "runs.csv")
 
-def test_bad_input_is_one_sentence():
+def test_bad_input_is_one_sentence(tmp_path):
+    (tmp_path / "notes.txt").write_text("my notes\n")
+    (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
+    for name, what in ("notes.txt", "none of ours"), ("binary", "no CSV"), (".", "can't become one"), ("a/b", "can't become one"):
+        with pytest.raises(SystemExit, match=what):
+            run.main(["staircase", "--dry", "--out", str(tmp_path / name)])
     with pytest.raises(SystemExit, match="^nope: no such experiment; choose from staircase, "):
         run.main(["nope", "--dry"])
 

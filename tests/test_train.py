@@ -263,13 +263,12 @@ def test_optimizer_groups(residual):
     names = {p: name for name, p in model.named_parameters()}
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
     assert bool(own) == (residual in ("nag", "attnres"))   # Others do best at the rate of everything else.
-    stacked = {id(getattr(r, name)) for r in model.residuals() for name in r.not_matrices if hasattr(r, name)}
     for optimizer in "adamw", "sgd", "muon":
         made = train.make_optimizers(model, train.TrainConfig(optimizer=optimizer, gate_lr=5e-4))
         groups = [group for each in made for group in each.param_groups]
         for group in groups:
             for p in group["params"]:
-                decays = p.dim() >= 2 and id(p) not in own and id(p) not in stacked
+                decays = p.dim() >= 2 and id(p) not in own
                 assert group["weight_decay"] == (0.1 if decays else 0), names[p]
                 assert group["peak_lr"] == (5e-4 if id(p) in own else 2e-2)
     taken = {names[p] for p in made[1].param_groups[0]["params"]}   # by Muon
@@ -431,6 +430,21 @@ def test_two_runs_in_one_folder(data, copy, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
     assert resume(copy) == 0
 
+def test_overwrite_leaves_no_best_of_the_old_run(data, copy, monkeypatch):
+    """Not even if the new one is stopped before its first evaluation."""
+    monkeypatch.setattr(GPT, "before_step", lambda self, progress: signal.raise_signal(signal.SIGTERM))
+    assert go(data, copy, "--overwrite", "--max_iters", 3) == 128 + signal.SIGTERM
+    assert load(copy)["step"] == 0 and not (copy / "best.pt").exists()
+
+def test_a_line_without_its_end_is_none(copy):
+    """A crash cut it just before its newline: what is appended must not land on the same line."""
+    path = copy / "metrics.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before + b'{"step": 8, "loss": 1.0}')
+    assert "loss" not in metrics(copy)[8]
+    assert resume(copy, "--max_iters", 9) == 0
+    assert path.read_bytes().startswith(before + b'{"step": 8, "val_loss": ')
+
 def test_what_a_new_run_may_find(data, tmp_path):
     """A folder that holds anything is refused, unless by a run that ended before its first checkpoint."""
     run, flags = tmp_path / "run", ["--max_iters", 2, "--eval_interval", 1]
@@ -465,7 +479,9 @@ def test_other_data(data, copy, tmp_path):
     before = content(copy)
     assert "other data" in refused("--out", copy, "--resume", "--data", other, "--max_iters", 12)
     assert content(copy) == before
-    assert "beyond the 257" in refused("--data", other, *SIZE, "--out", tmp_path / "new", "--max_iters", 2)
+    for flags in ["--out", tmp_path / "new"], ["--out", copy, "--overwrite"]:
+        assert "beyond the 257" in refused("--data", other, *SIZE, *flags, "--max_iters", 2)
+    assert content(copy) == before   # A run is not replaced by one that can't begin.
 
 def test_a_dead_stdout_ends_no_run(data, tmp_path):
     run = tmp_path / "Läufe"   # which its terminal can't write
@@ -556,6 +572,7 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"), ("RANK=abc", "RANK=abc"),
     ("--resume --overwrite --out {run}", "contradict"), ("--repeat 1:999999999999", "--repeat"),
     ("--resume --out {run} --n_embd 64", "n_embd 32 there"), ("WORLD_SIZE=2", "torchrun"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=abc", "MASTER_PORT=abc"), ("--config ''", "no such file"),
     ("--resume --out {run} --batch_size 8", "--batch_size 8"), ("--residual x\x1b[31m", "x?[31m"),
     ("WORLD_SIZE=2 --grad_accum 2 --batch_size 6", "multiple of grad_accum x processes = 4")]
 
@@ -618,6 +635,9 @@ BROKEN = {   # a file and what is wrong with it -> how that comes about
     "ckpt.pt many, to resume": edited(lambda c: c["optimizers"][0].update({"wte": moments(c)})),
     "ckpt.pt optimizer, to resume": edited(lambda c: c.update(optimizers=[])),
     "ckpt.pt step, to resume": edited(lambda c: c.update(step=-1)),
+    "ckpt.pt a step in words, to resume": edited(lambda c: c.update(step="4")),
+    "ckpt.pt huge norms, to resume": edited(lambda c: c["grad_norms"].fill_(1e308)),
+    "ckpt.pt complex norms, to resume": edited(lambda c: c.update(grad_norms=c["grad_norms"] * 1j)),
     "ckpt.pt norms, to resume": edited(lambda c: c.update(grad_norms=torch.zeros(7)))}
 
 @pytest.mark.parametrize("what", BROKEN)
