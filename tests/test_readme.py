@@ -7,7 +7,7 @@ import pytest, torch
 import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
 
-LIMITS = {"README.md": (255, 16_000), "workshop/README.md": (250, 16_000)}   # lines, bytes
+LIMITS = {"README.md": (255, 16_000), "workshop/README.md": (260, 16_000)}   # lines, bytes
 README, WORKSHOP = (ROOT.joinpath(name).read_text(encoding="utf-8") for name in LIMITS)
 
 def blocks(kind, text=README + WORKSHOP):
