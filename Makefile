@@ -40,9 +40,9 @@ runs/steps-%/done: data/steps/meta.json | .venv/installed idle
 	  --gate_lr 3e-3 > $(@D).log
 	touch $@
 
-# NAG on code, to see text, and the depth of each of its letters.
+# NAG on code, to see text, and the depth of each of its letters. (--n_layer 12 is the small model on a GPU, too.)
 runs/nag/done: data/stdlib/meta.json | .venv/installed idle
-	$(TRAIN) --residual nag --gate_lr 3e-3
+	$(TRAIN) --residual nag --n_layer 12 --gate_lr 3e-3
 	touch $@
 
 models: runs/nag/done runs/steps-pre/done runs/steps-nag/done
