@@ -77,6 +77,12 @@ def is_steps(table, cells, most):
     right = all(sorted(row) == [*range(n)] for row in table) and type(cells) is type(most) is int
     return right and 2 <= n <= 10 and cells in range(2, 101) and most in range(1, 26)
 
+def fingerprint(data, meta):
+    """A hash of meta.json, and of names and sizes of the shards. A run that is resumed wants the
+    same."""
+    shards = sorted((path.name, path.stat().st_size) for path in Path(data).glob("*.bin"))
+    return hashlib.sha256(json.dumps([meta, shards], sort_keys=True).encode()).hexdigest()
+
 def token_bytes(meta, vocab_size):
     """How many bytes of text each token stands for: (vocab_size,) int64; end-of-text and padding 0."""
     tokenizer = get_tokenizer(meta["tokenizer"])

@@ -11,7 +11,6 @@ overwritten. What is wrong gets one sentence: `refuse` in flags.py raises System
 """
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -52,27 +51,6 @@ def write_file(path, write):
             temporary.unlink(missing_ok=True)
             raise
 
-@contextlib.contextmanager
-def explain_write_errors(path):
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        if is_about_memory(error):   # Every program has a sentence for that: see flags.start.
-            raise
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """Turns whatever is wrong inside a file into one sentence. (SystemExit, and so `refuse`, is no
-    Exception: it passes.)"""
-    try:
-        yield
-    except Exception as error:
-        if is_about_memory(error):   # That is not the file's fault.
-            raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
-
 # ---------------------------------------------------------------------------------------- settings
 
 def read_settings(path, defaults, strict=True):
@@ -95,13 +73,6 @@ def fill_in(found, defaults, strict=True):
             raise ValueError(f"{key} is {value!r}")
     return values
 
-def has_type_of(value, default):
-    if default is None:   # only --compile: None means "decide by the device"
-        return value is None or type(value) is bool
-    if type(default) is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is type(default)
-
 # ----------------------------------------------------------------------------------------- metrics
 
 def metric_lines(run):
@@ -117,16 +88,6 @@ def metric_lines(run):
             continue
         if line.endswith(b"\n") and are_metrics(values):
             yield line, values
-
-def are_metrics(values):
-    """Are they an object of numbers with a step? grad_norms may be a list of numbers."""
-    if not isinstance(values, dict) or type(values.get("step")) is not int:
-        return False
-    norms = values.get("grad_norms", [])
-    if not isinstance(norms, list):
-        return False
-    numbers = [*norms, *(value for key, value in values.items() if key != "grad_norms")]
-    return all(isinstance(number, (int, float)) and abs(number) < 1e300 for number in numbers)
 
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
@@ -258,37 +219,6 @@ def read_checkpoint(path, wanted=None):
         load_weights(model, ckpt["model"])
     return ckpt, model
 
-def check_model_config(path, found, wanted):
-    """SystemExit if it is not the one that is wanted; ValueError if it can't be right"""
-    if wanted and found != wanted:
-        differ = [f"{key} {value} there, {getattr(wanted, key)} here"
-                  for key, value in asdict(found).items() if value != getattr(wanted, key)]
-        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-    if problems := found.problems():
-        raise ValueError(problems[0])
-    if 4 * fewest_weights(found) > path.stat().st_size:
-        raise ValueError("its settings are of a larger model")
-
-def check_archive(path):
-    """ValueError if a checkpoint is damaged, or would take more memory than its size says"""
-    with zipfile.ZipFile(path) as archive:
-        if sum(item.file_size for item in archive.infolist()) > path.stat().st_size:
-            raise ValueError("it is compressed, which torch.save never does")
-        if archive.testzip():
-            raise ValueError("it is damaged")
-
-def load_weights(model, weights):
-    own = model.state_dict()
-    for name, weight in weights.items():
-        if name in own and weight.dtype != own[name].dtype:   # torch would convert it in silence.
-            raise ValueError(f"{name} is {weight.dtype}")
-    model.load_state_dict(weights)
-    if not all_finite(model):
-        raise ValueError("its weights are not finite")
-
-def all_finite(model):
-    return all(w.isfinite().all().item() for w in model.state_dict().values())
-
 def open_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
     one sentence, whatever is wrong inside"""
@@ -331,6 +261,79 @@ def restore_optimizers(model, optimizers, saved, may_lack):
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict(dict(state=state, param_groups=groups))
 
+# ------------------------------------------------------------------------- files that may be broken
+
+# Skip this on a first reading. Others may have made a run folder, or a disk may have damaged it.
+
+@contextlib.contextmanager
+def explain_write_errors(path):
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
+        if is_about_memory(error):   # Every program has a sentence for that: see flags.start.
+            raise
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+
+@contextlib.contextmanager
+def explain_read_errors(path):
+    """Turns whatever is wrong inside a file into one sentence. (SystemExit, and so `refuse`, is no
+    Exception: it passes.)"""
+    try:
+        yield
+    except Exception as error:
+        if is_about_memory(error):   # That is not the file's fault.
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
+
+def has_type_of(value, default):
+    if default is None:   # only --compile: None means "decide by the device"
+        return value is None or type(value) is bool
+    if type(default) is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is type(default)
+
+def are_metrics(values):
+    """Are they an object of numbers with a step? grad_norms may be a list of numbers."""
+    if not isinstance(values, dict) or type(values.get("step")) is not int:
+        return False
+    norms = values.get("grad_norms", [])
+    if not isinstance(norms, list):
+        return False
+    numbers = [*norms, *(value for key, value in values.items() if key != "grad_norms")]
+    return all(isinstance(number, (int, float)) and abs(number) < 1e300 for number in numbers)
+
+def check_model_config(path, found, wanted):
+    """SystemExit if it is not the one that is wanted; ValueError if it can't be right"""
+    if wanted and found != wanted:
+        differ = [f"{key} {value} there, {getattr(wanted, key)} here"
+                  for key, value in asdict(found).items() if value != getattr(wanted, key)]
+        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
+    if problems := found.problems():
+        raise ValueError(problems[0])
+    if 4 * fewest_weights(found) > path.stat().st_size:
+        raise ValueError("its settings are of a larger model")
+
+def check_archive(path):
+    """ValueError if a checkpoint is damaged, or would take more memory than its size says"""
+    with zipfile.ZipFile(path) as archive:
+        if sum(item.file_size for item in archive.infolist()) > path.stat().st_size:
+            raise ValueError("it is compressed, which torch.save never does")
+        if archive.testzip():
+            raise ValueError("it is damaged")
+
+def load_weights(model, weights):
+    own = model.state_dict()
+    for name, weight in weights.items():
+        if name in own and weight.dtype != own[name].dtype:   # torch would convert it in silence.
+            raise ValueError(f"{name} is {weight.dtype}")
+    model.load_state_dict(weights)
+    if not all_finite(model):
+        raise ValueError("its weights are not finite")
+
+def all_finite(model):
+    return all(w.isfinite().all().item() for w in model.state_dict().values())
+
 def checked_moments(moments, p, optimizer):
     """The moments of parameter p. Wrong ones would crash the optimizer's fused code."""
     is_adamw = isinstance(optimizer, torch.optim.AdamW)
@@ -343,9 +346,3 @@ def checked_moments(moments, p, optimizer):
         if value.dtype != torch.float32 or not value.isfinite().all():
             raise ValueError("moments that are not finite numbers")
     return {name: value.contiguous() for name, value in moments.items()}
-
-def fingerprint(data, meta):
-    """A hash of meta.json, and of names and sizes of the shards. A run that is resumed wants the
-    same."""
-    shards = sorted((path.name, path.stat().st_size) for path in Path(data).glob("*.bin"))
-    return hashlib.sha256(json.dumps([meta, shards], sort_keys=True).encode()).hexdigest()

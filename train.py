@@ -28,8 +28,8 @@ from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
 from processes import check_memory, note_signals, pick_device, pick_threads, start_processes
-from runs import (RunFolder, all_finite, explain_read_errors, fingerprint, optimizer_state,
-                  read_checkpoint, read_metrics, read_settings, restore_optimizers)
+from runs import (RunFolder, all_finite, explain_read_errors, optimizer_state, read_checkpoint,
+                  read_metrics, read_settings, restore_optimizers)
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -173,7 +173,8 @@ def open_data(meta, model_config, config):
     T = model_config.block_size
     return Data(meta, prepare.open_split(config.data, "train", T),
                 prepare.val_windows(config.data, T, config.eval_windows),
-                prepare.token_bytes(meta, model_config.vocab_size), fingerprint(config.data, meta))
+                prepare.token_bytes(meta, model_config.vocab_size),
+                prepare.fingerprint(config.data, meta))
 
 def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
     """Part `part` of n_parts of the batch of a step: x, y (batch_size / n_parts, T). A pure
