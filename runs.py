@@ -1,9 +1,10 @@
 """
 Run folders: how they are locked, written, read, and opened as a model.
 
-    config.json      the settings: both configs of train.py, and the tokenizer
+    config.json      the settings: the flags of train.py, and the tokenizer
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
-    ckpt.pt          the last checkpoint; best.pt is that with the lowest validation loss
+    ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
+                     flops, grad_norms, data (fingerprint); best.pt: with the lowest validation loss
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on, so nothing in one is trusted. And only our own files are ever
@@ -31,8 +32,8 @@ VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens
 UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
 def open_own(path):
-    """Opens a file to append to it. No link is followed: it could lead to any file of the user.
-    (And if it is a pipe, O_RDWR doesn't wait for a reader.)"""
+    """Opens a file to append to it. O_NOFOLLOW: a link in a folder from elsewhere could lead to any
+    file of the user. O_RDWR: opening a pipe must not hang."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     return open(descriptor, "ab", buffering=0)
 
@@ -54,9 +55,9 @@ def write_file(path, write):
 # ---------------------------------------------------------------------------------------- settings
 
 def read_settings(path, defaults, strict=True):
-    """config.json -> a dict. A setting that it lacks has its default, so old runs stay open when
-    the code gets a new flag. One that the code has no flag for is refused if `strict`, or else
-    left out. SystemExit, too, if the file is missing or broken, or a value is of another type."""
+    """config.json -> a dict. A missing setting gets its default, so old runs can still be read when
+    the code has new flags. An unknown one is refused (`strict`) or left out. SystemExit, too, if
+    the file is missing or broken, or a value is of another type."""
     if not Path(path).is_file():
         refuse(f"{path}: no such file; name a run folder that train.py has made")
     with explain_read_errors(path):
@@ -103,16 +104,16 @@ class RunFolder:
     is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
 
     Only the first of several processes writes: is_first. settings: what config.json will hold.
-    SystemExit if another process holds the lock, or if files are there, and neither resume nor
-    overwrite is set"""
+    SystemExit if another process holds the lock, if the files there are not ours, or if they are a
+    run and neither resume nor overwrite is set"""
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings = Path(out), settings
         self.overwrite, self.is_first = overwrite, is_first
         self.metrics = self.lock = None
         if is_first:
-            self.check(resume, overwrite)   # first: a folder that is refused gets no lock file
+            self.refuse_if_taken(resume, overwrite)   # A folder that is refused gets no lock file.
             self.take_lock()
-            self.check(resume, overwrite)   # again: another run may have written there meanwhile
+            self.refuse_if_taken(resume, overwrite)   # Another run may have written there meanwhile.
 
     def file_names(self):
         """The names of all that is there, but for our lock and temporary files"""
@@ -139,7 +140,7 @@ class RunFolder:
         """Has train.py made this folder? (Other programs have a config.json, too.)"""
         return {"residual", "n_layer", "n_embd", "tokenizer"} <= self.saved_settings().keys()
 
-    def check(self, resume, overwrite):
+    def refuse_if_taken(self, resume, overwrite):
         names = self.file_names()
         if resume or not names or self.nothing_is_lost(names):
             return
@@ -166,8 +167,8 @@ class RunFolder:
             pass   # a file system without locks
 
     def begin(self, step):
-        """Once, just before the first step: nothing can be refused any more. step: 0, or that of
-        the checkpoint"""
+        """Once, just before the first step, when all checks have passed: with overwrite it deletes
+        the old run. step: 0, or that of the checkpoint"""
         if not self.is_first:
             return
         with explain_write_errors(self.out):
@@ -204,14 +205,15 @@ class RunFolder:
 
 def read_checkpoint(path, wanted=None):
     """-> the checkpoint, and its model. SystemExit if it is missing or broken, or of another model
-    than `wanted`. Sizes are looked at before memory is taken."""
+    than `wanted`. A small file can't make us take much memory: see check_archive for what it holds,
+    and check_model_config for the model."""
     if not path.is_file():
         refuse(f"{path}: no checkpoint there; train that run first")
     with explain_read_errors(path):
         check_archive(path)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = GPTConfig(**fill_in(ckpt["model_config"], asdict(GPTConfig())))
-        # Kernels are not part of the model: this machine may have no Triton.
+        # Kernels are not compared: a checkpoint made with Triton has to open without it.
         found.kernels = wanted.kernels if wanted else "auto"
         check_model_config(path, found, wanted)
     model = GPT(found)   # outside: a mistake in model.py is to show where it is
@@ -223,6 +225,7 @@ def open_run(run, device="cpu", which="ckpt.pt"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
     one sentence, whatever is wrong inside"""
     path = Path(run) / "config.json"
+    # What sample.py and analyze.py need besides the model's config
     about_data = dict(data="", tokenizer="bytes", eval_windows=128, batch_size=16)
     settings = read_settings(path, about_data, strict=False)
     _, model = read_checkpoint(Path(run) / which)
@@ -239,7 +242,7 @@ def open_run(run, device="cpu", which="ckpt.pt"):
 # ---------------------------------------------------------------------------------------- resuming
 
 def optimizer_state(model, optimizers):
-    """The moments of all parameters, by name: a dict for each optimizer"""
+    """A list: for each optimizer, {name of a parameter: its moments}"""
     names = {p: name for name, p in model.named_parameters()}
     return [{names[p]: dict(moments) for p, moments in optimizer.state.items()}
             for optimizer in optimizers]
@@ -264,6 +267,7 @@ def restore_optimizers(model, optimizers, saved, may_lack):
 # ------------------------------------------------------------------------- files that may be broken
 
 # Skip this on a first reading. Others may have made a run folder, or a disk may have damaged it.
+# The first two turn whatever goes wrong in a with-block into one sentence about `path`.
 
 @contextlib.contextmanager
 def explain_write_errors(path):
@@ -301,7 +305,7 @@ def are_metrics(values):
     if not isinstance(norms, list):
         return False
     numbers = [*norms, *(value for key, value in values.items() if key != "grad_norms")]
-    return all(isinstance(number, (int, float)) and abs(number) < 1e300 for number in numbers)
+    return all(type(number) in (int, float) and abs(number) < 1e300 for number in numbers)
 
 def check_model_config(path, found, wanted):
     """SystemExit if it is not the one that is wanted; ValueError if it can't be right"""
@@ -336,8 +340,11 @@ def all_finite(model):
 
 def checked_moments(moments, p, optimizer):
     """The moments of parameter p. Wrong ones would crash the optimizer's fused code."""
-    is_adamw = isinstance(optimizer, torch.optim.AdamW)
-    needed = {"step", "exp_avg", "exp_avg_sq"} if is_adamw else set()
+    needed = set()
+    if isinstance(optimizer, torch.optim.AdamW):
+        needed = {"step", "exp_avg", "exp_avg_sq"}
+    elif "momentum" in optimizer.defaults:   # SGD and Muon
+        needed = {"momentum_buffer"}
     if not needed <= moments.keys():
         raise ValueError("moments of another --optimizer")
     for name, value in moments.items():
