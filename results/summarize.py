@@ -1,7 +1,7 @@
 """
 From runs.csv and comparisons.csv to the tables and figures of results/README.md.
 
-    python results/summarize.py             # prints the tables, draws results/*.png
+    python results/summarize.py             # writes results/tables.md and results/*.png
 
 The rule. Seed 1 has chosen learning rates and is left out. A gap is A - B with the same seed. A is
 *better* or *worse* than B if 0 is outside the gap's 95 % interval, also after Holm's correction for
@@ -158,7 +158,11 @@ def main():
         refuse("results/runs.csv: holds no runs; python results/run.py makes them")
     with open(HERE / "comparisons.csv", newline="") as f:
         comparisons = list(csv.DictReader(f))
-    say("\n".join([*comparisons_table(rows, comparisons), "", *variants_table(rows)]))
+    tables = ["# Tables, made by summarize.py", "", "## Comparisons", "",
+              *comparisons_table(rows, comparisons), "", "## Means of the seeds that decide", "",
+              *variants_table(rows), ""]
+    (HERE / "tables.md").write_text("\n".join(tables))
+    say("results/tables.md and the figures are written")
     for experiment, (_, variants) in EXPERIMENTS.items():
         names = [variant.name for variant in variants]
         # What they are compared with belongs to another experiment, perhaps.

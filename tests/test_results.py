@@ -3,6 +3,7 @@ import csv
 import math
 import re
 import shlex
+import shutil
 import sys
 
 import pytest
@@ -97,8 +98,16 @@ def test_bad_input_is_one_sentence(tmp_path):
 
 @pytest.mark.skipif(not (ROOT / "results/runs.csv").exists(), reason="nothing has been run")
 def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
+    """Tables are those of the files, and each gap of the page, such as +0.100 (+0.005 to +0.196), is one of them."""
     monkeypatch.setattr(summarize, "draw_steps", lambda *args: None)
+    monkeypatch.setattr(summarize, "HERE", tmp_path)
+    for name in "runs.csv", "comparisons.csv":
+        shutil.copy(ROOT / "results" / name, tmp_path)
     summarize.main()
+    tables = (tmp_path / "tables.md").read_text()
+    assert tables == (ROOT / "results/tables.md").read_text()
     page = (ROOT / "results/README.md").read_text()
-    for line in capsys.readouterr().out.splitlines():
-        assert line in page, line
+    gaps = re.findall(r"([+-]\d\.\d{3}) \(([+-]\d\.\d{3} to [+-]\d\.\d{3})\)", page)
+    assert len(gaps) > 12 and page.count("\n") <= 160
+    for mean, interval in gaps:
+        assert re.search(re.escape(mean) + r" [a-z ]+\| " + re.escape(interval), tables), (mean, interval)
