@@ -64,8 +64,9 @@ def start(main):
         status = sentence_about(error)
     except OSError as error:   # A full stdout, or one whose reader, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        remedy = "make room" if error.errno == errno.ENOSPC else "make that readable, or name another"
-        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}; {remedy}"
+        remedy = "; make that readable, or name another" if error.filename else ""
+        remedy = "; make room" if error.errno == errno.ENOSPC else remedy
+        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}{remedy}"
     if isinstance(status, str):
         rank = os.environ.get("RANK", "0")
         process = f"process {rank}: " if re.fullmatch("[1-9][0-9]*", rank) else ""
