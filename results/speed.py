@@ -85,10 +85,9 @@ def read_nanogpt(path):
         refuse(f"--nanogpt {path}: is not a Python file; name model.py of a copy of nanoGPT")
     try:
         found = runpy.run_path(path)
+        found["GPT"], found["GPTConfig"]
     except Exception as error:
-        refuse(f"--nanogpt {path}: can't be run ({error}); name model.py of a copy of nanoGPT")
-    if not {"GPT", "GPTConfig"} <= found.keys():
-        refuse(f"--nanogpt {path}: defines no GPT; name model.py of a copy of nanoGPT")
+        refuse(f"--nanogpt {path}: can't be used ({error!r}); name model.py of a copy of nanoGPT")
     return found
 
 def skipping(args):
