@@ -72,7 +72,7 @@ class GPTConfig:
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream (part 4)")
     tie: bool = flag(False, "the head shares the embedding's weights")
-    init: Literal["width", "gpt2"] = flag("width", "first weights: std 1 / sqrt(fan in), or 0.02")
+    init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # Leave these as they are at first: other widths and another order of the blocks (part 4)
@@ -233,7 +233,7 @@ class Residual(nn.Module):
         """Once, after the weights are drawn. module: the attention or MLP that belongs to this
         residual. May rescale its weights."""
         # As in GPT-2. c_proj is the last matrix of each sublayer. The updates of 2L sublayers are
-        # added up, so each starts with a variance that is 2L times smaller.
+        # added up (more with --repeat), so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
@@ -256,7 +256,7 @@ class Residual(nn.Module):
     stream_grows = False   # True: the stream has more and more tensors with depth.
     warmup = 0.0           # In this share of a training, updates grow to their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
-    allowed = {}           # Range of each option: see Template. Such as {"first": (0.0, 2.0)}
+    allowed = {}           # Range of each option. In Template: {"first": (0.0, 2.0)}, say
 
     def read(self, stream):
         """What f would get. If a token skips an attention, its key and value are made of this."""
