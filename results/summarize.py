@@ -19,6 +19,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+from analyze import COLORS
 from flags import refuse, say, start
 from run import EXPERIMENTS, read_runs
 
@@ -26,7 +27,6 @@ CHOOSES_RATES = "1"   # the seed that decides nothing
 UNITS = dict(steps="steps", bits="bits per byte")
 BETTER = dict(steps=1, bits=-1)   # Is more better, or less?
 GUESSING = 0.1   # The steps text has ten symbols.
-COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 
 # ------------------------------------------------------------------------------------- statistics
 

@@ -83,6 +83,12 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     row, = run.read_runs(tmp_path / "runs.csv")
     assert row["tokens"] == "2560" and row["variant"] == "one, block" and float(row["bits"]) > 1
     assert len(row["right"].split()) == 10 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
+    folder, = (tmp_path / "runs/results").iterdir()
+    for _ in range(2):   # The second time there is nothing to do.
+        pruning.main([str(folder), "--out", str(tmp_path / "runs.csv")])
+    lines = run.read_runs(tmp_path / "runs.csv")[1:]
+    assert {line["variant"].split(", ")[1] for line in lines} >= {"without one block", "without worth's block"}
+    assert len(lines) == 2 + len(pruning.METHODS) and len({line["steps"] for line in lines}) == 1   # of one block
     (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit, match="runs.csv"):
         run.read_runs(tmp_path / "runs.csv")
