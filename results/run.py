@@ -35,8 +35,9 @@ from train import evaluate
 
 SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
          "--eval_interval 500")
-TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 --max_tokens 3e5"
+TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
+FIVE = (2, 3, 4, 5, 6)       # seeds that decide, where a gap is small
 
 @dataclass
 class Variant:
@@ -50,6 +51,9 @@ class Variant:
 
 def steps_run(residual, n_layer=6, iters=1000, more=""):
     return f"{SMALL} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
+
+def text_run(residual, n_layer=12, iters=420, more=""):
+    return f"{TEXT} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
 
 EXPERIMENTS = {   # name -> (question, variants)
     "staircase": ("How many steps does a model of so many blocks learn?", [
@@ -87,10 +91,22 @@ EXPERIMENTS = {   # name -> (question, variants)
                 steps_run("pre", more="--mod router --mod_rate 0.25"), 2e-2, SWEEP),
         Variant("5 blocks", steps_run("pre", 5))]),
     "start": ("The residual or the first weights? (text)", [
-        Variant("PreNorm, width", TEXT + " --residual pre"),
-        Variant("PreNorm, gpt2", TEXT + " --residual pre --init gpt2"),
-        Variant("NAG, width", TEXT + " --residual nag"),
-        Variant("NAG, gpt2", TEXT + " --residual nag --init gpt2")]),
+        Variant("PreNorm, width", TEXT + " --max_tokens 3e5 --residual pre"),
+        Variant("PreNorm, gpt2", TEXT + " --max_tokens 3e5 --residual pre --init gpt2"),
+        Variant("NAG, width", TEXT + " --max_tokens 3e5 --residual nag"),
+        Variant("NAG, gpt2", TEXT + " --max_tokens 3e5 --residual nag --init gpt2")]),
+    "text": ("And on text?", [
+        Variant("text: PreNorm", text_run("pre"), 2e-2, SWEEP, FIVE),
+        Variant("text: PreNorm, 1.3 times as long", text_run("pre", iters=546), 2e-2, (), FIVE),
+        Variant("text: NAG", text_run("nag", more="--gate_lr 3e-3"), 2e-2, SWEEP, FIVE),
+        Variant("text: NAG, slower gates", text_run("nag", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
+        Variant("text: NAG that skips a quarter",
+                text_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 2e-2, (), FIVE),
+        Variant("text: NAG, 9 blocks", text_run("nag", 9, more="--gate_lr 3e-3"), 2e-2, (), FIVE),
+        Variant("text: Block Attention Residuals",
+                text_run("attnres:group=3", more="--gate_lr 3e-3"), 2e-2, SWEEP, FIVE),
+        Variant("text: Review Residuals", text_run("review"), 2e-2, SWEEP, FIVE),
+        Variant("text: falling width", text_run("pre", more="--taper cosine"), 2e-2, (), FIVE)]),
 }
 
 def commands(name, only_sweeps=False):
