@@ -433,10 +433,10 @@ class GPT(nn.Module):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
         `keeps` of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
         may have more rows, because train.py rounds vocab_size up.)"""
-        size = self.config.block_size
+        size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
         # new: the tokens that the cache doesn't have yet, at first the whole text. It keeps their
         # keys and values (part 4).
-        new, cache = idx[:, -size:], KVCache(self, len(idx))
+        new, cache = idx[:, -size:], KVCache(self, len(idx), size)
         for _ in range(max_new_tokens):
             keeps = []
             logits, _ = self(new, cache=cache, decider=decider, keeps=keeps)
@@ -445,7 +445,7 @@ class GPT(nn.Module):
             yield token, keeps
             new = token
             if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
-                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx))
+                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
 
     def generate(self, idx, max_new_tokens, **options):
         """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
@@ -1488,9 +1488,10 @@ def attend_kept(q, k, v, seen, tokens):
 
 class KVCache:
     """Keys and values of all tokens so far, so that sampling computes only the newest token."""
-    def __init__(self, model, batch_size):
+    def __init__(self, model, batch_size, size):
+        """size: how many tokens it has room for, block_size at most"""
         self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size)
+        self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size, size)
                        for number in model.order]
 
     def set_length(self, length):
@@ -1499,8 +1500,8 @@ class KVCache:
 
 class LayerCache:
     """The part of a KVCache that belongs to one attention, at one place in the order"""
-    def __init__(self, cache, model, attn, batch_size):
-        shape = batch_size, model.config.block_size, attn.n_head, attn.head_size
+    def __init__(self, cache, model, attn, batch_size, size):
+        shape = batch_size, size, attn.n_head, attn.head_size
         dtype = model.dtype or model.wte.weight.dtype
         self.cache = cache
         self.keys = torch.zeros(shape, dtype=dtype, device=model.device)

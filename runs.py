@@ -16,6 +16,7 @@ import json
 import math
 import os
 import secrets
+import warnings
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -59,7 +60,7 @@ def read_settings(path, defaults, strict=True):
     the code has new flags. An unknown one is refused (`strict`) or left out. SystemExit, too, if
     the file is missing or broken, or a value is of another type."""
     if not Path(path).is_file():
-        refuse(f"{path}: no such file; name a run folder that train.py has made")
+        refuse(f"{path or repr(path)}: no such file; name a run folder that train.py has made")
     with explain_read_errors(path):
         return fill_in(json.loads(Path(path).read_text(encoding="utf-8")), defaults, strict)
 
@@ -212,6 +213,8 @@ def read_checkpoint(path, wanted=None):
     with explain_read_errors(path):
         check_archive(path)
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(ckpt, dict):
+            raise ValueError("it is no dict")
         found = GPTConfig(**fill_in(ckpt["model_config"], asdict(GPTConfig())))
         # Kernels are not compared: a checkpoint made with Triton has to open without it.
         found.kernels = wanted.kernels if wanted else "auto"
@@ -283,11 +286,13 @@ def explain_read_errors(path):
     """Turns whatever is wrong inside a file into one sentence. (SystemExit, and so `refuse`, is no
     Exception: it passes.)"""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")   # torch warns of strange tensors in many lines.
+            yield
     except Exception as error:
         if is_about_memory(error):   # That is not the file's fault.
             raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
 
 def has_type_of(value, default):

@@ -152,14 +152,6 @@ def read_config(path):
 
 # --------------------------------------------------------------------------------------------- data
 
-@dataclass
-class Data:
-    meta: dict                   # what meta.json says
-    shards: list                 # of training tokens
-    val: tuple                   # x, y: fixed windows
-    token_bytes: torch.Tensor    # (V,) how many bytes of text a token stands for
-    fingerprint: str             # to notice other data on --resume
-
 def find_data(config, processes):
     """-> what meta.json says of the data. Makes the default data if they are missing."""
     if processes.rank == 0 and config.data == TrainConfig.data:
@@ -169,19 +161,30 @@ def find_data(config, processes):
     processes.wait()   # The first process may still be writing the data.
     return prepare.load_meta(config.data)
 
-def open_data(meta, model_config, config):
-    T = model_config.block_size
-    return Data(meta, prepare.open_split(config.data, "train", T),
-                prepare.val_windows(config.data, T, config.eval_windows),
-                prepare.token_bytes(meta, model_config.vocab_size),
-                prepare.fingerprint(config.data, meta))
+class Data:
+    """The text of a run: shards of training tokens, and fixed windows of validation tokens"""
+    def __init__(self, meta, model_config, config, n_parts):
+        self.folder, self.n_parts, self.batch_size = config.data, n_parts, config.batch_size
+        self.T, self.seed = model_config.block_size, model_config.seed
+        self.tokenizer, self.n_tokens = meta["tokenizer"], meta["vocab_size"]
+        self.shards = prepare.open_split(self.folder, "train", self.T)
+        self.val = prepare.val_windows(self.folder, self.T, config.eval_windows)   # x, y
+        # (V,): how many bytes of text a token stands for
+        self.token_bytes = prepare.token_bytes(meta, model_config.vocab_size)
+        # By this, --resume notices that the data are others now.
+        self.fingerprint = prepare.fingerprint(self.folder, meta)
 
-def train_batch(shards, T, seed, step, batch_size, part=0, n_parts=1):
-    """Part `part` of n_parts of the batch of a step: x, y (batch_size / n_parts, T). A pure
-    function: any number of processes, and a run that is resumed, see the same batch."""
-    n_windows = sum(len(shard) - T for shard in shards)
-    starts = np.random.default_rng((seed, step)).integers(0, n_windows, batch_size)
-    return prepare.read_windows(shards, starts.reshape(n_parts, -1)[part], T)
+    def batch(self, step, part):
+        """One of n_parts parts of the batch of a step: x, y (batch_size / n_parts, T). It depends
+        on the seed, the step and the part only, so any number of processes, and a run that is
+        resumed, see the same batches. SystemExit if a token isn't one of the tokenizer's."""
+        n_windows = sum(len(shard) - self.T for shard in self.shards)
+        starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
+        x, y = prepare.read_windows(self.shards, starts.reshape(self.n_parts, -1)[part], self.T)
+        if max(x.max(), y.max()) >= self.n_tokens:
+            refuse(f"--data {self.folder}: has a token beyond the {self.n_tokens} of its tokenizer; "
+                   f"prepare it anew")
+        return x, y
 
 # --------------------------------------------------------------------------------------- evaluation
 
@@ -323,7 +326,6 @@ class Training:
         self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                       device=processes.device)
         self.tokens_per_step = config.batch_size * model_config.block_size
-        self.n_parts = config.n_parts(processes.count)
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
@@ -333,7 +335,7 @@ class Training:
     def run(self):
         """-> exit status"""
         self.announce()
-        self.read_batch(self.processes.rank)   # Bad data are refused before anything is replaced.
+        self.data.batch(self.step, self.processes.rank)   # Bad data end here: no file is changed.
         self.folder.begin(self.step)
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         while True:
@@ -344,7 +346,7 @@ class Training:
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
             is_over = progress >= 1
-            if signal or is_over or self.is_due(self.config.eval_interval):
+            if signal or is_over or self.eval_is_due():
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
                 if not signal:
@@ -358,6 +360,9 @@ class Training:
     def is_due(self, interval):
         return self.step % interval == 0
 
+    def eval_is_due(self):
+        return self.is_due(self.config.eval_interval)
+
     def finish(self, signal):
         """Says how the run has ended -> exit status. signal: its number, or 0"""
         out = self.folder.out
@@ -370,17 +375,12 @@ class Training:
         return 0
 
     def step_and_log(self, progress_after_step):
-        """One optimizer step, with a status line if one is due"""
+        """Takes a step, and writes a status line if one is due."""
         began = time.perf_counter()
-        self.loss, ran = self.forward_and_backward()
-        norm, lr = self.update(progress_after_step)
-        self.model.after_step(ran)   # nGPT normalises its weights, and thresholds move.
-        self.step += 1
-        self.flops += self.step_flops(ran)
+        ran, norm, lr = self.take_step(progress_after_step)
         is_first = self.step == self.first_step + 1
         log_is_due = self.is_due(self.config.log_interval)
-        eval_is_due = self.is_due(self.config.eval_interval)
-        if self.processes.on_cuda and (is_first or log_is_due or eval_is_due):
+        if self.processes.on_cuda and (is_first or log_is_due or self.eval_is_due()):
             torch.cuda.synchronize()   # The clock has to see all of the GPU's work.
         self.step_seconds.append(time.perf_counter() - began)
         if log_is_due:
@@ -390,6 +390,16 @@ class Training:
         if is_first or log_is_due:   # The first step doesn't count: it may compile.
             self.step_seconds.clear()
 
+    def take_step(self, progress_after_step):
+        """One step of the optimizers, the heart of training -> `ran`, the norm of the gradient, and
+        the learning rate"""
+        self.loss, ran = self.forward_and_backward()
+        norm, lr = self.update(progress_after_step)
+        self.model.after_step(ran)   # nGPT normalises its weights, and thresholds of MoD move.
+        self.step += 1
+        self.flops += self.step_flops(ran)
+        return ran, norm, lr
+
     def forward_and_backward(self):
         """Puts the gradient of a batch into .grad -> its mean loss, and `ran`. Both are means over
         micro-batches and processes. (Deciders and --deep_supervision may add to the loss.)"""
@@ -398,7 +408,7 @@ class Training:
         loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
-            x, y = self.read_batch(part)
+            x, y = self.to_device(*self.data.batch(self.step, part))
             # So LayerDrop's coins depend only on seed, step and part, as the batch does.
             coins = np.random.SeedSequence((model.config.seed, self.step, part))
             torch.manual_seed(int(coins.generate_state(1)[0]))
@@ -412,18 +422,10 @@ class Training:
             ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
         return processes.mean(loss), processes.mean(ran).tolist()
 
-    def read_batch(self, part):
-        """-> x, y of one part of this step's batch, on the device"""
-        config, device = self.config, self.processes.device
-        T, seed = self.model.config.block_size, self.model.config.seed
-        x, y = train_batch(self.data.shards, T, seed, self.step, config.batch_size, part,
-                           self.n_parts)
-        if max(x.max(), y.max()) >= self.data.meta["vocab_size"]:
-            refuse(f"--data {config.data}: has a token beyond the {self.data.meta['vocab_size']} "
-                   f"of its tokenizer; prepare it anew")
+    def to_device(self, *tensors):
         if self.processes.on_cuda:   # Copying from pinned memory doesn't wait for the GPU.
-            x, y = x.pin_memory(), y.pin_memory()
-        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return [tensor.to(self.processes.device, non_blocking=True) for tensor in tensors]
 
     def update(self, progress_after_step):
         """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
@@ -474,7 +476,7 @@ class Training:
         """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. All
         processes compute the same here, because the others would only wait."""
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
-                                       self.config.batch_size // self.n_parts)
+                                       self.config.batch_size // self.data.n_parts)
         say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
             f"{skipped:.1%} skipped")
         if not math.isfinite(nats):
@@ -592,7 +594,7 @@ def residual_list():
     return "\n".join(lines)
 
 def settings_to_save(model_config, config, data):
-    settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+    settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.tokenizer)
     return {name: value for name, value in settings.items() if name not in NOT_SAVED}
 
 def default_folder(residual):
@@ -609,7 +611,7 @@ def main(argv=None):
     rows = math.ceil(meta["vocab_size"] / 64) * 64   # of the head: multiples of 64 are fast
     model_config.vocab_size = max(model_config.vocab_size, rows)
     check_memory(model_config, config, processes)
-    data = open_data(meta, model_config, config)
+    data = Data(meta, model_config, config, config.n_parts(processes.count))
     out = config.out or default_folder(model_config.residual)
     settings = settings_to_save(model_config, config, data)
     folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)

@@ -50,7 +50,7 @@ def main(argv=None):
         lr = read_settings(Path(folder) / "config.json", dict(lr=0.0), strict=False)["lr"]
         text = prepare.load_meta(config["data"]).get("steps")
         if not text or config["residual"] not in NAMES:
-            refuse(f"{folder}: is no run of pre or nag on the steps text")
+            refuse(f"{folder}: is no run of pre or nag on the steps text; name one")
         windows = prepare.val_windows(config["data"], config["block_size"], 512)
         inspected = analyze.Run(model, config, read_metrics(folder), None, windows, text)
         left, scores = steps_without(inspected, text), analyze.block_scores(inspected)

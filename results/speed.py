@@ -21,7 +21,7 @@ import prepare
 from flags import flag, parse, refuse, say, start
 from model import GPT, GPTConfig, all_run, calibrate, flops_per_token, pick, ran_shares
 from runs import write_file
-from train import train_batch
+from train import Data, TrainConfig
 
 @dataclass
 class SpeedConfig:
@@ -92,11 +92,12 @@ def read_nanogpt(path):
 
 def skipping(args):
     """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
-    prepare.load_meta(args.data)   # refuses what is no folder of shards
-    model, shards = make("nag", 12, 256, mod_rate=0.5), prepare.open_split(args.data, "train", T)
+    model = make("nag", 12, 256, mod_rate=0.5)
+    config = TrainConfig(data=args.data, batch_size=B)
+    data = Data(prepare.load_meta(args.data), model.config, config, n_parts=1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
-        x, y = train_batch(shards, T, 1, step, B)
+        x, y = data.batch(step, part=0)
         keeps = []
         model.before_step((step + 1) / 60)
         model(x, y, keeps=keeps)[1].backward()

@@ -77,7 +77,7 @@ def streams(model, idx=None):
 
 def decode(model, idx, pieces, **options):
     """The logits of all tokens, piece by piece through a KV cache"""
-    cache = KVCache(model, len(idx))
+    cache = KVCache(model, len(idx), model.config.block_size)
     return torch.cat([logits(model, piece, cache=cache, **options) for piece in idx.split(pieces, dim=1)], 1)
 
 def same(a, b, tolerance=1e-10):

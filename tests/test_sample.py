@@ -41,7 +41,7 @@ def test_early_exit(residual):
     """At confidence 0 after the first block there is, never above 1. test_skip has what is between."""
     model, idx = make(residual, n_layer=5), ids(1, 12)
     for confidence, removed, blocks in (0.0, (), [1]), (0.0, {1, 2}, [2]), (1.1, (), [1, 2, 3, 4, 5]):
-        decider, cache, keeps = EarlyExit(model, confidence), KVCache(model, 1), []
+        decider, cache, keeps = EarlyExit(model, confidence), KVCache(model, 1, model.config.block_size), []
         pieces = [model(part, cache=cache, decider=Without(removed, decider), keeps=keeps)[0]
                   for part in idx.split([5, 1, 3, 1, 2], 1)]
         whole = model(idx, decider=Without(removed, EarlyExit(model, confidence)))[0]

@@ -124,14 +124,18 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     assert "beyond the end" in refused("--out", run, "--resume", "--max_iters", 4) and content(run) == before
     assert resume(run) == 0 and max(metrics(run)) == 50   # Nothing is left to do.
 
-def test_data_order_is_a_pure_function():
-    shards = [np.arange(100, 400, dtype=np.uint16), np.arange(1000, 1050, dtype=np.uint16)]
-    x, y = train.train_batch(shards, 8, seed=1, step=3, batch_size=12)
-    parts = [train.train_batch(shards, 8, 1, 3, 12, part, 4)[0] for part in range(4)]
+def test_batches_depend_on_seed_and_step_only(data):
+    meta = prepare.load_meta(data)
+    def batches(n_parts=1, step=3, seed=1):
+        config = train.TrainConfig(data=str(data), batch_size=12, eval_windows=2)
+        made = train.Data(meta, GPTConfig(**TINY | dict(block_size=8, vocab_size=320, seed=seed)), config, n_parts)
+        made.shards = [np.arange(100, 200, dtype=np.uint16), np.arange(220, 250, dtype=np.uint16)]
+        return [made.batch(step, part) for part in range(n_parts)]
+    (x, y), = batches()
+    parts = [x for x, _ in batches(4)]
     assert torch.equal(torch.cat(parts), x) and torch.equal(y[:, :-1], x[:, 1:]) and x.shape == (12, 8)
     assert (x.diff(dim=1) == 1).all() and (y - x == 1).all()   # No window crosses from a shard to the next.
-    assert not torch.equal(x, train.train_batch(shards, 8, 1, 4, 12)[0])
-    assert not torch.equal(x, train.train_batch(shards, 8, 2, 3, 12)[0])
+    assert not torch.equal(x, batches(step=4)[0][0]) and not torch.equal(x, batches(seed=2)[0][0])
 
 def test_evaluate():
     model, rng = GPT(GPTConfig(**TINY)), torch.Generator().manual_seed(0)
@@ -150,11 +154,12 @@ def test_steps_by_hand(data, tmp_path):
     """Weights - lr x clipped gradients, and nothing else. The blocks' norms are summed, before clipping."""
     flags = "--optimizer sgd --beta1 0 --weight_decay 0 --lr 0.5 --warmup 0.5 --min_lr 1 --grad_clip 0.25"
     go(data, tmp_path, *flags.split(), "--grad_accum", 2, "--max_iters", 6)
-    ckpt, shards, sums = load(tmp_path), prepare.open_split(data, "train", 32), torch.zeros(2)
+    ckpt, sums = load(tmp_path), torch.zeros(2)
     model = GPT(GPTConfig(**ckpt["model_config"]))
+    batches = train.Data(prepare.load_meta(data), model.config, train.TrainConfig(data=str(data), batch_size=4), 1)
     for step in range(6):
         model.zero_grad()
-        model(*train.train_batch(shards, 32, 5, step, 4))[1].backward()
+        model(*batches.batch(step, part=0))[1].backward()
         sums += torch.tensor([torch.nn.utils.get_total_norm(p.grad for p in block.parameters())
                               for block in model.blocks])
         norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
