@@ -62,6 +62,12 @@ EXPERIMENTS = {   # name -> (question, variants)
         Variant("4 blocks", steps_run("pre", 4)),
         Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
         Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))]),
+    # One seed, to look at: longer runs, as many training steps as an idle core takes in that time.
+    "minutes": ("How many steps in five minutes, and in ten?", [
+        Variant(f"{blocks} blocks, {minutes} minutes", steps_run("pre", blocks, minutes * iters),
+                sweep=(1e-2, 2e-2) if minutes == 5 else (2e-2,), seeds=())
+        for minutes in (5, 10)
+        for blocks, iters in ((2, 1215), (3, 868), (4, 675), (6, 469), (8, 359))]),
     # PreNorm is "6 blocks" above.
     "residuals": ("Which residual learns more steps?", [
         Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 1e-2, (5e-3, *SWEEP)),
@@ -96,17 +102,18 @@ EXPERIMENTS = {   # name -> (question, variants)
         Variant("NAG, width", TEXT + " --max_tokens 3e5 --residual nag"),
         Variant("NAG, gpt2", TEXT + " --max_tokens 3e5 --residual nag --init gpt2")]),
     "text": ("And on text?", [
-        Variant("text: PreNorm", text_run("pre"), 2e-2, SWEEP, FIVE),
-        Variant("text: PreNorm, 1.3 times as long", text_run("pre", iters=546), 2e-2, (), FIVE),
-        Variant("text: NAG", text_run("nag", more="--gate_lr 3e-3"), 2e-2, SWEEP, FIVE),
+        Variant("text: PreNorm", text_run("pre"), 4e-2, (*SWEEP, 8e-2), FIVE),
+        Variant("text: PreNorm, 1.3 times as long", text_run("pre", iters=546), 4e-2, (), FIVE),
+        Variant("text: NAG", text_run("nag", more="--gate_lr 3e-3"), 8e-2,
+                (*SWEEP, 8e-2, 0.16), FIVE),
         Variant("text: NAG, slower gates", text_run("nag", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
         Variant("text: NAG that skips a quarter",
-                text_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 2e-2, (), FIVE),
-        Variant("text: NAG, 9 blocks", text_run("nag", 9, more="--gate_lr 3e-3"), 2e-2, (), FIVE),
+                text_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 8e-2, (), FIVE),
+        Variant("text: NAG, 9 blocks", text_run("nag", 9, more="--gate_lr 3e-3"), 8e-2, (), FIVE),
         Variant("text: Block Attention Residuals",
-                text_run("attnres:group=3", more="--gate_lr 3e-3"), 2e-2, SWEEP, FIVE),
+                text_run("attnres:group=3", more="--gate_lr 3e-3"), 4e-2, (*SWEEP, 8e-2), FIVE),
         Variant("text: Review Residuals", text_run("review"), 2e-2, SWEEP, FIVE),
-        Variant("text: falling width", text_run("pre", more="--taper cosine"), 2e-2, (), FIVE)]),
+        Variant("text: falling width", text_run("pre", more="--taper cosine"), 4e-2, (), FIVE)]),
 }
 
 def commands(name, only_sweeps=False):
