@@ -157,7 +157,8 @@ def steps_found(result):
     if wrong[0] == 0:
         return "has not even learned to copy a line"
     return (f"{steps_learned(right, guessing[0]):.1f} steps learned, where each counts by how far its share is above "
-            f"guessing; at least 95 % of the cells are right up to {wrong[0] - 1} steps")
+            f"guessing; at least 95 % of the cells are right up to {wrong[0] - 1} steps; shares of right cells: "
+            + ", ".join(f"{share:.2f}" for share in right))
 
 def steps_learned(right, guess):
     """Shares of right cells by steps asked, 0, 1, .. -> how many steps have been learned: each step
@@ -270,7 +271,11 @@ def stream_norm(run):
     size = run.mean(lambda idx: run.streams(idx).square().mean(-1).sqrt().mean(1))   # (2L + 1, T)
     return {"": {"all tokens": size.mean(1).tolist(), "without first tokens": size[:, 1:].mean(1).tolist()}}
 
-@stat("The stream", "What a sublayer changes", x="block", log=True, first=1)
+def update_found(result):
+    turned, summed = result["angle (degrees)"]["MLP"][-1], result["angles summed (degrees)"]["both"][-1]
+    return f"the last MLP turns the stream by {turned:.0f} degrees, and all sublayers together by {summed:.0f}"
+
+@stat("The stream", "What a sublayer changes", finding=update_found, x="block", log=True, first=1)
 def update(run):
     """How much of the stream each sublayer rewrites and how far it turns it: near 0, it hardly does anything.
 
@@ -427,7 +432,10 @@ def fan_in(run):
     fit = design @ torch.linalg.lstsq(design, share[:, None], driver="gelsd").solution
     return {"": {"measured": share.tolist(), "best a + b F": fit[:, 0].tolist()}}
 
-@stat("NAG", "Gain", "mean |gain|", log=True, x="block")
+def gain_found(result):
+    return f"the last MLP has a mean gain of {result['']['MLP'][-1]:.2f}"
+
+@stat("NAG", "Gain", "mean |gain|", finding=gain_found, log=True, x="block")
 def gain(run):
     """The relative size of each sublayer's write, known before it runs; the step size is the most it can be.
 
@@ -780,8 +788,8 @@ def main(argv=None):
     say(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
-    """-> {name: Run}, where the name is the folder's as UTF-8, or its whole path if two have the same"""
-    names, runs = [Path(path).resolve().name.encode("utf-8", "replace").decode() for path in args.runs], {}
+    """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
+    names, runs = [Path(path).resolve().name for path in args.runs], {}
     for path, name in zip(args.runs, names):
         device = pick_device(args.device)
         model, config = open_run(path, device)
@@ -790,7 +798,7 @@ def open_runs(args):
         windows = prepare.val_windows(config["data"], config["block_size"], n)
         steps_text = prepare.load_meta(config["data"]).get("steps")
         run = Run(model, config, read_metrics(path), args, windows, steps_text)
-        runs[name if names.count(name) == 1 else path] = run
+        runs[printable(name if names.count(name) == 1 else path)] = run
     return runs
 
 def save(out, runs, results):

@@ -114,7 +114,7 @@ class RunFolder:
         if is_first:
             self.refuse_if_taken(resume, overwrite)   # A folder that is refused gets no lock file.
             self.take_lock()
-            self.refuse_if_taken(resume, overwrite)   # Another run may have written there meanwhile.
+            self.refuse_if_taken(resume, overwrite)   # Another run may have begun there meanwhile.
 
     def file_names(self):
         """The names of all that is there, but for our lock and temporary files"""
@@ -342,6 +342,17 @@ def load_weights(model, weights):
 
 def all_finite(model):
     return all(w.isfinite().all().item() for w in model.state_dict().values())
+
+def checked_progress(ckpt, shape):
+    """-> the step, FLOPs and sums of gradient norms of a checkpoint. shape: that of the norms"""
+    step, flops, norms = ckpt["step"], ckpt["flops"], ckpt["grad_norms"]
+    if type(step) is not int or type(flops) is not float:
+        raise ValueError("a step or FLOPs that are no numbers")
+    if not 0 <= step <= 1e9 or not 0 <= flops <= 1e27:
+        raise ValueError("a step or FLOPs that can't be")
+    if norms.shape != shape or norms.dtype != torch.float64 or not (norms.abs() < 1e300).all():
+        raise ValueError("gradient norms that are no finite numbers, or of another model")
+    return step, flops, norms
 
 def checked_moments(moments, p, optimizer):
     """The moments of parameter p. Wrong ones would crash the optimizer's fused code."""

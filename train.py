@@ -7,9 +7,17 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
     torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
 
-The order: settings, data, evaluation, optimizers and schedule, class Training (its loop, saving,
-progress, resuming), and `main`, which calls them. flags.py turns the configs into flags, runs.py
-has run folders, and processes.py has devices, memory, several processes, and signals.
+The order: settings, data, evaluation, optimizers and schedule, class Training (its loop, reporting,
+saving, resuming), and `main`, which calls them. flags.py turns the configs into flags, runs.py has
+run folders, and processes.py has devices, memory, several processes, and signals. Words used here:
+
+    given      the flags that were typed, a dict; they win over all defaults
+    part       of a batch: what one process computes at once
+    decider    who decides which tokens run a sublayer (part 3 of model.py); else all tokens run all
+    keeps      a list to which the model appends, sublayer by sublayer, which tokens ran it
+    ran        the shares of the tokens that ran each sublayer, such as [1.0, 0.8, ...]
+    progress   share of the run that is over after the coming step, 0 to 1: schedule and warm-ups
+               follow it
 """
 import contextlib
 import math
@@ -28,8 +36,8 @@ from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
 from processes import check_memory, note_signals, pick_device, pick_threads, start_processes
-from runs import (RunFolder, all_finite, explain_read_errors, optimizer_state, read_checkpoint,
-                  read_metrics, read_settings, restore_optimizers)
+from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, optimizer_state,
+                  read_checkpoint, read_metrics, read_settings, restore_optimizers)
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -52,7 +60,7 @@ class TrainConfig:
     max_tokens: float = flag(0.0, "end after this many training tokens", 0, 1e15)
     max_flops: float = flag(0.0, "end after this many matmul FLOPs; what is skipped is not counted",
                             0, 1e27)
-    eval_interval: int = flag(100, "steps between checkpoint and evaluation", 1, 1e9)
+    eval_interval: int = flag(100, "steps from one checkpoint and evaluation to the next", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "steps between status lines", 1, 1e9)
 
@@ -76,7 +84,7 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    # None: neither --compile nor --no-compile is typed
+    # The default is None: neither --compile nor --no-compile is typed.
     compile: bool = flag(None, "torch.compile what all tokens run; without it, on CUDA only")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
@@ -86,7 +94,7 @@ class TrainConfig:
         ends = [name for name in ENDS if getattr(self, name)]
         rules = [
             (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
-            (not ends, "--max_iters 0: would train nothing; give 1 or more, or --max_tokens"),
+            (not ends, "--max_iters 0: would train nothing; give 1 or more, or another end"),
             (self.resume and self.overwrite,
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,
@@ -106,20 +114,21 @@ NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start
 
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # of --lr, if only --optimizer is typed
 
-# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These fit together, so none of them
-# counts if a size is typed: --n_layer 24 alone makes a deep model of the CPU's width.
+# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These fit together. So if a size is
+# typed, all of them are ignored: --n_layer 24 alone makes a deep model of the CPU's width.
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
                      grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 def defaults_for(given):
-    """`parse` asks for the defaults that differ from those of the configs. given: the flags that
-    are typed, which win"""
+    """The defaults that are not those of the configs, as `parse` asks for them"""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:
         values = read_config(given["config"])
+        if "data" in given:   # Other data may have another tokenizer.
+            values.pop("vocab_size")
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
     optimizer = given.get("optimizer")   # Another optimizer than before wants another rate.
@@ -130,17 +139,16 @@ def defaults_for(given):
     return values
 
 def settings_to_resume(given):
-    """Those of the run in --out. SystemExit if a flag beside --resume can't be changed."""
+    """Those of the run in --out. SystemExit if a flag beside --resume can't be changed. (The
+    model's flags can't be, either: read_checkpoint compares them all.)"""
     if "config" in given or "out" not in given:
         refuse("--resume: continues the run in --out with its own settings; give --out, and no "
                "--config")
     values = read_config(Path(given["out"]) / "config.json")
-    fixed = dict(batch_size="counts its tokens by", optimizer="has moments of",
-                 eval_windows="has its best loss of")
-    for name, why in fixed.items():
+    for name in "batch_size", "optimizer", "eval_windows":
         if given.get(name, values[name]) != values[name]:
-            refuse(f"--{name} {given[name]}: the run {why} {values[name]}; leave that, or start a "
-                   f"new run")
+            refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
+                   f"{values[name]}; leave that, or start a new run")
     return values
 
 def read_config(path):
@@ -182,8 +190,8 @@ class Data:
         starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
         x, y = prepare.read_windows(self.shards, starts.reshape(self.n_parts, -1)[part], self.T)
         if max(x.max(), y.max()) >= self.n_tokens:
-            refuse(f"--data {self.folder}: has a token beyond the {self.n_tokens} of its tokenizer; "
-                   f"prepare it anew")
+            refuse(f"--data {self.folder}: has a token beyond the {self.n_tokens} of its "
+                   f"tokenizer; prepare it anew")
         return x, y
 
 # --------------------------------------------------------------------------------------- evaluation
@@ -208,9 +216,9 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 
 def sort_parameters(model, uses_muon):
     """-> four lists: matrices, vectors, gates, and matrices for Muon. Gates and the like are what a
-    residual names in own_lr."""
+    residual names in `own_lr`. (The one at the model's ends lacks some of them: None.)"""
     own_lr = set()
-    for residual in model.residuals():   # model.ends has some of these names only.
+    for residual in model.residuals():
         own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
     matrices, vectors, gates, for_muon = [], [], [], []
@@ -283,7 +291,7 @@ def orthogonal(x):
 
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
-    (wsd). progress: the share of the run that is over after this step"""
+    (wsd)."""
     if progress < config.warmup:
         return progress / config.warmup
     if config.schedule == "cosine":
@@ -303,12 +311,7 @@ def equalize(grads, norms):
 # ----------------------------------------------------------------------------------------- the loop
 
 class Training:
-    """A run: its model, its optimizers, and how far it is. `run` has the loop. Its words:
-
-        progress   share of the run that is over, 0 to 1. The schedule and warm-ups follow it.
-        part       of a batch: what one process computes at once
-        keeps      who ran each sublayer, as the model notes it: see model.py
-        ran        the shares of the tokens that ran each sublayer, such as [1.0, 0.8, ...]"""
+    """A run: its model, its optimizers, and how far it is. `run` has the loop."""
     def __init__(self, model_config, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
         self.checkpoint = folder.out / "ckpt.pt"
@@ -321,7 +324,8 @@ class Training:
         if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
             self.model.dtype = torch.bfloat16   # of matrix products only; weights stay float32
         self.optimizers = make_optimizers(self.model, config)
-        self.step, self.flops, self.best_loss, self.loss = 0, 0.0, math.inf, torch.zeros(())
+        self.step, self.progress, self.flops = 0, 0.0, 0.0
+        self.best_loss, self.loss = math.inf, torch.zeros(())
         # Gradient norms of each block, summed over the steps, for analyze.py (fan_in, CascadeFlow)
         self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                       device=processes.device)
@@ -335,17 +339,17 @@ class Training:
     def run(self):
         """-> exit status"""
         self.announce()
-        self.data.batch(self.step, self.processes.rank)   # Bad data end here: no file is changed.
-        self.folder.begin(self.step)
+        # A first look: bad data end here, before a file is changed.
+        self.data.batch(self.step, self.processes.rank)
+        self.folder.begin(self.step)   # With --overwrite this deletes the old run.
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         while True:
-            progress = self.progress()
-            progress_after_step = min(1.0, progress + 1 / self.n_steps)
-            # Also before an evaluation: it must see the warm-up of the coming step.
-            self.model.before_step(progress_after_step)
+            is_over = self.share_done() >= 1
+            self.progress = min(1.0, self.share_done() + 1 / self.n_steps)
+            # Before an evaluation, too: it is to see the warm-ups as the coming step will.
+            self.model.before_step(self.progress)
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
-            is_over = progress >= 1
             if signal or is_over or self.eval_is_due():
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
@@ -353,31 +357,14 @@ class Training:
                     self.evaluate_and_report(state)
             if signal or is_over:
                 break
-            self.step_and_log(progress_after_step)
+            self.step_and_report()
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
-    def is_due(self, interval):
-        return self.step % interval == 0
-
-    def eval_is_due(self):
-        return self.is_due(self.config.eval_interval)
-
-    def finish(self, signal):
-        """Says how the run has ended -> exit status. signal: its number, or 0"""
-        out = self.folder.out
-        if signal:
-            say(f"stopped at step {self.step}, all is saved; go on with: python train.py "
-                f"--out {out} --resume")
-            return 128 + signal
-        say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
-            f"next: python sample.py {out}   or: python analyze.py {out}")
-        return 0
-
-    def step_and_log(self, progress_after_step):
+    def step_and_report(self):
         """Takes a step, and writes a status line if one is due."""
         began = time.perf_counter()
-        ran, norm, lr = self.take_step(progress_after_step)
+        ran, norm, lr = self.take_step()
         is_first = self.step == self.first_step + 1
         log_is_due = self.is_due(self.config.log_interval)
         if self.processes.on_cuda and (is_first or log_is_due or self.eval_is_due()):
@@ -390,11 +377,10 @@ class Training:
         if is_first or log_is_due:   # The first step doesn't count: it may compile.
             self.step_seconds.clear()
 
-    def take_step(self, progress_after_step):
-        """One step of the optimizers, the heart of training -> `ran`, the norm of the gradient, and
-        the learning rate"""
+    def take_step(self):
+        """One step of training -> ran, the norm of the gradient, and the learning rate"""
         self.loss, ran = self.forward_and_backward()
-        norm, lr = self.update(progress_after_step)
+        norm, lr = self.update()
         self.model.after_step(ran)   # nGPT normalises its weights, and thresholds of MoD move.
         self.step += 1
         self.flops += self.step_flops(ran)
@@ -427,7 +413,7 @@ class Training:
             tensors = [tensor.pin_memory() for tensor in tensors]
         return [tensor.to(self.processes.device, non_blocking=True) for tensor in tensors]
 
-    def update(self, progress_after_step):
+    def update(self):
         """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
         config = self.config
         grads, norms = self.block_gradients()
@@ -436,7 +422,7 @@ class Training:
             equalize(grads, norms)
         clip = config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        factor = lr_factor(config, progress_after_step)
+        factor = lr_factor(config, self.progress)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -448,11 +434,17 @@ class Training:
         """-> a list of gradients for each block, and their norms (L,)"""
         grads = [[p.grad for p in block.parameters() if p.grad is not None]
                  for block in self.model.blocks]
-        # to: a block without gradients, which all tokens skip, has a zero on the CPU.
+        # A block that all tokens skip has no gradients: its norm is a zero on the CPU. Hence `to`.
         norms = [torch.nn.utils.get_total_norm(each).to(self.model.device) for each in grads]
         return grads, torch.stack(norms)
 
     # ------------------------------------------------------------------------- saving and reporting
+
+    def is_due(self, interval):
+        return self.step % interval == 0
+
+    def eval_is_due(self):
+        return self.is_due(self.config.eval_interval)
 
     def save(self):
         """Writes the checkpoint, and returns it."""
@@ -474,7 +466,7 @@ class Training:
 
     def evaluate_and_report(self, state):
         """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. All
-        processes compute the same here, because the others would only wait."""
+        processes compute the same here: those that didn't would only wait."""
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
                                        self.config.batch_size // self.data.n_parts)
         say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
@@ -508,6 +500,17 @@ class Training:
             f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
             f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
 
+    def finish(self, signal):
+        """Says how the run has ended -> exit status. signal: its number, or 0"""
+        out = self.folder.out
+        if signal:
+            say(f"stopped at step {self.step}, all is saved; go on with: python train.py "
+                f"--out {out} --resume")
+            return 128 + signal
+        say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
+            f"next: python sample.py {out}   or: python analyze.py {out}")
+        return 0
+
     # -------------------------------------------------------------------------------- how far it is
 
     def count_steps(self):
@@ -521,8 +524,8 @@ class Training:
         """FLOPs of one step. A backward pass costs as much as two forward passes."""
         return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
 
-    def progress(self):
-        """The share of the run that is over"""
+    def share_done(self):
+        """How much of the run is over, 0 to 1"""
         if self.config.max_flops:
             return self.flops / self.config.max_flops
         return self.step / self.n_steps
@@ -555,7 +558,8 @@ class Training:
 
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        # A parameter has no moments before its first gradient, nor without momentum.
+        # Which parameters may lack moments? Those without a gradient yet; and all, if there is no
+        # momentum.
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
         may_lack = self.some_tokens_skip() or no_momentum or ckpt.get("step") == 0
         with explain_read_errors(self.checkpoint):
@@ -563,14 +567,7 @@ class Training:
                 refuse(f"{self.checkpoint}: is of other data than --data has now; put that back, "
                        f"or start a new run")
             restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
-            self.step, self.flops = ckpt["step"], ckpt["flops"]
-            if type(self.step) is not int or type(self.flops) is not float:
-                raise ValueError("a step or FLOPs that are no numbers")
-            if not 0 <= self.step <= 1e9 or not 0 <= self.flops <= 1e27:
-                raise ValueError("a step or FLOPs that can't be")
-            norms = ckpt["grad_norms"]
-            if norms.dtype != torch.float64 or not (norms.abs() < 1e300).all():
-                raise ValueError("gradient norms that are no finite numbers")
+            self.step, self.flops, norms = checked_progress(ckpt, self.grad_norms.shape)
             self.grad_norms.copy_(norms)
         if self.is_beyond_end():
             refuse(f"--resume: {self.checkpoint} is at step {self.step}, beyond the end that the "
@@ -611,10 +608,11 @@ def main(argv=None):
     rows = math.ceil(meta["vocab_size"] / 64) * 64   # of the head: multiples of 64 are fast
     model_config.vocab_size = max(model_config.vocab_size, rows)
     check_memory(model_config, config, processes)
-    data = Data(meta, model_config, config, config.n_parts(processes.count))
+    data = Data(meta, model_config, config, n_parts=config.n_parts(processes.count))
     out = config.out or default_folder(model_config.residual)
     settings = settings_to_save(model_config, config, data)
-    folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+    folder = RunFolder(out, settings, resume=config.resume, overwrite=config.overwrite,
+                       is_first=processes.rank == 0)
     with contextlib.closing(folder):
         return Training(model_config, config, data, folder, processes).run()
 

@@ -1,5 +1,5 @@
 """README.md and workshop/README.md: commands parse, code is the source's or runs, what they name exists."""
-import inspect, json, operator, re, shlex, shutil, textwrap
+import inspect, json, operator, os, re, shlex, shutil, subprocess, textwrap
 from dataclasses import asdict
 
 import numpy as np
@@ -58,6 +58,25 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
         assert argv[0] == "prepare.py"
         monkeypatch.setattr(prepare, "DATA_SETS", {argv[1]: lambda args, new: 1 / 0})
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
+
+def test_the_workshops_script(tmp_path):
+    """Its ten commands, by a python that only prints them, and what --config repeats of them"""
+    shutil.copytree(ROOT / "workshop", tmp_path / "workshop")
+    for path in [*ROOT.glob("*.py")]:
+        shutil.copy(path, tmp_path)
+    (tmp_path / "python").write_text("#!/bin/sh\necho \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "runs/w-2").mkdir(parents=True)
+    (tmp_path / "runs/w-2/ckpt.pt").touch()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "workshop/train.sh"], cwd=tmp_path, text=True, capture_output=True,
+                          env=os.environ | dict(PATH=path, SEED="7"))
+    lines = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and lines.pop(2) == ["--out", "runs/w-2", "--resume"]
+    made = [flags.parse((model.GPTConfig, train.TrainConfig), line, defaults=train.defaults_for) for line in lines]
+    assert {gpt.seed for gpt, _ in made} == {7} and len({str(each) for each in made}) == 9
+    named = {*re.findall(r"runs/(w-[\w-]+)", WORKSHOP)} - {"w-broken", "w-steady"}
+    assert named <= {config.out.removeprefix("runs/") for _, config in made} | {"w-2"}
 
 def test_typed(tmp_path, monkeypatch, capsys):
     """Data, a run and a sample of one's own text, and the same from Python"""
