@@ -56,18 +56,18 @@ def text_run(residual, n_layer=12, iters=420, more=""):
     return f"{TEXT} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
 
 EXPERIMENTS = {   # name -> (question, variants)
-    "staircase": ("How many steps does a model of so many blocks learn?", [
+    "staircase": ("How many steps do so many blocks learn?", [
         Variant("1 block", steps_run("pre", 1)),
         Variant("2 blocks", steps_run("pre", 2)),
         Variant("4 blocks", steps_run("pre", 4)),
         Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
         Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))]),
-    # One seed, to look at: longer runs, as many training steps as an idle core takes in that time.
+    # As many training steps as an idle core takes in that time. One seed, only to look at.
     "minutes": ("How many steps in five minutes, and in ten?", [
         Variant(f"{blocks} blocks, {minutes} minutes", steps_run("pre", blocks, minutes * iters),
-                sweep=(1e-2, 2e-2) if minutes == 5 else (2e-2,), seeds=())
+                lr, (1e-2, 2e-2) if minutes == 5 else (), (2,))
         for minutes in (5, 10)
-        for blocks, iters in ((2, 1215), (3, 868), (4, 675), (6, 469), (8, 359))]),
+        for blocks, iters, lr in ((2, 1215, 2e-2), (4, 675, 2e-2), (8, 359, 2e-2))]),
     # PreNorm is "6 blocks" above.
     "residuals": ("Which residual learns more steps?", [
         Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 1e-2, (5e-3, *SWEEP)),

@@ -152,6 +152,21 @@ def draw_steps(rows, experiment, names, path):
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
+def draw_bits(rows, experiment, names, path):
+    """Bits per byte of text: a dot a seed, a line at their mean"""
+    figure, axes = plt.subplots(figsize=(7, 1 + 0.35 * len(names)), layout="constrained")
+    for i, name in enumerate(names):
+        found = [*values(rows, name, "bits").values()]
+        axes.plot(found, [i] * len(found), ".", color=COLORS[0])
+        axes.plot([statistics.mean(found)] * 2, [i - 0.3, i + 0.3], color=COLORS[0])
+    axes.set(yticks=range(len(names)), yticklabels=[name.removeprefix("text: ") for name in names],
+             xlabel="bits per byte: less is better (lines: means; dots: seeds)",
+             title=EXPERIMENTS[experiment][0])
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
 def main():
     rows = read_runs(HERE / "runs.csv")
     if not rows:
@@ -163,14 +178,17 @@ def main():
               *variants_table(rows), ""]
     (HERE / "tables.md").write_text("\n".join(tables))
     say("results/tables.md and the figures are written")
+    deciding = [row for row in rows if row["seed"] != CHOOSES_RATES]
+    of_steps = {row["variant"] for row in deciding if row["right"]}
+    of_text = {row["variant"] for row in deciding} - of_steps
     for experiment, (_, variants) in EXPERIMENTS.items():
         names = [variant.name for variant in variants]
         # What they are compared with belongs to another experiment, perhaps.
-        names += [each["b"] for each in comparisons if each["experiment"] == experiment]
-        of_steps = {row["variant"] for row in rows if row["right"] and row["seed"] != CHOOSES_RATES}
-        names = [name for name in dict.fromkeys(names) if name in of_steps]
-        if of_steps & {variant.name for variant in variants}:
-            draw_steps(rows, experiment, names, HERE / f"{experiment}.png")
+        others = [each["b"] for each in comparisons if each["experiment"] == experiment]
+        for known, draw in (of_steps, draw_steps), (of_text, draw_bits):
+            if known & {*names}:
+                there = [name for name in dict.fromkeys(names + others) if name in known]
+                draw(rows, experiment, there, HERE / f"{experiment}.png")
 
 if __name__ == "__main__":
     start(main)
