@@ -88,7 +88,7 @@ def test_typed(tmp_path, monkeypatch, capsys):
     tiny = "--n_layer 2 --n_embd 16 --n_head 2 --batch_size 2 --max_iters 2 --eval_windows 4 --device cpu"
     assert train.main(run + tiny.split()) == 0
     sample.main(["runs/mine", "--prompt", "def ", "--max_new_tokens", "4", "--device", "cpu"])
-    from_python, = [code for code in blocks("python") if "open_run" in code]
+    from_python, = [code for code in blocks("python", README) if "open_run" in code]
     exec(from_python, {})
     assert "b'The stream " in capsys.readouterr().out
 
