@@ -3,22 +3,16 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
     python train.py                                     # a small default, minutes on a CPU
     python train.py --residual nag --out runs/nag       # every field of both configs is a flag
-    python train.py --out runs/nag --resume             # go on from its checkpoint, bit for bit
+    python train.py --out runs/nag --resume             # go on from its checkpoint
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
     torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
-
-The order: settings, data, evaluation, optimizers and schedule, class Training (its loop, reporting,
-saving, resuming), and `main`, which calls them. flags.py turns the configs into flags, runs.py has
-run folders, and processes.py has devices, memory, several processes, and signals. Words used here:
-
-    given      the flags that were typed, a dict; they win over all defaults
-    part       of a batch: what one process computes at once
-    decider    who decides which tokens run a sublayer (part 3 of model.py); else all tokens run all
-    keeps      a list to which the model appends, sublayer by sublayer, which tokens ran it
-    ran        the shares of the tokens that ran each sublayer, such as [1.0, 0.8, ...]
-    progress   share of the run that is over after the coming step, 0 to 1: schedule and warm-ups
-               follow it
 """
+# How to read this file: it is nanoGPT's train.py as functions and one class. If you know that,
+# begin with Training.run, the loop, and what it calls: take_step, forward_and_backward, update.
+# Before the class stand settings, data, evaluation, and optimizers. After the loop come saving,
+# reporting and resuming, and at the end `main`. Helpers have files of their own: flags.py makes
+# flags of the configs, runs.py has run folders, and processes.py has devices and processes.
+
 import contextlib
 import math
 import re
@@ -70,13 +64,14 @@ class TrainConfig:
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
     lr: float = flag(2e-2, "peak learning rate; with --optimizer adamw 0.006, with sgd 0.1", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of gates and the like (own_lr in model.py)", 0,
+    gate_lr: float = flag(1e-3, "peak learning rate of what residuals list in own_lr (model.py)", 0,
                           1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
     weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
-    beta1: float = flag(0.9, "decay of AdamW's mean of gradients; sgd: momentum", 0, 0.9999)
+    beta1: float = flag(0.9, "decay of AdamW's mean of gradients; sgd: momentum; muon has 0.95", 0,
+                        0.9999)
     beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", 0, 0.9999)
     gate_beta1: float = flag(0.8, "AdamW's beta1 of what trains with gate_lr", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
@@ -94,7 +89,8 @@ class TrainConfig:
         ends = [name for name in ENDS if getattr(self, name)]
         rules = [
             (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
-            (not ends, "--max_iters 0: would train nothing; give 1 or more, or another end"),
+            (not ends, "--max_iters, --max_tokens and --max_flops: are 0, so this would train "
+                       "nothing; give one of them"),
             (self.resume and self.overwrite,
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,
@@ -112,16 +108,19 @@ class TrainConfig:
 
 NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
 
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # of --lr, if only --optimizer is typed
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # --lr, where --optimizer is typed and --lr isn't
 
-# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These fit together. So if a size is
-# typed, all of them are ignored: --n_layer 24 alone makes a deep model of the CPU's width.
+# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So if one
+# of SIZES is typed, none of them counts: model, batch and learning rate are those of a CPU.
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
                      grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 def defaults_for(given):
-    """The defaults that are not those of the configs, as `parse` asks for them"""
+    """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
+
+    They come from the run to resume, or else from --config, or else, on a GPU, from CUDA_DEFAULTS.
+    What is missing here has the default of its config."""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
@@ -131,20 +130,22 @@ def defaults_for(given):
             values.pop("vocab_size")
     elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
         values = dict(CUDA_DEFAULTS)
-    optimizer = given.get("optimizer")   # Another optimizer than before wants another rate.
+    # Another optimizer than that of the run, or of TrainConfig, wants another rate.
+    optimizer = given.get("optimizer")
     if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
         values["lr"] = RATES[optimizer]
-    if given.keys() & {*ENDS}:   # A typed end replaces another one.
-        values |= dict.fromkeys(ENDS, 0)
+    if any(name in given for name in ENDS):   # Only the typed end counts.
+        values.update(max_iters=0, max_tokens=0, max_flops=0)
     return values
 
 def settings_to_resume(given):
-    """Those of the run in --out. SystemExit if a flag beside --resume can't be changed. (The
-    model's flags can't be, either: read_checkpoint compares them all.)"""
+    """Those of the run in --out. SystemExit if a flag beside --resume can't be changed. (Those of
+    the model can't be, either, but for --kernels: read_checkpoint looks at that.)"""
     if "config" in given or "out" not in given:
         refuse("--resume: continues the run in --out with its own settings; give --out, and no "
                "--config")
     values = read_config(Path(given["out"]) / "config.json")
+    # These say where a step is in the data, whose moments are saved, and what the losses are of.
     for name in "batch_size", "optimizer", "eval_windows":
         if given.get(name, values[name]) != values[name]:
             refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
@@ -153,10 +154,11 @@ def settings_to_resume(given):
 
 def read_config(path):
     """The settings of a run. Where it goes and what it may replace has to be typed anew."""
-    # config.json also says the tokenizer, for sample.py. It is no flag.
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
-    values = read_settings(path, defaults)
-    return {name: value for name, value in values.items() if name not in NOT_SAVED}
+    known = asdict(GPTConfig()) | asdict(TrainConfig())
+    for name in NOT_SAVED:
+        del known[name]
+    # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
+    return read_settings(path, known | dict(tokenizer=""))
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -174,23 +176,24 @@ class Data:
     def __init__(self, meta, model_config, config, n_parts):
         self.folder, self.n_parts, self.batch_size = config.data, n_parts, config.batch_size
         self.T, self.seed = model_config.block_size, model_config.seed
-        self.tokenizer, self.n_tokens = meta["tokenizer"], meta["vocab_size"]
+        self.tokenizer, self.n_vocab = meta["tokenizer"], meta["vocab_size"]
         self.shards = prepare.open_split(self.folder, "train", self.T)
         self.val = prepare.val_windows(self.folder, self.T, config.eval_windows)   # x, y
         # (V,): how many bytes of text a token stands for
         self.token_bytes = prepare.token_bytes(meta, model_config.vocab_size)
-        # By this, --resume notices that the data are others now.
+        # If meta.json or the shards are others now, in name or size, --resume notices it by this.
         self.fingerprint = prepare.fingerprint(self.folder, meta)
 
     def batch(self, step, part):
-        """One of n_parts parts of the batch of a step: x, y (batch_size / n_parts, T). It depends
-        on the seed, the step and the part only, so any number of processes, and a run that is
-        resumed, see the same batches. SystemExit if a token isn't one of the tokenizer's."""
+        """A part of the batch of a step, as one process computes it at once: x, y (batch_size /
+        n_parts, T). There is no generator whose state would have to be saved: seed, step and part
+        say it all. So any number of processes, and a run that is resumed, see the same batches.
+        SystemExit if a token isn't one of the tokenizer's."""
         n_windows = sum(len(shard) - self.T for shard in self.shards)
         starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
         x, y = prepare.read_windows(self.shards, starts.reshape(self.n_parts, -1)[part], self.T)
-        if max(x.max(), y.max()) >= self.n_tokens:
-            refuse(f"--data {self.folder}: has a token beyond the {self.n_tokens} of its "
+        if max(x.max(), y.max()) >= self.n_vocab:
+            refuse(f"--data {self.folder}: has a token beyond the {self.n_vocab} of its "
                    f"tokenizer; prepare it anew")
         return x, y
 
@@ -199,44 +202,45 @@ class Data:
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
-    skipped. token_bytes (V,): see Data. decider: who skips, if it is not the model's own one"""
+    skipped. token_bytes (V,): see Data. decider: who skips, in place of the model's own one; for
+    measurements of your own"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        keeps = []   # The model appends who ran each sublayer.
+        keeps = []   # for each sublayer, who ran it: a mask of the tokens, or None for all
         _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)
         nats += loss.item() * len(xi) / len(x)
         skipped += (1 - mean_share(ran_shares(keeps))) * len(xi) / len(x)
     model.train(was_training)
-    n_bytes = max(1, token_bytes[y].sum().item())   # Tokens that end a text stand for none.
+    n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
     bytes_per_token = n_bytes / y.numel()
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
 # -------------------------------------------------------------------------- optimizers and schedule
 
 def sort_parameters(model, uses_muon):
-    """-> four lists: matrices, vectors, gates, and matrices for Muon. Gates and the like are what a
-    residual names in `own_lr`. (The one at the model's ends lacks some of them: None.)"""
-    own_lr = set()
-    for residual in model.residuals():
-        own_lr |= {getattr(residual, name, None) for name in residual.own_lr}
+    """-> four lists: gates, which are what residuals name in `own_lr`; vectors; matrices for Muon;
+    and all other matrices"""
+    own_lr = {getattr(residual, name, None)   # model.ends, which has no sublayer, may lack it.
+              for residual in model.residuals() for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
-    matrices, vectors, gates, for_muon = [], [], [], []
+    gates, vectors, for_muon, matrices = [], [], [], []
     for p in model.parameters():
         if p in own_lr:
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
+        # A single row or column has no directions that Muon could make equal.
         elif uses_muon and p in in_blocks and min(p.shape) > 1:
             for_muon.append(p)
         else:
             matrices.append(p)
-    return matrices, vectors, gates, for_muon
+    return gates, vectors, for_muon, matrices
 
 def make_optimizers(model, config):
     """A list of one or two. Matrices have weight decay, and vectors have none. Gates have the
     learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks."""
-    matrices, vectors, gates, for_muon = sort_parameters(model, config.optimizer == "muon")
+    gates, vectors, for_muon, matrices = sort_parameters(model, config.optimizer == "muon")
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     # peak_lr: Training.update makes each group's lr of it, before each step.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
@@ -253,8 +257,8 @@ def make_optimizers(model, config):
 
 class Muon(torch.optim.Optimizer):
     """For matrices (Jordan et al. 2024). The momentum of the gradient is made orthogonal, so that a
-    step has the same size in all directions, and not only in those where gradients are large. The
-    entries of a step have the rms of AdamW's (arXiv:2502.16982), but the best --lr is higher.
+    step has the same size in all directions, and not only in those where gradients are large. Its
+    entries have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: RATES.
 
     torch.optim.Muon can do the same, but always in bfloat16. Many CPUs have no fast way to multiply
     that: on one with AVX2 only, products of 128 x 128 take 60 times as long."""
@@ -326,59 +330,57 @@ class Training:
         self.optimizers = make_optimizers(self.model, config)
         self.step, self.progress, self.flops = 0, 0.0, 0.0
         self.best_loss, self.loss = math.inf, torch.zeros(())
-        # Gradient norms of each block, summed over the steps, for analyze.py (fan_in, CascadeFlow)
+        # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
         self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                       device=processes.device)
         self.tokens_per_step = config.batch_size * model_config.block_size
         self.n_steps = self.count_steps()
         if ckpt:
-            self.restore(ckpt)
-        self.first_step, self.step_seconds = self.step, []   # for tokens per second
-        self.forward_model = self.compile_and_wrap()
+            self.restore(ckpt)   # step, flops, grad_norms, best_loss, and the optimizers' moments
+        self.first_step = self.step
+        self.seconds, self.timed_steps = 0.0, 0   # for tokens per second
+        self.forward_model = self.compile_and_wrap()   # the model, or DDP around it
 
     def run(self):
         """-> exit status"""
         self.announce()
-        # A first look: bad data end here, before a file is changed.
+        # A first look: most bad data end here, before a file is changed.
         self.data.batch(self.step, self.processes.rank)
         self.folder.begin(self.step)   # With --overwrite this deletes the old run.
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         while True:
-            is_over = self.share_done() >= 1
+            # How much is over after the coming step. Schedule and warm-ups follow this, and an
+            # evaluation sees the warm-ups as the coming step will.
             self.progress = min(1.0, self.share_done() + 1 / self.n_steps)
-            # Before an evaluation, too: it is to see the warm-ups as the coming step will.
             self.model.before_step(self.progress)
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
-            if signal or is_over or self.eval_is_due():
+            is_end = signal or self.share_done() >= 1
+            if is_end or self.is_due(self.config.eval_interval):
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
                 if not signal:
-                    self.evaluate_and_report(state)
-            if signal or is_over:
+                    self.evaluate_and_report(state)   # It may become best.pt, too.
+            if is_end:
                 break
-            self.step_and_report()
+            began = time.perf_counter()
+            ran, norm, lr = self.take_step()
+            self.report_step(began, ran, norm, lr)
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
-    def step_and_report(self):
-        """Takes a step, and writes a status line if one is due."""
-        began = time.perf_counter()
-        ran, norm, lr = self.take_step()
-        is_first = self.step == self.first_step + 1
-        log_is_due = self.is_due(self.config.log_interval)
-        if self.processes.on_cuda and (is_first or log_is_due or self.eval_is_due()):
-            torch.cuda.synchronize()   # The clock has to see all of the GPU's work.
-        self.step_seconds.append(time.perf_counter() - began)
-        if log_is_due:
-            self.check_finite()
-            n_tokens = self.tokens_per_step * len(self.step_seconds)
-            self.log(ran, norm, lr, n_tokens / sum(self.step_seconds))
-        if is_first or log_is_due:   # The first step doesn't count: it may compile.
-            self.step_seconds.clear()
+    def share_done(self):
+        """How much of the run is over, 0 to 1"""
+        if self.config.max_flops:
+            return self.flops / self.config.max_flops
+        return self.step / self.n_steps
+
+    def is_due(self, interval):
+        return self.step % interval == 0
 
     def take_step(self):
-        """One step of training -> ran, the norm of the gradient, and the learning rate"""
+        """One step of training -> what share of the tokens ran each sublayer, such as [1.0, 0.8],
+        the norm of the gradient, and the learning rate"""
         self.loss, ran = self.forward_and_backward()
         norm, lr = self.update()
         self.model.after_step(ran)   # nGPT normalises its weights, and thresholds of MoD move.
@@ -387,17 +389,18 @@ class Training:
         return ran, norm, lr
 
     def forward_and_backward(self):
-        """Puts the gradient of a batch into .grad -> its mean loss, and `ran`. Both are means over
-        micro-batches and processes. (Deciders and --deep_supervision may add to the loss.)"""
+        """Puts the gradient of a batch into .grad -> its loss, and who ran: see take_step. Both are
+        means over micro-batches and processes. (The loss has what a router adds. With
+        --deep_supervision it is a mean over blocks, too.)"""
         config, processes, model = self.config, self.processes, self.model
         n_sublayers = 2 * len(model.order)   # an attention and an MLP for each block that runs
         loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
             x, y = self.to_device(*self.data.batch(self.step, part))
-            # So LayerDrop's coins depend only on seed, step and part, as the batch does.
-            coins = np.random.SeedSequence((model.config.seed, self.step, part))
-            torch.manual_seed(int(coins.generate_state(1)[0]))
+            # What LayerDrop draws depends on seed, step and part only, as the batch does.
+            seed = np.random.SeedSequence((model.config.seed, self.step, part))
+            torch.manual_seed(int(seed.generate_state(1)[0]))
             if processes.count > 1:   # Processes exchange gradients once a step.
                 self.forward_model.require_backward_grad_sync = micro == config.grad_accum - 1
             keeps = []
@@ -414,12 +417,13 @@ class Training:
         return [tensor.to(self.processes.device, non_blocking=True) for tensor in tensors]
 
     def update(self):
-        """A step of the optimizers -> norm of the gradient before clipping, learning rate"""
+        """A step of the optimizers -> the norm of the whole gradient, not clipped, and the learning
+        rate"""
         config = self.config
-        grads, norms = self.block_gradients()
-        self.grad_norms += norms
+        grads, block_norms = self.block_gradients()
+        self.grad_norms += block_norms
         if config.equalize_grads:
-            equalize(grads, norms)
+            equalize(grads, block_norms)
         clip = config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         factor = lr_factor(config, self.progress)
@@ -434,39 +438,34 @@ class Training:
         """-> a list of gradients for each block, and their norms (L,)"""
         grads = [[p.grad for p in block.parameters() if p.grad is not None]
                  for block in self.model.blocks]
-        # A block that all tokens skip has no gradients: its norm is a zero on the CPU. Hence `to`.
+        # A block that all tokens skip has no gradients. The norm of nothing is a zero on the CPU.
         norms = [torch.nn.utils.get_total_norm(each).to(self.model.device) for each in grads]
         return grads, torch.stack(norms)
 
     # ------------------------------------------------------------------------- saving and reporting
 
-    def is_due(self, interval):
-        return self.step % interval == 0
-
-    def eval_is_due(self):
-        return self.is_due(self.config.eval_interval)
-
     def save(self):
         """Writes the checkpoint, and returns it."""
-        self.check_finite()   # Nothing that has gone wrong is saved.
+        self.refuse_if_not_finite()   # Nothing that has gone wrong is saved.
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
                      flops=self.flops, grad_norms=self.grad_norms, data=self.data.fingerprint)
         self.folder.save("ckpt.pt", state)
         return state
 
-    def check_finite(self):
+    def refuse_if_not_finite(self):
         """SystemExit, if the loss, a gradient or a weight is not finite any more"""
         loss = self.loss.item()
         finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
         if not finite or not all_finite(self.model):
             refuse(f"step {self.step}: loss {loss}, or gradients or weights that are not finite; "
-                   f"{self.checkpoint} is from before: go on from there with --resume and a lower "
-                   f"--lr")
+                   f"{self.checkpoint}, if it is there, is from before: go on from there with "
+                   f"--resume and a lower --lr")
 
     def evaluate_and_report(self, state):
-        """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. All
-        processes compute the same here: those that didn't would only wait."""
+        """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. Each
+        process evaluates all windows, so the result doesn't depend on how many processes there are.
+        """
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
                                        self.config.batch_size // self.data.n_parts)
         say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
@@ -480,6 +479,25 @@ class Training:
         self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
                         grad_norms=self.grad_norms.tolist())
         self.best_loss = min(nats, self.best_loss)
+
+    def report_step(self, began, ran, norm, lr):
+        """Writes a status line, if one is due. began: when the step did; the others: see take_step
+        """
+        is_first = self.step == self.first_step + 1
+        log_is_due = self.is_due(self.config.log_interval)
+        eval_is_due = self.is_due(self.config.eval_interval)
+        # A GPU runs behind. It has to catch up before the clock is read, and before an evaluation,
+        # which is not timed.
+        if self.processes.on_cuda and (is_first or log_is_due or eval_is_due):
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - began
+        self.timed_steps += 1
+        if log_is_due:
+            self.refuse_if_not_finite()
+            tok_s = self.tokens_per_step * self.timed_steps / self.seconds
+            self.log(ran, norm, lr, tok_s)
+        if is_first or log_is_due:   # The first step may compile. Later averages leave it out.
+            self.seconds, self.timed_steps = 0.0, 0
 
     def log(self, ran, norm, lr, tok_s):
         loss, skipped = self.loss.item(), 1 - mean_share(ran)
@@ -511,7 +529,7 @@ class Training:
             f"next: python sample.py {out}   or: python analyze.py {out}")
         return 0
 
-    # -------------------------------------------------------------------------------- how far it is
+    # ---------------------------------------------------------------------------- length of the run
 
     def count_steps(self):
         """Steps in the whole run. For --max_flops it is a guess: skipping makes steps cheaper."""
@@ -524,15 +542,9 @@ class Training:
         """FLOPs of one step. A backward pass costs as much as two forward passes."""
         return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
 
-    def share_done(self):
-        """How much of the run is over, 0 to 1"""
-        if self.config.max_flops:
-            return self.flops / self.config.max_flops
-        return self.step / self.n_steps
-
     def is_beyond_end(self):
         """Is the checkpoint later than the last step that a run of this length would take?"""
-        if self.config.max_flops:
+        if self.config.max_flops:   # The last step may go beyond the end, but only that one.
             return self.flops - self.step_flops() >= self.config.max_flops
         return self.step > self.n_steps
 
@@ -558,8 +570,7 @@ class Training:
 
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        # Which parameters may lack moments? Those without a gradient yet; and all, if there is no
-        # momentum.
+        # A parameter that never had a gradient has no moments, and SGD without momentum has none.
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
         may_lack = self.some_tokens_skip() or no_momentum or ckpt.get("step") == 0
         with explain_read_errors(self.checkpoint):
