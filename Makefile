@@ -1,4 +1,4 @@
-# make         an environment, data, three small models, a sample and two pages of figures: about 12 minutes on two idle cores
+# make         an environment, data, three small models, a sample and two pages of figures: 8 to 12 minutes on two idle cores
 # make test    the tests, about a minute; make test-slow runs the long ones
 PYTHON ?= python3
 BIN = .venv/bin
@@ -8,12 +8,14 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export MALLOC_TRIM_THRESHOLD_ = 2147483647
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 
-all: figures/index.html
+# The longest training begins at once, and two shorter ones run beside it.
+all: .venv/installed
+	$(MAKE) -j2 figures/text/index.html figures/index.html
 
 # Without an NVIDIA device, torch's own index has a build without CUDA, a tenth of the download. Where that index can't
 # be reached, pip takes the build of requirements.txt.
 .venv/installed: requirements.txt
-	@echo "make: installs torch, once; without a target it trains three small models, too: about 12 minutes on two idle cores"
+	@echo "make: installs torch, once; without a target it trains three small models, too: 8 to 12 minutes on two idle cores"
 	$(PYTHON) -m venv .venv
 	@test -e /dev/nvidiactl || $(PIP) --retries 0 --timeout 10 `grep ^torch requirements.txt` \
 	  --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || echo "make: torch's CPU index can't be reached"
@@ -45,13 +47,12 @@ runs/nag/done: data/stdlib/meta.json | .venv/installed idle
 	$(TRAIN) --residual nag --n_layer 12 --gate_lr 3e-3
 	touch $@
 
-models: runs/nag/done runs/steps-pre/done runs/steps-nag/done
-
-# Data first: then the longest training begins at once, beside the first of the two short ones.
-figures/index.html: | .venv/installed data/stdlib/meta.json data/steps/meta.json
-	$(MAKE) -j2 models
+figures/text/index.html: runs/nag/done
 	$(BIN)/python sample.py runs/nag --prompt "def " --temperature 0.6 --max_new_tokens 260
 	$(BIN)/python analyze.py runs/nag --out figures/text
+
+figures/index.html: runs/steps-pre/done runs/steps-nag/done
+	$(BIN)/python sample.py runs/steps-pre --prompt f867409244025 --temperature 0 --max_new_tokens 14
 	$(BIN)/python analyze.py runs/steps-pre runs/steps-nag --out figures
 
 test: .venv/installed idle
@@ -64,4 +65,4 @@ test-slow: .venv/installed
 clean:
 	rm -rf runs/nag runs/steps-pre* runs/steps-nag* data/stdlib data/steps figures
 
-.PHONY: all idle models test test-slow clean
+.PHONY: all idle test test-slow clean

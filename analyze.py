@@ -149,39 +149,39 @@ def by_kind(values):
 
 # ----------------------------------------------------------------------------- the steps text
 
-STEPS = "The steps text"   # The depth of its cells is known, so these figures are right or wrong.
+STEPS = "The steps text"   # What is asked for is known, so these figures are right or wrong.
 
 def steps_found(result):
-    right, guessing = result["share of right cells"].values()
+    right, guessing = result["share of right digits"].values()
     wrong = [k for k, share in enumerate(right) if share < 0.95] + [len(right)]
     if wrong[0] == 0:
         return "has not even learned to copy a line"
     return (f"{steps_learned(right, guessing[0]):.1f} steps learned, where each counts by how far its share is above "
-            f"guessing; at least 95 % of the cells are right up to {wrong[0] - 1} steps; shares of right cells: "
+            f"guessing; at least 95 % of the digits are right up to {wrong[0] - 1} steps; shares of right digits: "
             + ", ".join(f"{share:.2f}" for share in right))
 
 def steps_learned(right, guess):
-    """Shares of right cells by steps asked, 0, 1, .. -> how many steps have been learned: each step
+    """Shares of right digits by steps asked, 0, 1, .. -> how many steps have been learned: each step
     counts by how far its share is above guessing. 3.0: three steps, and no more"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
-@stat(STEPS, "Which depth it has learned", finding=steps_found, x="steps asked for", start=0)
+@stat(STEPS, "How many steps it has learned", finding=steps_found, x="steps asked for", start=0)
 def steps(run):
-    """How many of the cells are right, by the steps that lead to them. Each block can add a step.
+    """How many of the digits are right, by the steps that lead to them. The further right a line falls, the better.
 
-    Cells of the right half of a line, whose line before is in the window: each can be known, so the floor of
-    the loss is 0. On the left, lines repeat soon, and can be guessed. Guessing: 1 / symbols, ln(symbols)."""
+    Digits of the right half of a line, whose line before is in the window: each can be known, so the floor of
+    the loss is 0. On the left, digits repeat soon, and can be guessed. Guessing: 1 / symbols, ln(symbols)."""
     symbols, n = len(run.steps_text()["table"]), run.steps_text()["most"] + 1
     def measure(idx, targets):
         logits = run.model(idx)[0]
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         return torch.stack((logits.argmax(-1) == targets, loss.view_as(targets)))
     right, loss = by_steps(run, measure)
-    return {"share of right cells": {"measured": right, "guessing": [1 / symbols] * n},
-            "loss (nats per cell)": {"measured": loss, "guessing": [math.log(symbols)] * n}}
+    return {"share of right digits": {"measured": right, "guessing": [1 / symbols] * n},
+            "loss (nats per digit)": {"measured": loss, "guessing": [math.log(symbols)] * n}}
 
 def by_steps(run, measure):
-    """measure(idx, targets) (rows, B, T) -> its mean over the cells of each number of steps: rows of numbers"""
+    """measure(idx, targets) (rows, B, T) -> its mean over the digits of each number of steps: rows of numbers"""
     text, total, count = run.steps_text(), 0, 0
     for idx, targets in run.batches:
         asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), text["cells"])
@@ -194,34 +194,47 @@ def by_steps(run, measure):
     return (total / count).tolist()
 
 @stat(STEPS, "What the head can read after each block", "blocks run", "heat", x="steps asked for",
-      label="share of right cells", first_row=0, first_column=0, vmax=1)
+      label="share of right digits", first_row=0, first_column=0, vmax=1)
 def lens_by_steps(run):
     """What the head says after each block. A dark row can't be read yet, which doesn't mean that its block is idle.
 
-    Share of right cells, as above. Final norm and head, applied to the stream after each block (row 0: to the
+    Share of right digits, as above. Final norm and head, applied to the stream after each block (row 0: to the
     embedding). Source: the logit lens, as in arXiv:2505.13898."""
     def measure(idx, targets):
         ends = run.ends_of_blocks(idx)
         return torch.stack([run.model.head(stream).argmax(-1) == targets for stream in ends])
     return {"": by_steps(run, measure)}
 
-@stat(STEPS, "Which block does which step", "block left out", "heat", x="steps asked for",
-      label="share of right cells", first_column=0, vmax=1)
-def removal_by_steps(run):
-    """Right cells without one block. A block with a job costs the steps that it does, and all that come after.
+def removal_by_steps_found(result):
+    left = [sum(row) / len(row) for row in result[""]]
+    best = left.index(max(left))
+    return (f"without block {best + 1}, {left[best]:.0%} of the digits are right, the most; without block 1, 2, ..: "
+            + ", ".join(f"{share:.2f}" for share in left) + " (means over the rows)")
 
-    The stream passes a removed block unchanged; nothing is trained after it. Cells as above."""
+@stat(STEPS, "What is left without a block", "block left out", "heat", removal_by_steps_found, x="steps asked for",
+      label="share of right digits", first_column=0, vmax=1)
+def removal_by_steps(run):
+    """Right digits without one block. A bright row: the model hardly needs this block.
+
+    The stream passes a removed block unchanged; nothing is trained after it. Digits as above."""
     blocks = range(len(run.model.blocks))
     deciders = [Without(sublayers_of(run.model, block), run.model.decider) for block in blocks]
     def measure(idx, targets):
         return torch.stack([run.model(idx, decider=each)[0].argmax(-1) == targets for each in deciders])
     return {"": by_steps(run, measure)}
 
-@stat(STEPS, "Who skips", x="steps asked for", start=0, limits=(0, 1.02))
+def depth_by_steps_found(result):
+    ran, right = (panel["measured"] for panel in result.values())
+    known = max(k for k, share in enumerate(right) if share >= 0.9 or k == 0)
+    return (f"copies run {ran[0]:.1%} of the sublayers, and {known} steps, the most of which 90 % are right, "
+            f"{ran[known]:.1%}; for 0, 1, .. steps: " + ", ".join(f"{share:.3f}" for share in ran))
+
+@stat(STEPS, "Who skips", finding=depth_by_steps_found, x="steps asked for", start=0, limits=(0, 1.02))
 def depth_by_steps(run):
     """Whether a token that needs less depth gets less: flat lines say that skipping knows no tokens.
 
-    At the position that predicts the cell. Thresholds as in the map of tokens and sublayers."""
+    Counted where the digit is predicted, one character before it. Thresholds as in the map of tokens and
+    sublayers."""
     run.steps_text()
     if run.config["mod_rate"] == 0 and (why := why_not(run.model, "skip")):
         raise NotHere(why)
@@ -231,13 +244,13 @@ def depth_by_steps(run):
         ran = [torch.ones_like(targets) if keep is EVERYONE else keep.float() for keep in keeps]
         return torch.stack((torch.stack(ran).mean(0), (logits.argmax(-1) == targets).float()))
     ran, right = by_steps(run, measure)
-    return {"share of the sublayers that ran": {"measured": ran}, "share of right cells": {"measured": right}}
+    return {"share of the sublayers that ran": {"measured": ran}, "share of right digits": {"measured": right}}
 
 @stat(STEPS, "What can be known, and what cannot", "nats per token", x="blocks run", start=0)
 def known_loss(run):
-    """The loss of the cells that can be known, and of all the rest: letters, first lines, and line ends.
+    """The loss of the digits that can be known, and of all the rest: letters, first lines, and line ends.
 
-    Final norm and head after each block, as above. Here left cells count, too. The rest has a floor above 0."""
+    Final norm and head after each block, as above. Here left digits count, too. The rest has a floor above 0."""
     text, sums = run.steps_text(), torch.zeros(2, len(run.model.order) + 1)
     n = torch.zeros(2, 1)
     for idx, targets in run.batches:
@@ -273,7 +286,9 @@ def stream_norm(run):
 
 def update_found(result):
     turned, summed = result["angle (degrees)"]["MLP"][-1], result["angles summed (degrees)"]["both"][-1]
-    return f"the last MLP turns the stream by {turned:.0f} degrees, and all sublayers together by {summed:.0f}"
+    change = itertools.chain.from_iterable(zip(*result["|change| / |stream|"].values()))
+    return (f"the last MLP turns the stream by {turned:.0f} degrees, and all sublayers together by {summed:.0f}; "
+            f"|change| / |stream| of sublayer 1, 2, ..: " + ", ".join(f"{each:.2f}" for each in change))
 
 @stat("The stream", "What a sublayer changes", finding=update_found, x="block", log=True, first=1)
 def update(run):
@@ -536,7 +551,7 @@ def outliers(run):
         return (x.pow(4).mean(-1) / x.square().mean(-1).square().clamp_min(1e-30) - 3).mean((1, 2))
     return {"": {"stream": run.mean(measure, run.some).tolist()}}
 
-@stat("Skipping", "Depth of each token", "sublayer", "depth_map", x="token", label="size of the write",
+@stat("Skipping", "What each sublayer writes for each token", "sublayer", "depth_map", x="token", label="size of the write",
       columns=1, cmap="Blues", first=1)
 def depth_map(run):
     """How much each sublayer writes for each token of a text; dark: much; grey: it skips, or would.

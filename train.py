@@ -49,14 +49,14 @@ class TrainConfig:
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
-    max_iters: int = flag(420, "optimizer steps; or give max_tokens or max_flops instead", 0,
-                          1e9, group="length of the run")
+    max_iters: int = flag(420, "iterations, that is steps of the optimizer; or give max_tokens or "
+                          "max_flops instead", 0, 1e9, group="length of the run")
     max_tokens: float = flag(0.0, "end after this many training tokens", 0, 1e15)
     max_flops: float = flag(0.0, "end after this many matmul FLOPs; what is skipped is not counted",
                             0, 1e27)
-    eval_interval: int = flag(100, "steps from one checkpoint and evaluation to the next", 1, 1e9)
+    eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
-    log_interval: int = flag(20, "steps between status lines", 1, 1e9)
+    log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
 
     batch_size: int = flag(16, "sequences per optimizer step, of all processes together", 1, 1e6,
                            group="optimizer")
@@ -458,9 +458,9 @@ class Training:
         loss = self.loss.item()
         finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
         if not finite or not all_finite(self.model):
-            refuse(f"step {self.step}: loss {loss}, or gradients or weights that are not finite; "
-                   f"{self.checkpoint}, if it is there, is from before: go on from there with "
-                   f"--resume and a lower --lr")
+            refuse(f"iteration {self.step}: loss {loss}, or gradients or weights that are not "
+                   f"finite; {self.checkpoint}, if it is there, is from before: go on from there "
+                   f"with --resume and a lower --lr")
 
     def evaluate_and_report(self, state):
         """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. Each
@@ -468,11 +468,11 @@ class Training:
         """
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
                                        self.config.batch_size // self.data.n_parts)
-        say(f"step {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
+        say(f"iter {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
             f"{skipped:.1%} skipped")
         if not math.isfinite(nats):
-            refuse(f"step {self.step}: validation loss {nats}; best.pt, if it is there, has better "
-                   f"weights; start a new run with a lower --lr")
+            refuse(f"iteration {self.step}: validation loss {nats}; best.pt, if it is there, has "
+                   f"better weights; start a new run with a lower --lr")
         if nats < self.best_loss:
             self.folder.save("best.pt", state)
         # After best.pt, because a run that is resumed finds the best loss here.
@@ -504,7 +504,7 @@ class Training:
         tokens = self.step * self.tokens_per_step
         self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
                         tokens=tokens, flops=self.flops, skip_rate=skipped)
-        say(f"step {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
+        say(f"iter {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
             f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
 
     def announce(self):
@@ -515,14 +515,15 @@ class Training:
             threads = torch.get_num_threads()
             where = f"CPU, {threads} thread{'s' * (threads > 1)}"
         say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-            f"{num_params(self.model) / 1e6:.2f}M parameters; steps {self.step} to {self.n_steps} "
-            f"of {self.tokens_per_step:,} tokens on {self.processes.count} x {where}")
+            f"{num_params(self.model) / 1e6:.2f}M parameters; iterations {self.step} to "
+            f"{self.n_steps} of {self.tokens_per_step:,} tokens on {self.processes.count} x "
+            f"{where}")
 
     def finish(self, signal):
         """Says how the run has ended -> exit status. signal: its number, or 0"""
         out = self.folder.out
         if signal:
-            say(f"stopped at step {self.step}, all is saved; go on with: python train.py "
+            say(f"stopped at iteration {self.step}, all is saved; go on with: python train.py "
                 f"--out {out} --resume")
             return 128 + signal
         say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
@@ -581,8 +582,8 @@ class Training:
             self.step, self.flops, norms = checked_progress(ckpt, self.grad_norms.shape)
             self.grad_norms.copy_(norms)
         if self.is_beyond_end():
-            refuse(f"--resume: {self.checkpoint} is at step {self.step}, beyond the end that the "
-                   f"flags set (about {self.n_steps} steps); give a later end, or none")
+            refuse(f"--resume: {self.checkpoint} is at iteration {self.step}, beyond the end that "
+                   f"the flags set (about {self.n_steps} iterations); give a later end, or none")
         self.best_loss = self.best_loss_so_far()
 
     def best_loss_so_far(self):

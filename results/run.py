@@ -56,7 +56,7 @@ def text_run(residual, n_layer=12, iters=420, more=""):
     return f"{TEXT} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
 
 EXPERIMENTS = {   # name -> (question, variants)
-    "staircase": ("How many steps do so many blocks learn?", [
+    "staircase": ("How many steps do 1 to 6 blocks (PreNorm) learn?", [
         Variant("1 block", steps_run("pre", 1)),
         Variant("2 blocks", steps_run("pre", 2)),
         Variant("4 blocks", steps_run("pre", 4)),
@@ -164,7 +164,7 @@ def measure(out):
     text = prepare.load_meta(config["data"]).get("steps")
     if text:
         run = analyze.Run(model, config, {}, None, (x, y), text)
-        right = analyze.steps(run)["share of right cells"]["measured"]
+        right = analyze.steps(run)["share of right digits"]["measured"]
         found |= dict(right=" ".join(f"{share:.3f}" for share in right),
                       steps=f"{analyze.steps_learned(right, 1 / len(text['table'])):.3f}")
     history = [entry for entry in read_metrics(out).values() if "tok_s" in entry]

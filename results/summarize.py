@@ -129,7 +129,7 @@ def comparisons_table(rows, comparisons):
 # ---------------------------------------------------------------------------------------- figures
 
 def draw_steps(rows, experiment, names, path):
-    """Share of right cells by steps asked: a line through the means, a dot a seed"""
+    """Share of right digits by steps asked: a line through the means, a dot a seed"""
     right = {}
     for name in names:
         mine = [row for row in rows if row["variant"] == name and row["seed"] != CHOOSES_RATES]
@@ -145,7 +145,7 @@ def draw_steps(rows, experiment, names, path):
         for shares in right[name]:
             axes.plot(steps + beside, shares, ".", color=COLORS[i], alpha=0.5)
     axes.axhline(GUESSING, color="0.5", linestyle=":", label="guessing")
-    axes.set(xlabel="steps asked for (lines: means; dots: seeds)", ylabel="share of right cells",
+    axes.set(xlabel="steps asked for (lines: means; dots: seeds)", ylabel="share of right digits",
              title=EXPERIMENTS[experiment][0], xticks=range(10), ylim=(0, 1.03))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

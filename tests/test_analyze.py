@@ -417,7 +417,7 @@ def test_steps_text_by_hand(tmp_path, monkeypatch):
         return [sum(each) / len(each) for each in right]
     for block in run.model.blocks[2].pairs():
         torch.nn.init.zeros_(block[1].c_proj.weight)
-    found = analyze.steps(run)["share of right cells"]
+    found = analyze.steps(run)["share of right digits"]
     assert found["measured"] == pytest.approx(shares(run.model(x)[0])) and found["guessing"] == [0.1] * 4
     lens, without = analyze.lens_by_steps(run)[""], analyze.removal_by_steps(run)[""]
     assert len(lens) == L + 1 and len(without) == L and lens[-1] == pytest.approx(found["measured"])
@@ -425,7 +425,7 @@ def test_steps_text_by_hand(tmp_path, monkeypatch):
     assert without[0] == pytest.approx(shares(run.model(x, decider=Without({1, 2}))[0]))
     run.decider = Threshold(0.3)
     ran = analyze.depth_by_steps(run)
-    assert ran["share of right cells"]["measured"] == pytest.approx(shares(run.model(x, decider=run.decider)[0]))
+    assert ran["share of right digits"]["measured"] == pytest.approx(shares(run.model(x, decider=run.decider)[0]))
     loss, parts = run.model(x, y)[1].item(), analyze.known_loss(run)[""]
     share = (steps >= 0).double().mean().item()
     assert share * parts["can be known"][-1] + (1 - share) * parts["the rest"][-1] == pytest.approx(loss, rel=1e-5)

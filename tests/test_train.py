@@ -375,11 +375,11 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     monkeypatch.setattr(GPT, "after_step", poisons)
     for run, log, pause, step in (tmp_path / "log", 3, 100, 9), (tmp_path / "pause", 100, 4, 8):
         calls.clear()
-        with pytest.raises(SystemExit, match=f"step {step}: loss.*ckpt.pt.*--lr"):
+        with pytest.raises(SystemExit, match=f"iteration {step}: loss.*ckpt.pt.*--lr"):
             go(data, run, "--max_iters", 12, "--log_interval", log, "--eval_interval", pause)
     assert load(run)["step"] == 4 and resume(run) == 0 and metrics(run)[12]["val_loss"] > 0
     monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, 1.0, 0.0))
-    with pytest.raises(SystemExit, match="step 12: validation loss nan.*best.pt"):
+    with pytest.raises(SystemExit, match="iteration 12: validation loss nan.*best.pt"):
         resume(run, "--max_iters", 16)
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
