@@ -52,7 +52,7 @@ figures/text/index.html: runs/nag/done
 	$(BIN)/python analyze.py runs/nag --out figures/text
 
 figures/index.html: runs/steps-pre/done runs/steps-nag/done
-	$(BIN)/python sample.py runs/steps-pre --prompt f867409244025 --temperature 0 --max_new_tokens 14
+	$(BIN)/python sample.py runs/steps-pre --prompt f314159265358 --temperature 0 --max_new_tokens 14
 	$(BIN)/python analyze.py runs/steps-pre runs/steps-nag --out figures
 
 test: .venv/installed idle

@@ -551,7 +551,8 @@ def outliers(run):
         return (x.pow(4).mean(-1) / x.square().mean(-1).square().clamp_min(1e-30) - 3).mean((1, 2))
     return {"": {"stream": run.mean(measure, run.some).tolist()}}
 
-@stat("Skipping", "What each sublayer writes for each token", "sublayer", "depth_map", x="token", label="size of the write",
+@stat("Skipping", "What each sublayer writes for each token", "sublayer", "depth_map",
+      x="token (grey: it skips, or would)", label="size of the write",
       columns=1, cmap="Blues", first=1)
 def depth_map(run):
     """How much each sublayer writes for each token of a text; dark: much; grey: it skips, or would.
@@ -763,7 +764,7 @@ def draw_depth_map(stat, results, colors):
                                          for rows in zip(result["size"], result["ran"])]}
                               for run, result in results.items()}, colors)
     for axes, result in zip(figure.axes, results.values()):
-        tokens = [repr(token)[1:-1] for token in result["tokens"]]   # without line ends
+        tokens = [repr(token)[1:-1].replace("\\n", "↵") for token in result["tokens"]]   # no line ends
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=7, family="monospace",
                         rotation=90 if max(map(len, tokens)) > 2 else 0)
     return figure

@@ -154,11 +154,10 @@ def settings_to_resume(given):
 
 def read_config(path):
     """The settings of a run. Where it goes and what it may replace has to be typed anew."""
-    known = asdict(GPTConfig()) | asdict(TrainConfig())
-    for name in NOT_SAVED:
-        del known[name]
     # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
-    return read_settings(path, known | dict(tokenizer=""))
+    known = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
+    values = read_settings(path, known)
+    return {name: value for name, value in values.items() if name not in NOT_SAVED}
 
 # --------------------------------------------------------------------------------------------- data
 

@@ -20,7 +20,6 @@ sys.path.insert(0, str(ROOT))
 import prepare
 from flags import flag, parse, refuse, say, start
 from model import GPT, GPTConfig, all_run, calibrate, flops_per_token, pick, ran_shares
-from runs import write_file
 from train import Data, TrainConfig
 
 @dataclass
@@ -29,7 +28,6 @@ class SpeedConfig:
     only: str = flag("", "some of training, skipping, decoding, separated by commas")
     rounds: int = flag(12, "rounds that count", 3, 1000)
     data: str = flag("data/stdlib", "folder of token shards, for the model that skips")
-    out: str = flag("results/speed.json", "file of the numbers")
 
 B, T, V = 16, 128, 320   # sequences, tokens, vocabulary
 
@@ -121,7 +119,7 @@ def skipping(args):
         yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
 
 def decoding(args):
-    """48 tokens, half skipped or dense; 256 tokens after 256, cached or run on the whole text each time"""
+    """48 tokens, half skipped or dense; 256 tokens after 256, cached or computed anew each time"""
     nag, pre = make("nag", 24, 384, n_head=6).eval(), make("pre", 12, 128, block_size=512).eval()
     x = torch.randint(256, (8, T), generator=torch.Generator().manual_seed(0))
     decider, prompt = calibrate(nag, [x], 0.5), x[:2].view(1, 256)
@@ -147,14 +145,10 @@ def main(argv=None):
         refuse(f"--only {name}: no such comparison; choose from {', '.join(COMPARISONS)}")
     if args.nanogpt:
         read_nanogpt(args.nanogpt)   # now, not after minutes
-    if Path(args.out).exists() and Path(args.out).suffix != ".json":
-        refuse(f"--out {args.out}: is there, and is no JSON file of ours; name another")
-    numbers = dict(threads=torch.get_num_threads(), load=os.getloadavg()[0], rounds=args.rounds)
+    say(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]}, {args.rounds} rounds")
     for name in wanted:
         for line, result in COMPARISONS[name](args):
-            numbers[line] = result
             say(f"{line}: {json.dumps(result)}")
-    write_file(args.out, lambda f: f.write(json.dumps(numbers, indent=1).encode() + b"\n"))
 
 if __name__ == "__main__":
     start(main)
