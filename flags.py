@@ -164,7 +164,7 @@ def add_flag(group, field, is_positional):
     elif field.type is bool:
         how = dict(action=argparse.BooleanOptionalAction)
     elif field.type is list:
-        how = dict(nargs="+")
+        how = dict(nargs="+", action="extend")
     if not is_positional and field.default not in ("", None, False):
         text += f" (default {field.default})"
     how["help"] = text.replace("%", "%%")

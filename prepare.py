@@ -7,12 +7,16 @@ Data sets to token shards, one command each. First comes what the other scripts 
     python prepare.py fineweb --shards 10               # GPT-2 tokens of web text, 100M (200 MB) per shard
     python prepare.py text --input FILE_OR_FOLDER...    # your own; each file has to fit into memory
 """
-import argparse, fcntl, hashlib, http.client, json, os, re, shutil, socket, sys, sysconfig, tempfile
+import fcntl, hashlib, http.client, json, os, re, shutil, socket, sys, sysconfig, tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
 import numpy as np
 import tiktoken
 import torch
-from flags import Parser, say, start
+
+from flags import flag, parse, refuse, say, start
 from runs import VOCABULARIES
 
 # A shard is what llm.c reads: a header of 256 int32 (magic, version, number of tokens), then uint16 tokens.
@@ -38,7 +42,7 @@ def val_windows(data, T, n):
     starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
     x, y = read_windows(shards, starts, T)
     if (largest := max(x.max(), y.max())) >= vocab_size:
-        raise SystemExit(f"--data {data}: token {largest} is not below {vocab_size}; remove and remake it")
+        refuse(f"--data {data}: token {largest} is not below {vocab_size}; remove and remake it")
     return x, y
 
 def open_split(data, split, T=0):
@@ -46,7 +50,7 @@ def open_split(data, split, T=0):
     paths = sorted(Path(data).glob(f"*{split}*.bin"))
     shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
     if not shards:
-        raise SystemExit(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that")
+        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that")
     return shards
 
 def read_shard(path):
@@ -54,7 +58,7 @@ def read_shard(path):
     n = (os.path.getsize(path) - HEADER) / 2 if os.path.isfile(path) else 0   # A pipe would make us wait.
     header = np.fromfile(path, "<i4", 256) if n > 0 else np.zeros(3)
     if n < 1 or header[:3].tolist() != [MAGIC, VERSION, n]:
-        raise SystemExit(f"{path}: is not a whole token shard; delete it and run prepare.py again")
+        refuse(f"{path}: is not a whole token shard; delete it and run prepare.py again")
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(int(n),))
 
 def load_meta(data):
@@ -69,7 +73,7 @@ def load_meta(data):
             return meta
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise SystemExit(f"--data {data}: no good meta.json there; name a folder that prepare.py has made")
+    refuse(f"--data {data}: no good meta.json there; name a folder that prepare.py has made")
 
 def is_steps(table, cells, most):
     """Is this what a steps text says about itself in meta.json?"""
@@ -100,7 +104,7 @@ def get_tokenizer(name):
     try:
         return tiktoken.get_encoding(name)
     except Exception as e:  # whatever requests, ssl or tiktoken's own hash check raise
-        raise SystemExit(f"--tokenizer {name}: no table of it ({type(e).__name__}); go online once, or set "
+        refuse(f"--tokenizer {name}: no table of it ({type(e).__name__}); go online once, or set "
                          "TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
 
 # ------------------------------------------------------------------ the steps text: depth that is known
@@ -136,7 +140,7 @@ def tokenize(path, share, split, tokenizer):
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError:
-        raise SystemExit(f"{path}: is not UTF-8 text; convert it (iconv -t UTF-8) or leave it out")
+        refuse(f"{path}: is not UTF-8 text; convert it (iconv -t UTF-8) or leave it out")
     cut = int(len(text) * (1 - share))
     if 0 < share < 1:  # after a newline, if one is near
         cut = text.rfind("\n", cut - len(text) // 100, cut) + 1 or cut
@@ -148,15 +152,15 @@ def tokenize(path, share, split, tokenizer):
     if text:
         yield [tokenizer.eot_token]
 
-def write_text(args, new, files):
+def write_text(config, new, files):
     """{path: share for validation} -> shards, see write_shards."""
-    tokenizer = get_tokenizer(args.tokenizer)
+    tokenizer = get_tokenizer(config.tokenizer)
     def pieces(split):
         for path, share in files.items():
             yield from tokenize(path, share, split, tokenizer)
-    write_shards(args, new, pieces)
+    write_shards(config, new, pieces)
 
-def write_shards(args, new, pieces):
+def write_shards(config, new, pieces):
     """pieces(split) yields lists of tokens -> shards in the folder `new`, which then takes the place of --out."""
     for split in ("train", "val"):
         with open(new / f"{split}_000000.bin", "wb") as shard:
@@ -165,42 +169,42 @@ def write_shards(args, new, pieces):
                 shard.write(np.array(tokens, "<u2").tobytes())
             n = (shard.tell() - HEADER) // 2
             if n == 0:
-                raise SystemExit(f"--input: has too little text for a {split} split; name more files")
+                refuse(f"--input: has too little text for a {split} split; name more files")
             shard.seek(0)  # the number is known only now
             shard.write(np.array([MAGIC, VERSION, n] + 253 * [0], "<i4").tobytes())
             shard.flush()
             os.fsync(shard.fileno())
-    if args.out.exists():
-        args.out.rename(new.parent / "old")
-    new.rename(args.out)
+    if config.out.exists():
+        config.out.rename(new.parent / "old")
+    new.rename(config.out)
 
 # ------------------------------------------------------------------ the five data sets
 
 LINES = 16   # of a document of the steps text
 DOCUMENTS = dict(train=24_000, val=1_200)
 
-def steps(args, new):
+def steps(config, new):
     """Lines such as c2031133021: a letter (a: 0, b: 1, c: 2 ...) and cells. The next line has the same cells,
     so many steps later; see next_line. So the depth that a cell needs is known."""
-    table = make_table(args.symbols, args.rows, np.random.default_rng(args.table))
+    table = make_table(config.symbols, config.rows, np.random.default_rng(config.table))
     meta = json.loads((new / "meta.json").read_text())
-    meta["steps"] = dict(table=table.tolist(), cells=args.cells, most=args.most)
+    meta["steps"] = dict(table=table.tolist(), cells=config.cells, most=config.most)
     (new / "meta.json").write_text(json.dumps(meta))
 
     def pieces(split):
-        rng, n = np.random.default_rng((args.table, len(split))), DOCUMENTS[split]
-        share = 0.85 ** np.arange(args.most + 1)   # Few steps are asked for more often: they teach the many.
-        asked = rng.choice(args.most + 1, (n, LINES), p=share / share.sum())
-        cells, lines = rng.integers(args.symbols, size=(n, args.cells)), []
+        rng, n = np.random.default_rng((config.table, len(split))), DOCUMENTS[split]
+        share = 0.85 ** np.arange(config.most + 1)   # Few steps are asked for more often: they teach the many.
+        asked = rng.choice(config.most + 1, (n, LINES), p=share / share.sum())
+        cells, lines = rng.integers(config.symbols, size=(n, config.cells)), []
         for i in range(LINES):
             lines += [ord("a") + asked[:, i:i + 1], ord("0") + cells, np.full((n, 1), ord("\n"))]
             later = cells
-            for step in range(args.most):
+            for step in range(config.most):
                 later = next_line(later, table)
                 cells = np.where(step < asked[:, i:i + 1], later, cells)
         end = np.full((n, 1), get_tokenizer("bytes").eot_token)
         yield np.concatenate([*lines, end], axis=1).flatten()
-    write_shards(args, new, pieces)
+    write_shards(config, new, pieces)
 
 def make_table(symbols, rows, rng):
     """-> table (symbols, symbols): what a cell becomes, by its left neighbour and itself. Of the left neighbour
@@ -216,7 +220,7 @@ def make_table(symbols, rows, rng):
             table[row, (in_row_0 + row) % rows == to] = to + rows * rng.permutation(size)
     return table[np.arange(symbols) % rows]
 
-def stdlib(args, new):
+def stdlib(config, new):
     """The standard library of the Python that runs this: code of one style, on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -224,17 +228,17 @@ def stdlib(args, new):
     names = sorted(name for name in names if skip.isdisjoint(name.split("/")))
     # 5 % of the files are for validation. By hash, so that a file stays there when others come or go.
     rank = {name: int(hashlib.sha256(os.fsencode(name)).hexdigest()[:16], 16) / 2**64 for name in names}
-    write_text(args, new, {root / name: float(rank[name] < 0.05) for name in names})
+    write_text(config, new, {root / name: float(rank[name] < 0.05) for name in names})
 
-def shakespeare(args, new):
+def shakespeare(config, new):
     """Tiny-shakespeare; the last tenth is held out, as in nanoGPT."""
     download(SHAKESPEARE_URL, new / "input.txt", SHAKESPEARE_SHA256)
-    write_text(args, new, {new / "input.txt": 0.1})
+    write_text(config, new, {new / "input.txt": 0.1})
 
-def text(args, new):
+def text(config, new):
     """Your own UTF-8 files, and all in your folders. Each is one document; its last 5 % are held out."""
-    seen = {str(args.out)}  # our own output is not input
-    write_text(args, new, {file: 0.05 for path in args.input for file in files_in(path, seen)})
+    seen = {str(config.out)}  # our own output is not input
+    write_text(config, new, {file: 0.05 for path in config.input for file in files_in(path, seen)})
 
 def files_in(path, seen):
     """The files at or below a path, no hidden ones, no caches. Links are followed; nothing comes twice."""
@@ -246,16 +250,16 @@ def files_in(path, seen):
     visible = [child for child in path.iterdir() if child.name[0] != "." and child.name != "__pycache__"]
     return [file for child in sorted(visible) for file in files_in(child, seen)]
 
-def fineweb(args, new):
+def fineweb(config, new):
     """Ready GPT-2 shards, on which modded-nanogpt trains: one of validation, the first N of training."""
-    args.out.mkdir(exist_ok=True)
-    for name in ["val_000000"] + [f"train_{i + 1:06d}" for i in range(args.shards)]:
-        shard = args.out / f"fineweb_{name}.bin"
+    config.out.mkdir(exist_ok=True)
+    for name in ["val_000000"] + [f"train_{i + 1:06d}" for i in range(config.shards)]:
+        shard = config.out / f"fineweb_{name}.bin"
         if not shard.exists():  # what an earlier run has downloaded stays
             download(FINEWEB_URL + shard.name, new / shard.name)
             read_shard(new / shard.name)
             os.replace(new / shard.name, shard)
-    os.replace(new / "meta.json", args.out / "meta.json")
+    os.replace(new / "meta.json", config.out / "meta.json")
     say("NOT CHECKED: the sha256 of these shards, as none is pinned. Header and length of each are right.")
 
 def download(url, path, sha256=None):
@@ -264,57 +268,69 @@ def download(url, path, sha256=None):
     try:
         torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except (OSError, http.client.HTTPException, RuntimeError) as e:
-        raise SystemExit(f"cannot download {url} ({e}); check network and disk, then type the command again")
-
-def main(argv=None):
-    parser = Parser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=DATA_SETS)
-    parser.add_argument("--tokenizer", choices=VOCABULARIES, help="default: bytes; fineweb has gpt2 only")
-    parser.add_argument("--out", help="folder of the shards; default: data/NAME")
-    parser.add_argument("--shards", type=int, default=1, help="of fineweb, 1 to 103; default: 1")
-    parser.add_argument("--symbols", type=int, default=10, help="of steps, 2 to 10; default: 10")
-    parser.add_argument("--rows", type=int, default=2, help="of steps, different rows of its table; default: 2")
-    parser.add_argument("--cells", type=int, default=12, help="of steps, in a line, 2 to 100; default: 12")
-    parser.add_argument("--most", type=int, default=9, help="of steps, the most of them, 1 to 25; default: 9")
-    parser.add_argument("--table", type=int, default=0, help="of steps, the seed of its table; default: 0")
-    parser.add_argument("--input", nargs="+", action="extend", default=[], help="of text: UTF-8 files or folders")
-    args = parser.parse_args(argv)
-    if "" in args.input:
-        raise SystemExit("--input: has an empty name; name files or folders")
-    args.input = [Path(name) for name in args.input]
-    out = f"data/{args.name}" if args.out is None else args.out
-    args.out = Path(os.path.realpath(out))  # a link stands for the folder that it names
-    args.tokenizer = args.tokenizer or ("gpt2" if args.name == "fineweb" else "bytes")
-    if args.name == "fineweb" and not (args.tokenizer == "gpt2" and 1 <= args.shards <= 103):
-        parser.error("fineweb comes as gpt2 tokens in 103 shards: use --tokenizer gpt2 and --shards 1 to 103")
-    if args.name == "steps" and args.tokenizer != "bytes":
-        raise SystemExit("--tokenizer: steps comes as bytes, a token for each character; leave this flag out")
-    for name, low, high in ("symbols", 2, 10), ("rows", 2, 10), ("cells", 2, 100), ("most", 1, 25), ("table", 0, 10**9):
-        if not low <= getattr(args, name) <= high:
-            raise SystemExit(f"--{name} {getattr(args, name)}: must be from {low} to {high}")
-    if args.symbols % args.rows:
-        raise SystemExit(f"--rows {args.rows}: must divide --symbols {args.symbols}; use --rows {args.symbols}")
-    meta = dict(name=args.name, tokenizer=args.tokenizer, vocab_size=VOCABULARIES[args.tokenizer])
-    temporary = args.out.parent / f".{args.out.name}.tmp"
-    try:
-        for name in os.listdir(args.out) if args.out.exists() else []:
-            if not OUR_FILE.fullmatch(name) or not meta.items() <= load_meta(args.out).items():
-                raise SystemExit(f"--out {out}: its {name!r} is of another data set; choose another folder")
-        temporary.mkdir(parents=True, exist_ok=True)  # its lock ends with this process, however that ends
-        fcntl.flock(os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            new = Path(tempfile.mkdtemp(dir=temporary), "new")
-            new.mkdir()
-            (new / "meta.json").write_text(json.dumps(meta))
-            DATA_SETS[args.name](args, new)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # also what killed runs have left there
-    except (KeyboardInterrupt, OSError, OverflowError, RecursionError) as e:
-        raise SystemExit(f"{out}: not written ({str(e) or 'interrupted'}); mend it or end another prepare.py")
-    train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
-    say(f"{train:,} train and {val:,} val tokens ({args.tokenizer}); next: python train.py --data {out}")
+        refuse(f"cannot download {url} ({e}); check network and disk, then type the command again")
 
 DATA_SETS = dict(steps=steps, stdlib=stdlib, shakespeare=shakespeare, fineweb=fineweb, text=text)
+
+# ------------------------------------------------------------------ main
+
+@dataclass
+class PrepareConfig:
+    name: Literal["steps", "stdlib", "shakespeare", "fineweb", "text"] = flag("", "which data set")
+    out: str = flag("", "folder of the shards; without it data/NAME")
+    tokenizer: Literal["bytes", "gpt2"] = flag("bytes", "steps has bytes only, fineweb has gpt2 only")
+    input: list = flag(None, "of text: UTF-8 files, and folders of them")
+    shards: int = flag(1, "of fineweb: how many of them, 100M tokens each", 1, 103)
+    symbols: int = flag(10, "different digits", 2, 10, group="the steps text")
+    rows: int = flag(2, "different rows of the table; has to divide symbols", 2, 10)
+    cells: int = flag(12, "digits in a line", 2, 100)
+    most: int = flag(9, "the most steps that a line asks for", 1, 25)
+    table: int = flag(0, "seed of the table", 0, 1e9)
+
+    def problems(self):
+        wrong_tokens = {"steps": "gpt2", "fineweb": "bytes"}.get(self.name) == self.tokenizer
+        rules = [
+            (self.symbols % self.rows, f"--rows {self.rows}: must divide --symbols {self.symbols}; "
+                                       f"use --rows {self.symbols}"),
+            (wrong_tokens, f"--tokenizer {self.tokenizer}: {self.name} comes with other tokens; leave this flag out"),
+            (self.input and self.name != "text", "--input: is for text only; type: prepare.py text --input ..."),
+            (self.name == "text" and not self.input, "text: needs files or folders; name them with --input"),
+            ("" in (self.input or []), "--input: has an empty name; name files or folders")]
+        return [sentence for wrong, sentence in rules if wrong]
+
+def main(argv=None):
+    config, = parse((PrepareConfig,), argv, __doc__, positional=("name",),
+                    defaults=lambda given: dict(tokenizer="gpt2") if given["name"] == "fineweb" else {})
+    out = config.out or f"data/{config.name}"
+    config.out = Path(os.path.realpath(out))   # A link stands for the folder that it names.
+    config.input = [Path(path) for path in config.input or []]
+    meta = dict(name=config.name, tokenizer=config.tokenizer, vocab_size=VOCABULARIES[config.tokenizer])
+    try:
+        refuse_if_taken(config.out, out, meta)
+        make(config, meta)
+    except (KeyboardInterrupt, OSError, OverflowError, RecursionError) as error:
+        refuse(f"{out}: not written ({str(error) or 'interrupted'}); mend it or end another prepare.py")
+    train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
+    say(f"{train:,} train and {val:,} val tokens ({config.tokenizer}); next: python train.py --data {out}")
+
+def refuse_if_taken(folder, out, meta):
+    """SystemExit if the folder holds anything else than this data set. out: its name, as typed"""
+    for name in os.listdir(folder) if folder.exists() else []:
+        if not OUR_FILE.fullmatch(name) or not meta.items() <= load_meta(folder).items():
+            refuse(f"--out {out}: its {name!r} is of another data set; choose another folder")
+
+def make(config, meta):
+    """Makes the data set in a temporary folder beside --out. Its lock ends with this process, however that ends."""
+    temporary = config.out.parent / f".{config.out.name}.tmp"
+    temporary.mkdir(parents=True, exist_ok=True)
+    fcntl.flock(os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        new = Path(tempfile.mkdtemp(dir=temporary), "new")
+        new.mkdir()
+        (new / "meta.json").write_text(json.dumps(meta))
+        DATA_SETS[config.name](config, new)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)   # also what killed runs have left there
+
 if __name__ == "__main__":
     start(main)

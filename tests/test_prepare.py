@@ -134,7 +134,7 @@ def test_bad_input(tmp_path, capsys, monkeypatch):
             "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
             "text --input one": "too little", "text --input good latin": "latin",
             "text --input good --out good": "good", f"text --input good --out {'x' * 300}": "name too long",
-            "fineweb --tokenizer bytes": "--tokenizer gpt2", "fineweb --shards 104": "--shards"}.items():
+            "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only", "text": "--input", "fineweb --shards 104": "--shards"}.items():
         with pytest.raises(SystemExit) as e:
             run(*words.split())
         said = capsys.readouterr().err or e.value.code
