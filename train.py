@@ -1,11 +1,11 @@
 """
 Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
-    python train.py                                     # a small default, minutes on a CPU
+    python train.py                                     # on a CPU minutes; on a GPU, GPT-2 small
     python train.py --residual nag --out runs/nag       # every field of both configs is a flag
     python train.py --out runs/nag --resume             # go on from its checkpoint
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
-    torchrun --nproc_per_node 8 train.py --batch_size 512   # batch_size counts all processes
+    torchrun --nproc_per_node 8 train.py                # batch_size counts all processes
 """
 # How to read this file: it is nanoGPT's train.py as functions and one class. If you know that,
 # begin with Training.run, the loop, and what it calls: take_step, forward_and_backward, update.
@@ -41,7 +41,7 @@ ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a 
 class TrainConfig:
     """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
     new section. The defaults are for a CPU: see CUDA_DEFAULTS below. The model's size and the seed
-    are in GPTConfig, in model.py."""
+    are in GPTConfig, in model.py. (On a first reading, go on with "data".)"""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -79,13 +79,13 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    # The default is None: neither --compile nor --no-compile is typed.
-    compile: bool = flag(None, "torch.compile what all tokens run; without it, on CUDA only")
+    # None: neither --compile nor --no-compile is typed. See compile_and_wrap.
+    compile: bool = flag(None, "torch.compile what all tokens run; if not given: on CUDA")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
         """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
-        parts = self.n_parts(environment("WORLD_SIZE", 1))
+        parts = self.n_parts(environment("WORLD_SIZE", 1))   # No process is started yet.
         ends = [name for name in ENDS if getattr(self, name)]
         rules = [
             (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
@@ -93,7 +93,7 @@ class TrainConfig:
                        "nothing; give one of them"),
             (self.resume and self.overwrite,
              "--resume and --overwrite: contradict each other; give one"),
-            (0 < self.min_lr < 1e-3,
+            (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
              f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
             (self.schedule == "wsd" and self.warmup > 0.8,
              f"--warmup {self.warmup}: with --schedule wsd at most 0.8; the rate falls after that"),
@@ -108,7 +108,9 @@ class TrainConfig:
 
 NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
 
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # --lr, where --optimizer is typed and --lr isn't
+# --lr, where it is not typed, and --optimizer is another one than the run or the default has. (Good
+# rates of small models.)
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 # On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So if one
 # of SIZES is typed, none of them counts: model, batch and learning rate are those of a CPU.
@@ -120,7 +122,7 @@ def defaults_for(given):
     """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
 
     They come from the run to resume, or else from --config, or else, on a GPU, from CUDA_DEFAULTS.
-    What is missing here has the default of its config."""
+    What is missing here has the default of its config. What is typed wins over both."""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
@@ -128,9 +130,8 @@ def defaults_for(given):
         values = read_config(given["config"])
         if "data" in given:   # Other data may have another tokenizer.
             values.pop("vocab_size")
-    elif pick_device(given.get("device", "auto")) == "cuda" and not given.keys() & SIZES:
+    elif pick_device(given.get("device", "auto")) == "cuda" and SIZES.isdisjoint(given):
         values = dict(CUDA_DEFAULTS)
-    # Another optimizer than that of the run, or of TrainConfig, wants another rate.
     optimizer = given.get("optimizer")
     if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
         values["lr"] = RATES[optimizer]
@@ -139,8 +140,8 @@ def defaults_for(given):
     return values
 
 def settings_to_resume(given):
-    """Those of the run in --out. SystemExit if a flag beside --resume can't be changed. (Those of
-    the model can't be, either, but for --kernels: read_checkpoint looks at that.)"""
+    """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
+    (Those of the model can't be, either, but for --kernels: read_checkpoint looks at that.)"""
     if "config" in given or "out" not in given:
         refuse("--resume: continues the run in --out with its own settings; give --out, and no "
                "--config")
@@ -153,10 +154,11 @@ def settings_to_resume(given):
     return values
 
 def read_config(path):
-    """The settings of a run. Where it goes and what it may replace has to be typed anew."""
+    """The settings of a run, a dict. A missing one has its default. SystemExit if one is unknown.
+    NOT_SAVED are left out: where a run goes, and what it may replace, has to be typed anew."""
     # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
-    known = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
-    values = read_settings(path, known)
+    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
+    values = read_settings(path, defaults)
     return {name: value for name, value in values.items() if name not in NOT_SAVED}
 
 # --------------------------------------------------------------------------------------------- data
@@ -184,11 +186,12 @@ class Data:
         self.fingerprint = prepare.fingerprint(self.folder, meta)
 
     def batch(self, step, part):
-        """A part of the batch of a step, as one process computes it at once: x, y (batch_size /
-        n_parts, T). There is no generator whose state would have to be saved: seed, step and part
-        say it all. So any number of processes, and a run that is resumed, see the same batches.
-        SystemExit if a token isn't one of the tokenizer's."""
+        """A micro-batch, number `part` of a step: x, y (batch_size / n_parts, T). Seed, step and
+        part say what is in it: no generator has a state that would have to be saved. So any number
+        of processes, and a run that is resumed, see the same batches. SystemExit if a token isn't
+        one of the tokenizer's."""
         n_windows = sum(len(shard) - self.T for shard in self.shards)
+        # Windows are numbered through all shards.
         starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
         x, y = prepare.read_windows(self.shards, starts.reshape(self.n_parts, -1)[part], self.T)
         if max(x.max(), y.max()) >= self.n_vocab:
@@ -237,11 +240,11 @@ def sort_parameters(model, uses_muon):
     return gates, vectors, for_muon, matrices
 
 def make_optimizers(model, config):
-    """A list of one or two. Matrices have weight decay, and vectors have none. Gates have the
-    learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks."""
+    """-> a list of optimizers, one or two. Matrices have weight decay, and vectors have none. Gates
+    have the learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks."""
     gates, vectors, for_muon, matrices = sort_parameters(model, config.optimizer == "muon")
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
-    # peak_lr: Training.update makes each group's lr of it, before each step.
+    # peak_lr is a key of ours: before each step, Training.update sets lr = peak_lr * lr_factor.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
               dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
@@ -257,7 +260,8 @@ def make_optimizers(model, config):
 class Muon(torch.optim.Optimizer):
     """For matrices (Jordan et al. 2024). The momentum of the gradient is made orthogonal, so that a
     step has the same size in all directions, and not only in those where gradients are large. Its
-    entries have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: RATES.
+    entries have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: 0.02
+    here, where AdamW wants 0.006.
 
     torch.optim.Muon can do the same, but always in bfloat16. Many CPUs have no fast way to multiply
     that: on one with AVX2 only, products of 128 x 128 take 60 times as long."""
@@ -299,10 +303,10 @@ def lr_factor(config, progress):
         return progress / config.warmup
     if config.schedule == "cosine":
         done = (progress - config.warmup) / max(1e-9, 1 - config.warmup)
-        fall = 0.5 - 0.5 * math.cos(math.pi * min(1.0, done))
+        fallen = 0.5 - 0.5 * math.cos(math.pi * min(1.0, done))   # from 0 to 1
     else:
-        fall = max(0.0, 1 - (1 - progress) / 0.2)
-    return 1 - (1 - config.min_lr) * fall
+        fallen = max(0.0, 1 - (1 - progress) / 0.2)
+    return 1 - (1 - config.min_lr) * fallen
 
 def equalize(grads, norms):
     """Scales the gradients of each block to the root mean square of all blocks' norms (L,)."""
@@ -317,39 +321,41 @@ class Training:
     """A run: its model, its optimizers, and how far it is. `run` has the loop."""
     def __init__(self, model_config, config, data, folder, processes):
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
-        self.checkpoint = folder.out / "ckpt.pt"
-        ckpt = None
+        self.tokens_per_step = config.batch_size * model_config.block_size
+        # The model, new or from the checkpoint
+        self.ckpt_path, ckpt = folder.out / "ckpt.pt", None
         if config.resume:
-            ckpt, self.model = read_checkpoint(self.checkpoint, model_config)
+            ckpt, self.model = read_checkpoint(self.ckpt_path, model_config)
         else:
             self.model = GPT(model_config)
         self.model.to(processes.device)
         if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
             self.model.dtype = torch.bfloat16   # of matrix products only; weights stay float32
         self.optimizers = make_optimizers(self.model, config)
-        self.step, self.progress, self.flops = 0, 0.0, 0.0
-        self.best_loss, self.loss = math.inf, torch.zeros(())
+        # How far it is. The checkpoint has these, too.
+        self.step, self.flops, self.best_loss = 0, 0.0, math.inf
         # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
-        self.grad_norms = torch.zeros(model_config.n_layer, dtype=torch.float64,
-                                      device=processes.device)
-        self.tokens_per_step = config.batch_size * model_config.block_size
+        self.norm_sums = torch.zeros(model_config.n_layer, dtype=torch.float64,
+                                     device=processes.device)
         self.n_steps = self.count_steps()
         if ckpt:
-            self.restore(ckpt)   # step, flops, grad_norms, best_loss, and the optimizers' moments
+            self.restore(ckpt)
+        # The last step's loss, and the norm of its gradient: there is no step yet.
+        self.loss, self.norm = torch.zeros(()), torch.zeros(())
         self.first_step = self.step
-        self.seconds, self.timed_steps = 0.0, 0   # for tokens per second
         self.forward_model = self.compile_and_wrap()   # the model, or DDP around it
 
     def run(self):
-        """-> exit status"""
+        """The whole run -> exit status"""
         self.announce()
-        # A first look: most bad data end here, before a file is changed.
+        # Looks at a first micro-batch before the old run is deleted: bad data often show there.
         self.data.batch(self.step, self.processes.rank)
-        self.folder.begin(self.step)   # With --overwrite this deletes the old run.
+        self.folder.begin(self.step)   # Writes config.json. With --overwrite the old run goes.
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
+        self.start_clock()
         while True:
-            # How much is over after the coming step. Schedule and warm-ups follow this, and an
-            # evaluation sees the warm-ups as the coming step will.
+            # The share of the run that will be done after the coming step. Schedule and warm-ups
+            # follow it, and an evaluation sees the warm-ups as the coming step will.
             self.progress = min(1.0, self.share_done() + 1 / self.n_steps)
             self.model.before_step(self.progress)
             # All processes have to stop at the same step, if one of them got a signal.
@@ -360,11 +366,15 @@ class Training:
                 state = self.save()
                 if not signal:
                     self.evaluate_and_report(state)   # It may become best.pt, too.
+                self.start_clock()
             if is_end:
                 break
-            began = time.perf_counter()
-            ran, norm, lr = self.take_step()
-            self.report_step(began, ran, norm, lr)
+            ran, lr = self.take_step()
+            if self.is_due(self.config.log_interval):
+                self.log(ran, lr)
+                self.start_clock()
+            elif self.step == self.first_step + 1:   # The first step may compile: not counted.
+                self.start_clock()
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
@@ -377,20 +387,26 @@ class Training:
     def is_due(self, interval):
         return self.step % interval == 0
 
+    def start_clock(self):
+        """From here on, tokens per second are counted."""
+        if self.processes.on_cuda:   # A GPU runs behind: it has to catch up first.
+            torch.cuda.synchronize()
+        self.clock, self.clock_step = time.perf_counter(), self.step
+
     def take_step(self):
         """One step of training -> what share of the tokens ran each sublayer, such as [1.0, 0.8],
-        the norm of the gradient, and the learning rate"""
+        and the learning rate"""
         self.loss, ran = self.forward_and_backward()
-        norm, lr = self.update()
+        self.norm, lr = self.update()
         self.model.after_step(ran)   # nGPT normalises its weights, and thresholds of MoD move.
         self.step += 1
         self.flops += self.step_flops(ran)
-        return ran, norm, lr
+        return ran, lr
 
     def forward_and_backward(self):
         """Puts the gradient of a batch into .grad -> its loss, and who ran: see take_step. Both are
-        means over micro-batches and processes. (The loss has what a router adds. With
-        --deep_supervision it is a mean over blocks, too.)"""
+        means over micro-batches and processes. (The loss includes that of a router, and with
+        --deep_supervision it is a mean over blocks. So it isn't always a validation loss.)"""
         config, processes, model = self.config, self.processes, self.model
         n_sublayers = 2 * len(model.order)   # an attention and an MLP for each block that runs
         loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
@@ -416,11 +432,11 @@ class Training:
         return [tensor.to(self.processes.device, non_blocking=True) for tensor in tensors]
 
     def update(self):
-        """A step of the optimizers -> the norm of the whole gradient, not clipped, and the learning
-        rate"""
+        """Lets the optimizers take a step -> the norm of the whole gradient, not clipped, and the
+        learning rate"""
         config = self.config
         grads, block_norms = self.block_gradients()
-        self.grad_norms += block_norms
+        self.norm_sums += block_norms
         if config.equalize_grads:
             equalize(grads, block_norms)
         clip = config.grad_clip or math.inf
@@ -448,23 +464,22 @@ class Training:
         self.refuse_if_not_finite()   # Nothing that has gone wrong is saved.
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
-                     flops=self.flops, grad_norms=self.grad_norms, data=self.data.fingerprint)
+                     flops=self.flops, grad_norms=self.norm_sums, data=self.data.fingerprint)
         self.folder.save("ckpt.pt", state)
         return state
 
     def refuse_if_not_finite(self):
         """SystemExit, if the loss, a gradient or a weight is not finite any more"""
         loss = self.loss.item()
-        finite = math.isfinite(loss) and self.grad_norms.isfinite().all()
+        finite = math.isfinite(loss) and self.norm.isfinite() and self.norm_sums.isfinite().all()
         if not finite or not all_finite(self.model):
             refuse(f"iteration {self.step}: loss {loss}, or gradients or weights that are not "
-                   f"finite; {self.checkpoint}, if it is there, is from before: go on from there "
+                   f"finite; {self.ckpt_path}, if it is there, is from before: go on from there "
                    f"with --resume and a lower --lr")
 
     def evaluate_and_report(self, state):
-        """Saves the checkpoint `state` as best.pt, too, if its loss is the lowest one so far. Each
-        process evaluates all windows, so the result doesn't depend on how many processes there are.
-        """
+        """Evaluates the model, and saves `state`, its checkpoint, as best.pt, too, if no loss was
+        lower so far. Each process evaluates all windows, so how many there are doesn't matter."""
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
                                        self.config.batch_size // self.data.n_parts)
         say(f"iter {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
@@ -476,34 +491,21 @@ class Training:
             self.folder.save("best.pt", state)
         # After best.pt, because a run that is resumed finds the best loss here.
         self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
-                        grad_norms=self.grad_norms.tolist())
+                        grad_norms=self.norm_sums.tolist())
         self.best_loss = min(nats, self.best_loss)
 
-    def report_step(self, began, ran, norm, lr):
-        """Writes a status line, if one is due. began: when the step did; the others: see take_step
-        """
-        is_first = self.step == self.first_step + 1
-        log_is_due = self.is_due(self.config.log_interval)
-        eval_is_due = self.is_due(self.config.eval_interval)
-        # A GPU runs behind. It has to catch up before the clock is read, and before an evaluation,
-        # which is not timed.
-        if self.processes.on_cuda and (is_first or log_is_due or eval_is_due):
+    def log(self, ran, lr):
+        """A line of metrics.jsonl, and one for people. ran, lr: see take_step"""
+        self.refuse_if_not_finite()
+        if self.processes.on_cuda:
             torch.cuda.synchronize()
-        self.seconds += time.perf_counter() - began
-        self.timed_steps += 1
-        if log_is_due:
-            self.refuse_if_not_finite()
-            tok_s = self.tokens_per_step * self.timed_steps / self.seconds
-            self.log(ran, norm, lr, tok_s)
-        if is_first or log_is_due:   # The first step may compile. Later averages leave it out.
-            self.seconds, self.timed_steps = 0.0, 0
-
-    def log(self, ran, norm, lr, tok_s):
-        loss, skipped = self.loss.item(), 1 - mean_share(ran)
-        tokens = self.step * self.tokens_per_step
-        self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=tok_s,
-                        tokens=tokens, flops=self.flops, skip_rate=skipped)
-        say(f"iter {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm.item():.2f} | "
+        n_tokens = (self.step - self.clock_step) * self.tokens_per_step
+        tok_s = n_tokens / (time.perf_counter() - self.clock)
+        loss, norm, skipped = self.loss.item(), self.norm.item(), 1 - mean_share(ran)
+        self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s,
+                        tokens=self.step * self.tokens_per_step, flops=self.flops,
+                        skip_rate=skipped)
+        say(f"iter {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
             f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
 
     def announce(self):
@@ -522,7 +524,8 @@ class Training:
         """Says how the run has ended -> exit status. signal: its number, or 0"""
         out = self.folder.out
         if signal:
-            say(f"stopped at iteration {self.step}, all is saved; go on with: python train.py "
+            how = "python" if self.processes.count == 1 else "torchrun ..."
+            say(f"stopped at iteration {self.step}, all is saved; go on with: {how} train.py "
                 f"--out {out} --resume")
             return 128 + signal
         say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
@@ -570,26 +573,27 @@ class Training:
 
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        # A parameter that never had a gradient has no moments, and SGD without momentum has none.
+        # Moments are missing before the first step, with SGD without momentum, and of parameters
+        # that never had a gradient.
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
-        may_lack = self.some_tokens_skip() or no_momentum or ckpt.get("step") == 0
-        with explain_read_errors(self.checkpoint):
+        with explain_read_errors(self.ckpt_path):
+            may_lack = self.some_tokens_skip() or no_momentum or ckpt["step"] == 0
             if ckpt["data"] != self.data.fingerprint:
-                refuse(f"{self.checkpoint}: is of other data than --data has now; put that back, "
+                refuse(f"{self.ckpt_path}: is of other data than --data has now; put that back, "
                        f"or start a new run")
             restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
-            self.step, self.flops, norms = checked_progress(ckpt, self.grad_norms.shape)
-            self.grad_norms.copy_(norms)
+            self.step, self.flops, norms = checked_progress(ckpt, self.norm_sums.shape)
+            self.norm_sums.copy_(norms)
         if self.is_beyond_end():
-            refuse(f"--resume: {self.checkpoint} is at iteration {self.step}, beyond the end that "
+            refuse(f"--resume: {self.ckpt_path} is at iteration {self.step}, beyond the end that "
                    f"the flags set (about {self.n_steps} iterations); give a later end, or none")
         self.best_loss = self.best_loss_so_far()
 
     def best_loss_so_far(self):
         """The lowest validation loss up to this step, as the metrics say"""
-        entries = [entry for at, entry in read_metrics(self.folder.out).items() if at <= self.step]
-        return min((entry["val_loss"] for entry in entries if "val_loss" in entry),
-                   default=math.inf)
+        metrics = read_metrics(self.folder.out).items()
+        return min((entry["val_loss"] for step, entry in metrics
+                    if step <= self.step and "val_loss" in entry), default=math.inf)
 
 # --------------------------------------------------------------------------------------------- main
 
