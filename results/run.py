@@ -37,7 +37,7 @@ SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule ws
          "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
-THREE, FIVE = (2, 3, 4), (2, 3, 4, 5, 6)   # seeds that decide, where they are not four
+FIVE = (2, 3, 4, 5, 6)       # seeds that decide, where a gap is small
 
 @dataclass
 class Variant:
@@ -86,13 +86,6 @@ EXPERIMENTS = {   # name -> (question, variants)
                 4e-2, (*SWEEP, 8e-2)),
         Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP),
         Variant("nGPT", steps_run("ngpt"), 1e-2, (2e-3, 5e-3, *SWEEP), ())]),
-    "more": ("And which of these?", [
-        Variant("Hyper-Connections", steps_run("hyper"), 2e-2, SWEEP, THREE),
-        Variant("the convex gate", steps_run("convex"), 2e-2, SWEEP, THREE),
-        Variant("SiameseNorm", steps_run("siamese"), 2e-2, SWEEP, THREE),
-        Variant("Peri-LN", steps_run("peri"), 2e-2, SWEEP, THREE),
-        Variant("LayerNorm Scaling", steps_run("lns"), 2e-2, SWEEP, THREE),
-        Variant("SkipInit", steps_run("skipinit"), 2e-2, SWEEP, THREE)]),
     "again": ("Does a block that runs again step further?", [
         Variant("2 blocks, each run three times", steps_run("pre", 2, more="--repeat 1-2:3"),
                 2e-2, SWEEP)]),
