@@ -33,9 +33,10 @@ def say(text):
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-def refuse(sentence):
-    """Ends the program with a sentence for the user. See `start`."""
-    raise SystemExit(printable(sentence))
+def refuse(*sentences):
+    """Ends the program with a sentence for the user, or several. See `start`. Each gets one line,
+    whatever was typed."""
+    raise SystemExit("\n".join(printable(each).replace("\n", "?")[:1000] for each in sentences))
 
 def printable(text):
     """No character that could do something to a terminal, and no word without an end"""
@@ -151,7 +152,7 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
         own = getattr(made[-1], "problems", list)
         bad += field_problems(made[-1]) or own()
     if bad:
-        refuse("\n".join(f"{parser.prog}: {sentence}" for sentence in bad))
+        refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
     return made
 
 def add_flag(group, field, is_positional):

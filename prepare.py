@@ -17,7 +17,7 @@ import tiktoken
 import torch
 
 from flags import flag, parse, refuse, say, start
-from runs import VOCABULARIES
+from runs import VOCABULARIES, read_json
 
 # A shard is what llm.c reads: a header of 256 int32 (magic, version, number of tokens), then uint16 tokens.
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
@@ -67,7 +67,7 @@ def load_meta(data):
     if not path.exists() and any(path.parent.glob("fineweb_*.bin")):  # modded-nanogpt's, or not complete yet
         return dict(name="fineweb", tokenizer="gpt2", vocab_size=50257)
     try:
-        meta = json.loads(path.read_bytes()) if path.is_file() else None
+        meta = read_json(path) if path.is_file() else None
         known = meta["vocab_size"] == VOCABULARIES[meta["tokenizer"]]
         if known and ("steps" not in meta or is_steps(**meta["steps"])):
             return meta

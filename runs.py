@@ -62,7 +62,13 @@ def read_settings(path, defaults, strict=True):
     if not Path(path).is_file():
         refuse(f"{path or repr(path)}: no such file; name a run folder that train.py has made")
     with explain_read_errors(path):
-        return fill_in(json.loads(Path(path).read_text(encoding="utf-8")), defaults, strict)
+        return fill_in(read_json(path), defaults, strict)
+
+def read_json(path):
+    """A file with an object -> what it holds. ValueError if it is none of ours"""
+    if os.path.getsize(path) > 1e6:   # Ours are small.
+        raise ValueError("it is too large")
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 def fill_in(found, defaults, strict=True):
     """found, plus defaults for what is missing. ValueError for an unknown key or a wrong type"""
@@ -72,7 +78,7 @@ def fill_in(found, defaults, strict=True):
     values = defaults | {key: found[key] for key in found.keys() & defaults.keys()}
     for key, value in values.items():
         if not has_type_of(value, defaults[key]):
-            raise ValueError(f"{key} is {value!r}")
+            raise ValueError(f"{key} is a {type(value).__name__}")
     return values
 
 # ----------------------------------------------------------------------------------------- metrics
@@ -83,13 +89,14 @@ def metric_lines(run):
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         return
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if line.endswith(b"\n") and are_metrics(values):
-            yield line, values
+    with open(path, "rb") as f:
+        for line in iter(lambda: f.readline(1_000_000), b""):   # A longer one is none of ours.
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if line.endswith(b"\n") and are_metrics(values):
+                yield line, values
 
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
@@ -126,7 +133,7 @@ class RunFolder:
         """config.json as a dict, or {} if it is missing or broken"""
         path = self.out / "config.json"
         try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            found = read_json(path) if path.is_file() else {}
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

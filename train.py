@@ -348,8 +348,6 @@ class Training:
     def run(self):
         """The whole run -> exit status"""
         self.announce()
-        # Looks at a first micro-batch before the old run is deleted: bad data often show there.
-        self.data.batch(self.step, self.processes.rank)
         self.folder.begin(self.step)   # Writes config.json. With --overwrite the old run goes.
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         self.start_clock()
@@ -624,6 +622,8 @@ def main(argv=None):
     model_config.vocab_size = max(model_config.vocab_size, rows)
     check_memory(model_config, config, processes)
     data = Data(meta, model_config, config, n_parts=config.n_parts(processes.count))
+    if not config.resume:
+        data.batch(step=0, part=processes.rank)   # Bad data often show before a folder is made.
     out = config.out or default_folder(model_config.residual)
     settings = settings_to_save(model_config, config, data)
     folder = RunFolder(out, settings, resume=config.resume, overwrite=config.overwrite,

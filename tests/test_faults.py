@@ -227,3 +227,42 @@ def test_threads(monkeypatch):
         assert processes.pick_threads(GPTConfig(n_embd=128), "cpu") == 3
     finally:
         torch.set_num_threads(before)
+
+# ---------------------------------------------------------------------------- files of no good will
+
+def test_a_sentence_is_a_line(capsys):
+    """... whatever was typed: a line break, or far too much"""
+    for typed in "a\nb", "a " * 5000:
+        with pytest.raises(SystemExit) as end:
+            train.main(["--residual", typed])
+        assert "\n" not in end.value.code and len(end.value.code) <= 1000
+
+def test_large_files_are_not_read(copy, data, tmp_path):
+    """A config.json of gigabytes, and a metrics.jsonl with a line of gigabytes, take no memory."""
+    before = runs.read_metrics(copy)
+    with open(copy / "metrics.jsonl", "ab") as f:
+        f.truncate(f.tell() + 3_000_000)
+    assert runs.read_metrics(copy) == before
+    with open(copy / "config.json", "ab") as f:
+        f.truncate(2_000_000_000)
+    with pytest.raises(SystemExit, match="config.json: can't be read.*too large"):
+        runs.open_run(copy)
+
+def test_a_nest_of_lists_is_not_written_out(copy):
+    """A setting that would be exponentially long, if a sentence said it"""
+    nest = []
+    for _ in range(40):
+        nest = [nest, nest]
+    with pytest.raises(ValueError, match="residual is a list"):
+        runs.fill_in(dict(residual=nest), dict(residual="pre"))
+
+def test_bad_data_make_no_folder(data, tmp_path):
+    broken = tmp_path / "data"
+    broken.mkdir()
+    for path in os.scandir(data):
+        shard = bytearray(open(path, "rb").read())
+        if "train" in path.name:
+            shard[1024:] = b"\xff" * (len(shard) - 1024)
+        (broken / path.name).write_bytes(shard)
+    assert "has a token beyond" in refused("--data", broken, *SIZE, "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
