@@ -244,7 +244,8 @@ class Residual(nn.Module):
         return weight
 
     def before_step(self, progress):
-        """Before each step and evaluation of a training. progress: (step + 1) / steps"""
+        """Before each step and evaluation of a training. progress: the share of the training that
+        is done after that step"""
 
     def constrain(self, module):
         """After the weights are drawn, and after each step: may change the weights of module, say
@@ -453,7 +454,8 @@ class GPT(nn.Module):
         return torch.cat([idx, *new], dim=1)
 
     def before_step(self, progress):
-        """train.py calls this before each step and evaluation. progress: (step + 1) / steps"""
+        """train.py calls this before each step and evaluation. progress: the share of the training
+        that is done after that step"""
         for residual in self.residuals():
             residual.before_step(progress)
         self.decider.before_step(progress)

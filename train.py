@@ -9,9 +9,9 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 """
 # How to read this file: it is nanoGPT's train.py as functions and one class. If you know that,
 # begin with Training.run, the loop, and what it calls: take_step, forward_and_backward, update.
-# Before the class stand settings, data, evaluation, and optimizers. After the loop come saving,
-# reporting and resuming, and at the end `main`. Helpers have files of their own: flags.py makes
-# flags of the configs, runs.py has run folders, and processes.py has devices and processes.
+# Before the class stand flags, data, evaluation, and optimizers. After the loop come saving,
+# reporting, resuming, where settings come from, and `main`. Helpers have files of their own:
+# flags.py makes flags of the configs, runs.py has run folders, and processes.py has devices.
 
 import contextlib
 import math
@@ -40,7 +40,7 @@ ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a 
 @dataclass
 class TrainConfig:
     """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
-    new section. The defaults are for a CPU: see CUDA_DEFAULTS below. The model's size and the seed
+    new section. The defaults are for a CPU: see CUDA_DEFAULTS. The model's size and the seed
     are in GPTConfig, in model.py. (On a first reading, go on with "data".)"""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
@@ -106,61 +106,6 @@ class TrainConfig:
         """How many parts a batch is cut into: grad_accum in each process"""
         return self.grad_accum * n_processes
 
-NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
-
-# --lr, where it is not typed, and --optimizer is another one than the run or the default has. (Good
-# rates of small models.)
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So if one
-# of SIZES is typed, none of them counts: model, batch and learning rate are those of a CPU.
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
-                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
-SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
-
-def defaults_for(given):
-    """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
-
-    They come from the run to resume, or else from --config, or else, on a GPU, from CUDA_DEFAULTS.
-    What is missing here has the default of its config. What is typed wins over both."""
-    values = {}
-    if given.get("resume"):
-        values = settings_to_resume(given)
-    elif "config" in given:
-        values = read_config(given["config"])
-        if "data" in given:   # Other data may have another tokenizer.
-            values.pop("vocab_size")
-    elif pick_device(given.get("device", "auto")) == "cuda" and SIZES.isdisjoint(given):
-        values = dict(CUDA_DEFAULTS)
-    optimizer = given.get("optimizer")
-    if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
-        values["lr"] = RATES[optimizer]
-    if any(name in given for name in ENDS):   # Only the typed end counts.
-        values.update(max_iters=0, max_tokens=0, max_flops=0)
-    return values
-
-def settings_to_resume(given):
-    """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
-    (Those of the model can't be, either, but for --kernels: read_checkpoint looks at that.)"""
-    if "config" in given or "out" not in given:
-        refuse("--resume: continues the run in --out with its own settings; give --out, and no "
-               "--config")
-    values = read_config(Path(given["out"]) / "config.json")
-    # These say where a step is in the data, whose moments are saved, and what the losses are of.
-    for name in "batch_size", "optimizer", "eval_windows":
-        if given.get(name, values[name]) != values[name]:
-            refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
-                   f"{values[name]}; leave that, or start a new run")
-    return values
-
-def read_config(path):
-    """The settings of a run, a dict. A missing one has its default. SystemExit if one is unknown.
-    NOT_SAVED are left out: where a run goes, and what it may replace, has to be typed anew."""
-    # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
-    values = read_settings(path, defaults)
-    return {name: value for name, value in values.items() if name not in NOT_SAVED}
-
 # --------------------------------------------------------------------------------------------- data
 
 def find_data(config, processes):
@@ -186,10 +131,10 @@ class Data:
         self.fingerprint = prepare.fingerprint(self.folder, meta)
 
     def batch(self, step, part):
-        """A micro-batch, number `part` of a step: x, y (batch_size / n_parts, T). Seed, step and
-        part say what is in it: no generator has a state that would have to be saved. So any number
-        of processes, and a run that is resumed, see the same batches. SystemExit if a token isn't
-        one of the tokenizer's."""
+        """A micro-batch, number `part` of a step: x, y (batch_size / n_parts, T). It depends on
+        seed, step and part only, so there is no random state to save: any number of processes, and
+        a run that is resumed, see the same batches. SystemExit if a token isn't one of the
+        tokenizer's."""
         n_windows = sum(len(shard) - self.T for shard in self.shards)
         # Windows are numbered through all shards.
         starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
@@ -352,10 +297,10 @@ class Training:
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         self.start_clock()
         while True:
-            # The share of the run that will be done after the coming step. Schedule and warm-ups
-            # follow it, and an evaluation sees the warm-ups as the coming step will.
-            self.progress = min(1.0, self.share_done() + 1 / self.n_steps)
-            self.model.before_step(self.progress)
+            # The share of the run that will be done after the coming step. Learning rate and
+            # warm-ups follow it. An evaluation sees the same warm-ups as that step.
+            progress = min(1.0, self.share_done() + 1 / self.n_steps)
+            self.model.before_step(progress)
             # All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
             is_end = signal or self.share_done() >= 1
@@ -367,17 +312,17 @@ class Training:
                 self.start_clock()
             if is_end:
                 break
-            ran, lr = self.take_step()
+            ran, lr = self.take_step(progress)
             if self.is_due(self.config.log_interval):
                 self.log(ran, lr)
                 self.start_clock()
-            elif self.step == self.first_step + 1:   # The first step may compile: not counted.
+            elif self.step == self.first_step + 1:   # It may compile: not counted.
                 self.start_clock()
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
     def share_done(self):
-        """How much of the run is over, 0 to 1"""
+        """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
         if self.config.max_flops:
             return self.flops / self.config.max_flops
         return self.step / self.n_steps
@@ -391,20 +336,20 @@ class Training:
             torch.cuda.synchronize()
         self.clock, self.clock_step = time.perf_counter(), self.step
 
-    def take_step(self):
+    def take_step(self, progress):
         """One step of training -> what share of the tokens ran each sublayer, such as [1.0, 0.8],
         and the learning rate"""
         self.loss, ran = self.forward_and_backward()
-        self.norm, lr = self.update()
+        self.norm, lr = self.update(progress)
         self.model.after_step(ran)   # nGPT normalises its weights, and thresholds of MoD move.
         self.step += 1
         self.flops += self.step_flops(ran)
         return ran, lr
 
     def forward_and_backward(self):
-        """Puts the gradient of a batch into .grad -> its loss, and who ran: see take_step. Both are
-        means over micro-batches and processes. (The loss includes that of a router, and with
-        --deep_supervision it is a mean over blocks. So it isn't always a validation loss.)"""
+        """Puts the gradient of a batch into .grad -> its loss, and the shares of the tokens that
+        ran each sublayer, means over micro-batches and processes. (The loss includes that of
+        a router, and with --deep_supervision it is a mean over blocks.)"""
         config, processes, model = self.config, self.processes, self.model
         n_sublayers = 2 * len(model.order)   # an attention and an MLP for each block that runs
         loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
@@ -429,7 +374,7 @@ class Training:
             tensors = [tensor.pin_memory() for tensor in tensors]
         return [tensor.to(self.processes.device, non_blocking=True) for tensor in tensors]
 
-    def update(self):
+    def update(self, progress):
         """Lets the optimizers take a step -> the norm of the whole gradient, not clipped, and the
         learning rate"""
         config = self.config
@@ -439,7 +384,7 @@ class Training:
             equalize(grads, block_norms)
         clip = config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        factor = lr_factor(config, self.progress)
+        factor = lr_factor(config, progress)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -592,6 +537,63 @@ class Training:
         metrics = read_metrics(self.folder.out).items()
         return min((entry["val_loss"] for step, entry in metrics
                     if step <= self.step and "val_loss" in entry), default=math.inf)
+
+# ------------------------------------------------------------ the settings that were not typed
+
+NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
+
+# The --lr if --optimizer is typed without it, and changes the optimizer. (Good for small models.)
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+
+# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So who
+# types one of SIZES turns all of CUDA_DEFAULTS off.
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
+                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
+SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
+
+def defaults_for(given):
+    """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
+
+    What is typed wins over what this returns: values of the run to resume, or of --config, or of
+    CUDA_DEFAULTS. And this wins over the defaults of the configs."""
+    values = {}
+    if given.get("resume"):
+        values = settings_to_resume(given)
+    elif "config" in given:
+        values = read_config(given["config"])
+        if "data" in given:   # Other data may have another tokenizer.
+            values.pop("vocab_size")
+    elif pick_device(given.get("device", "auto")) == "cuda" and SIZES.isdisjoint(given):
+        values = dict(CUDA_DEFAULTS)
+    optimizer = given.get("optimizer")
+    if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
+        values["lr"] = RATES[optimizer]
+    if any(name in given for name in ENDS):   # Only the typed end counts.
+        values.update(max_iters=0, max_tokens=0, max_flops=0)
+    return values
+
+def settings_to_resume(given):
+    """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
+    (read_checkpoint refuses changed flags of the model.)"""
+    if "config" in given or "out" not in given:
+        refuse("--resume: continues the run in --out with its own settings; give --out, and no "
+               "--config")
+    values = read_config(Path(given["out"]) / "config.json")
+    # Another batch_size: other batches at each step. Another optimizer: other moments. Other
+    # eval_windows: losses that can't be compared.
+    for name in "batch_size", "optimizer", "eval_windows":
+        if given.get(name, values[name]) != values[name]:
+            refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
+                   f"{values[name]}; leave that, or start a new run")
+    return values
+
+def read_config(path):
+    """The settings of a run, a dict. A missing one has its default. SystemExit if one is unknown.
+    NOT_SAVED are left out: where a run goes, and what it may replace, has to be typed anew."""
+    # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
+    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
+    values = read_settings(path, defaults)
+    return {name: value for name, value in values.items() if name not in NOT_SAVED}
 
 # --------------------------------------------------------------------------------------------- main
 
