@@ -659,8 +659,8 @@ def layer_parallel(run):
     that plus the updates before. Exact after as many iterations as blocks. Blocks must add to the stream."""
     (idx, targets), model, found = run.few[0], run.model, {}
     inputs = [before for l, before, _, _ in model.walk(idx) if l % 2 == 1]
-    if not torch.is_tensor(inputs[0]) or inputs[0].dim() != 3 or model.config.mod == "router":
-        raise NotHere("needs blocks that add to a stream of one tensor")
+    if len(inputs) < 2 or not torch.is_tensor(inputs[0]) or inputs[0].dim() != 3 or model.config.mod == "router":
+        raise NotHere("needs two or more blocks that add to a stream of one tensor")
     full, sublayers = mean_loss(model, [(idx, targets)]), list(model.sublayers(idx))
     for n in (n for n in (2, 4, 8) if n <= len(inputs)):
         ends, errors = torch.stack([inputs[-n]] * n), []

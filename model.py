@@ -835,7 +835,7 @@ class DenseFormer(Residual):
         super().__init__(config, l)
         self.block = l // 2 if l % 2 == 0 else None   # the block that ends with this sublayer
         if self.block:   # At first its own output has the weight 1, and all others 0.
-            self.weights = nn.Parameter(torch.eye(self.block + 1)[-1])
+            self.weights = nn.Parameter(torch.eye(self.block + 1)[-1].clone())
 
     def start(self, x):
         return x, {0: x}
