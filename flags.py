@@ -81,7 +81,7 @@ def sentence_about(error):
     text = f"{type(error).__name__} {error}".lower()
     if is_about_memory(error):
         return f"{sys.argv[0]}: out of memory; make the model, the batch or the context smaller"
-    if "dist" in text or "gloo" in text or "nccl" in text:
+    if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and the like
         return "another process of this run has ended, so this one can't go on; look at what that says"
     raise error
 

@@ -266,3 +266,17 @@ def test_bad_data_make_no_folder(data, tmp_path):
         (broken / path.name).write_bytes(shard)
     assert "has a token beyond" in refused("--data", broken, *SIZE, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+def test_one_block_is_a_model(data, tmp_path):
+    """All statistics of a run that has but one block: those that need two say so on the page."""
+    go(data, tmp_path / "run", "--n_layer", "1", "--max_iters", "2")
+    analyze.main([str(tmp_path / "run"), "--out", str(tmp_path / "figures")])
+    numbers = json.loads((tmp_path / "figures/numbers.json").read_text())
+    assert "two or more blocks" in numbers["statistics"]["layer_parallel"]["run"]
+
+def test_an_error_of_another_kind_is_not_another_process():
+    """Its text may have a path such as dist-packages in it."""
+    def main():
+        raise RuntimeError("wrong shape in /usr/lib/python3/dist-packages/torch/nn.py")
+    with pytest.raises(RuntimeError, match="wrong shape"):
+        flags.start(main)
