@@ -37,7 +37,8 @@ SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule ws
          "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
-FIVE = (2, 3, 4, 5, 6)       # seeds that decide, where a gap is small
+# Seeds that decide, where a gap is small. EIGHT are new ones, for comparisons that came later.
+FIVE, EIGHT = (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14)
 
 @dataclass
 class Variant:
@@ -49,41 +50,40 @@ class Variant:
     sweep: tuple = ()
     seeds: tuple = (2, 3, 4, 5)
 
-def steps_run(residual, n_layer=6, iters=1000, more=""):
-    return f"{SMALL} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
+def steps_run(residual, n_layer=6, iters=1000, more="", base=SMALL):
+    if residual.startswith(("nag", "attnres")) and "gate_lr" not in more:
+        more = f"--gate_lr 3e-3 {more}"   # good for their gains and queries
+    return f"{base} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
 
 def text_run(residual, n_layer=12, iters=420, more=""):
-    return f"{TEXT} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
+    return steps_run(residual, n_layer, iters, more, TEXT)
 
-EXPERIMENTS = {   # name -> (question, variants)
+# name -> (question, variants). What is compared with what stands in comparisons.csv.
+EXPERIMENTS = {
     "staircase": ("How many steps do 1 to 6 blocks (PreNorm) learn?", [
         Variant("1 block", steps_run("pre", 1)),
         Variant("2 blocks", steps_run("pre", 2)),
         Variant("4 blocks", steps_run("pre", 4)),
         Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
         Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))]),
-    # Iterations that an old core made in that time; a newer one took two thirds of it. Five minutes
-    # choose the rate (seed 1); one more seed trains for longer.
+    # As many iterations as an old core made. Five minutes choose the rate; ten have another seed.
     "minutes": ("How many steps in ten minutes?", [
         Variant(f"{blocks} blocks, {minutes} minutes", steps_run("pre", blocks, minutes * iters),
                 lr, (1e-2, 2e-2) if minutes == 5 else (), (2,) if minutes > 5 else ())
         for minutes in (5, 10)
         for blocks, iters, lr in ((2, 1215, 2e-2), (3, 870, 1e-2), (4, 675, 1e-2), (6, 469, 1e-2),
                                   (8, 359, 2e-2))]),
-    # PreNorm is "6 blocks" above.
     "residuals": ("Which residual learns more steps?", [
-        Variant("NAG", steps_run("nag", more="--gate_lr 3e-3"), 1e-2, (5e-3, *SWEEP)),
+        Variant("NAG", steps_run("nag"), 1e-2, (5e-3, *SWEEP)),
         Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))]),
     "others": ("And which of the other residuals?", [
         Variant("6 blocks, 1.3 times as long", steps_run("pre", iters=1300)),
-        Variant("Block Attention Residuals", steps_run("attnres:group=3", more="--gate_lr 3e-3"),
-                4e-2, (*SWEEP, 8e-2)),
+        Variant("Block Attention Residuals", steps_run("attnres:group=3"), 4e-2, (*SWEEP, 8e-2)),
         Variant("Block Attention Residuals, faster queries",
                 steps_run("attnres:group=3", more="--gate_lr 1e-2"), 2e-2, (2e-2,), ()),
         Variant("Block Attention Residuals, slower queries",
                 steps_run("attnres:group=3", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
-        Variant("Attention Residuals", steps_run("attnres", more="--gate_lr 3e-3"),
-                4e-2, (*SWEEP, 8e-2)),
+        Variant("Attention Residuals", steps_run("attnres"), 4e-2, (*SWEEP, 8e-2)),
         Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP),
         Variant("nGPT", steps_run("ngpt"), 1e-2, (2e-3, 5e-3, *SWEEP), ())]),
     "again": ("Does a block that runs again step further?", [
@@ -92,9 +92,8 @@ EXPERIMENTS = {   # name -> (question, variants)
     "tapers": ("Where should the width be?", [
         Variant("6 blocks, falling width", steps_run("pre", more="--taper cosine"))]),
     "skipping": ("What does skipping a quarter cost?", [
-        Variant("NAG that skips a quarter",
-                steps_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 1e-2),
-        Variant("NAG, 5 blocks", steps_run("nag", 5, more="--gate_lr 3e-3"), 1e-2),
+        Variant("NAG that skips a quarter", steps_run("nag", more="--mod_rate 0.25"), 1e-2),
+        Variant("NAG, 5 blocks", steps_run("nag", 5), 1e-2),
         Variant("a router that skips a quarter",
                 steps_run("pre", more="--mod router --mod_rate 0.25"), 2e-2, SWEEP),
         Variant("5 blocks", steps_run("pre", 5))]),
@@ -106,16 +105,28 @@ EXPERIMENTS = {   # name -> (question, variants)
     "text": ("And on text?", [
         Variant("text: PreNorm", text_run("pre"), 4e-2, (*SWEEP, 8e-2), FIVE),
         Variant("text: PreNorm, 1.3 times as long", text_run("pre", iters=546), 4e-2, (), FIVE),
-        Variant("text: NAG", text_run("nag", more="--gate_lr 3e-3"), 8e-2,
-                (*SWEEP, 8e-2, 0.16), FIVE),
+        Variant("text: NAG", text_run("nag"), 8e-2, (*SWEEP, 8e-2, 0.16), FIVE),
         Variant("text: NAG, slower gates", text_run("nag", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
         Variant("text: NAG that skips a quarter",
-                text_run("nag", more="--gate_lr 3e-3 --mod_rate 0.25"), 8e-2, (), FIVE),
-        Variant("text: NAG, 9 blocks", text_run("nag", 9, more="--gate_lr 3e-3"), 8e-2, (), FIVE),
-        Variant("text: Block Attention Residuals",
-                text_run("attnres:group=3", more="--gate_lr 3e-3"), 4e-2, (*SWEEP, 8e-2), FIVE),
+                text_run("nag", more="--mod_rate 0.25"), 8e-2, (), FIVE),
+        Variant("text: NAG, 9 blocks", text_run("nag", 9), 8e-2, (), FIVE),
+        Variant("text: Block Attention Residuals", text_run("attnres:group=3"), 4e-2,
+                (*SWEEP, 8e-2), FIVE),
         Variant("text: Review Residuals", text_run("review"), 2e-2, SWEEP, FIVE),
         Variant("text: falling width", text_run("pre", more="--taper cosine"), 4e-2, (), FIVE)]),
+    # PreNorm gets the FLOPs of its rivals.
+    "flops": ("And on text, at equal FLOPs?", [
+        Variant("FLOPs: PreNorm, 1.06 times as long", text_run("pre", iters=445), 4e-2, (), EIGHT),
+        Variant("FLOPs: PreNorm, 1.24 times as long", text_run("pre", iters=522), 4e-2, (), EIGHT),
+        Variant("FLOPs: NAG", text_run("nag"), 8e-2, (), EIGHT),
+        Variant("FLOPs: Block Attention Residuals", text_run("attnres:group=3"), 4e-2, (), EIGHT),
+        Variant("FLOPs: Review Residuals", text_run("review"), 2e-2, (), EIGHT)]),
+    "more": ("And which of these, on text?", [
+        Variant("text: Hyper-Connections", text_run("hyper"), 2e-2, SWEEP, FIVE),
+        Variant("text: the convex gate", text_run("convex"), 2e-2, SWEEP, FIVE),
+        Variant("text: SiameseNorm", text_run("siamese"), 2e-2, SWEEP, FIVE),
+        Variant("text: Peri-LN", text_run("peri"), 2e-2, SWEEP, FIVE),
+        Variant("text: LayerNorm Scaling", text_run("lns"), 2e-2, SWEEP, FIVE)]),
 }
 
 def commands(name, only_sweeps=False):
@@ -123,7 +134,7 @@ def commands(name, only_sweeps=False):
     _, variants = EXPERIMENTS[name]
     wanted = [(variant, 1, lr) for variant in variants for lr in variant.sweep]
     if not only_sweeps:
-        wanted += [(variant, seed, variant.lr) for seed in FIVE for variant in variants
+        wanted += [(variant, seed, variant.lr) for seed in FIVE + EIGHT for variant in variants
                    if seed in variant.seeds]
     return [(variant.name, seed, lr, f"{variant.flags} --lr {lr:g} --seed {seed}")
             for variant, seed, lr in wanted]
@@ -133,11 +144,10 @@ def commands(name, only_sweeps=False):
 COLUMNS = ["experiment", "variant", "seed", "lr", "tokens", "parameters", "seconds", "flops", "bits",
            "steps", "right", "skipped", "commit", "command"]
 
-def train(name, variant, seed, flags):
+def train(name, variant, seed, lr, flags):
     """Trains, or goes on with, one run -> its folder"""
     folder = variant.replace(" ", "-").replace(",", "")
-    lr = flags.split("--lr ")[1].split()[0]
-    out = ROOT / "runs" / "results" / f"{name}-{folder}-{lr}-{seed}"
+    out = ROOT / "runs" / "results" / f"{name}-{folder}-{lr:g}-{seed}"
     begin = ["--resume"] if (out / "ckpt.pt").exists() else shlex.split(flags)
     words = [sys.executable, "train.py", "--out", str(out), *begin]
     done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
@@ -209,12 +219,8 @@ def main(argv=None):
         if not (ROOT / "data" / data / "meta.json").exists():
             prepare.main([data, "--out", f"data/{data}"])
 
-    def work(job):
-        name, variant, seed, lr, flags = job
-        return measure(train(name, variant, seed, flags))
-
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        waiting = {pool.submit(work, job): job for job in missing}
+        waiting = {pool.submit(lambda job: measure(train(*job)), job): job for job in missing}
         try:
             for future in concurrent.futures.as_completed(waiting):
                 name, variant, seed, lr, flags = waiting[future]
