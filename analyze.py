@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
+os.environ["MPLBACKEND"] = "agg"   # Figures go to files only. Without this, matplotlib may want a window.
 import matplotlib
 import matplotlib.pyplot as plt
 import torch
@@ -690,6 +691,7 @@ def draw_lines(stat, results, colors):
     figure, grid = make_grid(stat, len(panels), columns=3, sharey=how.get("same_y", False))
     for axes, title in zip(grid, panels):
         axes.set(title=title if stat.ylabel else "", xlabel=how["x"], ylabel=stat.ylabel or title)
+        x = ()
         for run, result in results.items():
             for name, line in result.get(title, {}).items():
                 pairs = [y if type(y) is list else (x, y) for x, y in enumerate(line, how.get("start", 1))]
@@ -786,10 +788,7 @@ def main(argv=None):
         with open(args.text, encoding="utf-8", errors="replace") as f:
             args.text = f.read(10_000)   # A map shows block_size tokens.
     runs = open_runs(args)
-    with explain_write_errors(args.out):   # now, not after minutes of measuring
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        if (Path(args.out) / "index.html").exists() and not (Path(args.out) / "numbers.json").exists():
-            refuse(f"--out {args.out}: has an index.html that is none of ours; take another folder")
+    refuse_if_taken(Path(args.out))   # now, not after minutes of measuring
     results = {name: {} for name in wanted}
     for run_name, run in runs.items():
         print(printable(f"{run_name}: measuring {len(wanted)} statistics"), file=sys.stderr)
@@ -803,6 +802,23 @@ def main(argv=None):
     save(Path(args.out), runs, results)
     say(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
 
+def refuse_if_taken(out):
+    """Makes the folder. SystemExit if it can't be written to, or has files of our names that we have not made"""
+    with explain_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        found = {"index.html", "numbers.json", *(f"{name}.png" for name in STATS)} & {*os.listdir(out)}
+        if not os.access(out, os.W_OK):
+            raise PermissionError("you may not write there")
+        if found and not are_our_numbers(out / "numbers.json"):
+            refuse(f"--out {out}: has a {min(found)} that is none of ours; take another folder")
+
+def are_our_numbers(path):
+    """Does a numbers.json begin as `save` writes it? (It may be large.)"""
+    if not path.is_file():
+        return False
+    with open(path, errors="replace") as f:
+        return f.read(10) == '{\n "runs":'
+
 def open_runs(args):
     """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
     names, runs = [Path(path).resolve().name for path in args.runs], {}
@@ -814,6 +830,8 @@ def open_runs(args):
         windows = prepare.val_windows(config["data"], config["block_size"], n)
         steps_text = prepare.load_meta(config["data"]).get("steps")
         run = Run(model, config, read_metrics(path), args, windows, steps_text)
+        if not math.isfinite(run.loss):
+            refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a lower --lr")
         runs[printable(name if names.count(name) == 1 else path)] = run
     return runs
 
@@ -825,6 +843,8 @@ def save(out, runs, results):
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
     page, results = {}, json.loads(json.dumps(results), parse_constant=lambda name: None)   # JSON has no nan.
+    numbers = json.dumps(dict(runs=about, statistics=results), indent=1)
+    write_file(out / "numbers.json", lambda f: f.write(numbers.encode()))   # `refuse_if_taken` looks for it.
     # The steps text comes first, and then what a newcomer should see first.
     order = sorted(results, key=lambda name: (STATS[name].section != STEPS, not STATS[name].options.get("first")))
     for name in order:
@@ -842,8 +862,6 @@ def save(out, runs, results):
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     report = json.dumps(dict(runs=about, statistics=page)).replace("<", "\\u003c")   # No text ends a script.
     write_file(out / "index.html", lambda f: f.write(template.replace("REPORT", report).encode()))
-    numbers = json.dumps(dict(runs=about, statistics=results), indent=1)
-    write_file(out / "numbers.json", lambda f: f.write(numbers.encode()))
 
 if __name__ == "__main__":
     start(main)

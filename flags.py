@@ -81,6 +81,8 @@ def sentence_about(error):
     text = f"{type(error).__name__} {error}".lower()
     if is_about_memory(error):
         return f"{sys.argv[0]}: out of memory; make the model, the batch or the context smaller"
+    if "compiler" in text:   # torch's own, or triton's
+        return "--compile: torch can't compile here; install a C compiler, or add --no-compile"
     if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and the like
         return "another process of this run has ended, so this one can't go on; look at what that says"
     raise error
@@ -142,8 +144,9 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
         near = difflib.get_close_matches(word, parser._option_string_actions, 1)
         parser.error(f"{word}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
     given = vars(given)
-    if given.get("out") == "":
-        refuse("--out: is empty; name a folder, or leave it out")
+    for name in "out", "config":
+        if given.get(name) == "":
+            refuse(f"--{name}: is empty; name one, or leave it out")
     values = (defaults(given) if defaults else {}) | given
     made, bad = [], []
     for config in configs:
@@ -196,9 +199,11 @@ def read_options(text, defaults, allowed):
         try:
             found[key] = convert(value, kind)
         except ValueError:
-            raise ValueError(f"{key} must be a {kind.__name__}, such as {defaults[key]}") from None
+            raise ValueError(f"{key} must be {KINDS[kind]}, such as {defaults[key]}") from None
         check_option(key, found[key], allowed.get(key))
     return found
+
+KINDS = {int: "a whole number", float: "a number", bool: "0 or 1", str: "a word"}
 
 def convert(text, kind):
     if kind is bool:

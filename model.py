@@ -1330,11 +1330,13 @@ def make_decider(config, ends):
 
 def why_not(model, what):
     """what: skip or exit -> None, or a sentence why the model can't. All can remove sublayers."""
-    routed, name = model.config.mod == "router", model.config.residual
-    if what == "skip" and (routed or not model.ends.knows_gain):
-        return f"--residual {name} knows no gain, or a router decides; use a run of nag"
-    if what == "exit" and (routed or not model.ends.can_skip):
-        return f"--residual {name} can't skip, or a router decides; use a run of pre"
+    name = model.config.residual
+    if model.config.mod == "router":
+        return "the run's router decides who skips; use a run without --mod router"
+    if what == "skip" and not model.ends.knows_gain:
+        return f"--residual {name} knows no gain; use a run of nag"
+    if what == "exit" and not model.ends.can_skip:
+        return f"--residual {name} can't skip; use a run of pre"
     return None
 
 def ran_shares(keeps):

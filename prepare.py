@@ -274,6 +274,8 @@ DATA_SETS = dict(steps=steps, stdlib=stdlib, shakespeare=shakespeare, fineweb=fi
 
 # ------------------------------------------------------------------ main
 
+OWN_FLAGS = dict(text="input", fineweb="shards", steps="symbols rows cells most table")   # what is only for one
+
 @dataclass
 class PrepareConfig:
     name: Literal["steps", "stdlib", "shakespeare", "fineweb", "text"] = flag("", "which data set")
@@ -289,13 +291,17 @@ class PrepareConfig:
 
     def problems(self):
         wrong_tokens = {"steps": "gpt2", "fineweb": "bytes"}.get(self.name) == self.tokenizer
-        rules = [
+        missing = [path for path in self.input or [] if not os.path.exists(path)]
+        foreign = [(getattr(self, name) != getattr(PrepareConfig, name), f"--{name}: is for {owner} only; leave it out")
+                   for owner, names in OWN_FLAGS.items() if owner != self.name for name in names.split()]
+        rules = foreign + [
             (self.symbols % self.rows, f"--rows {self.rows}: must divide --symbols {self.symbols}; "
                                        f"use --rows {self.symbols}"),
             (wrong_tokens, f"--tokenizer {self.tokenizer}: {self.name} comes with other tokens; leave this flag out"),
-            (self.input and self.name != "text", "--input: is for text only; type: prepare.py text --input ..."),
+            (Path.cwd().is_relative_to(os.path.realpath(self.out or "data")),
+             f"--out {self.out}: is where you are; name a folder of its own"),
             (self.name == "text" and not self.input, "text: needs files or folders; name them with --input"),
-            ("" in (self.input or []), "--input: has an empty name; name files or folders")]
+            (missing, f"--input {missing}: no such file or folder; name those that are there")]
         return [sentence for wrong, sentence in rules if wrong]
 
 def main(argv=None):
@@ -308,8 +314,10 @@ def main(argv=None):
     try:
         refuse_if_taken(config.out, out, meta)
         make(config, meta)
+    except BlockingIOError:
+        refuse(f"--out {out}: another prepare.py is writing there; wait for it, or name another folder")
     except (KeyboardInterrupt, OSError, OverflowError, RecursionError) as error:
-        refuse(f"{out}: not written ({str(error) or 'interrupted'}); mend it or end another prepare.py")
+        refuse(f"--out {out}: not written ({str(error) or 'interrupted'}); mend that, then type it again")
     train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     say(f"{train:,} train and {val:,} val tokens ({config.tokenizer}); next: python train.py --data {out}")
 

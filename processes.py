@@ -86,8 +86,10 @@ def start_processes(config):
                    f"torchrun")
         try:
             dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
-        except ValueError as error:   # a MASTER_PORT that is no port
-            refuse(f"MASTER_PORT={os.environ['MASTER_PORT']}: {error}; start with torchrun")
+        except (ValueError, dist.DistNetworkError) as error:   # no port, or one that is in use
+            what = " ".join(str(error).split())[:200]
+            refuse(f"MASTER_PORT={os.environ['MASTER_PORT']}: {what}; start with torchrun, or name "
+                   f"another port")
     return Processes(device, rank, count)
 
 # ----------------------------------------------------------------------------------------- signals

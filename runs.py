@@ -117,11 +117,12 @@ class RunFolder:
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings = Path(out), settings
         self.overwrite, self.is_first = overwrite, is_first
-        self.metrics = self.lock = None
+        self.metrics = self.lock = self.is_new = None
         if is_first:
             self.refuse_if_taken(resume, overwrite)   # A folder that is refused gets no lock file.
             self.take_lock()
             self.refuse_if_taken(resume, overwrite)   # Another run may have begun there meanwhile.
+            self.refuse_folders()
 
     def file_names(self):
         """The names of all that is there, but for our lock and temporary files"""
@@ -162,8 +163,15 @@ class RunFolder:
             refuse(f"--out {self.out}: holds a run without a checkpoint; --overwrite replaces it, "
                    f"another --out keeps it")
 
+    def refuse_folders(self):
+        """SystemExit if a folder has the name of a file of ours: now, before anything is replaced"""
+        for name in self.file_names() & {"config.json", "ckpt.pt", "best.pt", "metrics.jsonl"}:
+            if (self.out / name).is_dir():
+                refuse(f"--out {self.out}: its {name} is a folder; take another --out")
+
     def take_lock(self):
         with explain_write_errors(self.out):
+            self.is_new = not self.out.exists()
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open_own(self.out / "lock")
         try:
@@ -205,6 +213,10 @@ class RunFolder:
             write_file(self.out / name, lambda f: torch.save(state, f))
 
     def close(self):
+        if self.lock and self.is_new and not self.metrics:   # The run was refused before `begin`.
+            with contextlib.suppress(OSError):
+                (self.out / "lock").unlink()
+                self.out.rmdir()
         for file in self.metrics, self.lock:
             if file:
                 file.close()
@@ -267,7 +279,7 @@ def restore_optimizers(model, optimizers, saved, may_lack):
         mine = {names[p] for p in params}
         foreign, missing = moments.keys() - mine, mine - moments.keys()
         if foreign or (missing and not may_lack):
-            raise ValueError("moments of other parameters, or of another --optimizer")
+            raise ValueError("moments of other parameters, or of another --optimizer or --beta1")
         # torch knows parameters by their places in the groups.
         state = {i: checked_moments(moments[names[p]], p, optimizer)
                  for i, p in enumerate(params) if names[p] in moments}
@@ -329,6 +341,8 @@ def check_model_config(path, found, wanted):
         raise ValueError(problems[0])
     if 4 * fewest_weights(found) > path.stat().st_size:
         raise ValueError("its settings are of a larger model")
+    if found.block_size * found.n_embd // found.n_head > 2 ** 28:   # numbers in the rotation table
+        raise ValueError("its settings are of a longer context than can be")
 
 def check_archive(path):
     """ValueError if a checkpoint is damaged, or would take more memory than its size says"""
@@ -337,6 +351,9 @@ def check_archive(path):
             raise ValueError("it is compressed, which torch.save never does")
         if archive.testzip():
             raise ValueError("it is damaged")
+        for name in archive.namelist():   # A bytearray of any size takes a few bytes here.
+            if name.endswith("data.pkl") and b"bytearray" in archive.read(name):
+                raise ValueError("it has a bytearray, which train.py never saves")
 
 def load_weights(model, weights):
     own = model.state_dict()
@@ -345,10 +362,11 @@ def load_weights(model, weights):
             raise ValueError(f"{name} is {weight.dtype}")
     model.load_state_dict(weights)
     if not all_finite(model):
-        raise ValueError("its weights are not finite")
+        raise ValueError("its weights are not finite, or beyond 1e6")
 
 def all_finite(model):
-    return all(w.isfinite().all().item() for w in model.state_dict().values())
+    """A weight beyond 1e6 counts as infinite: what it makes soon is."""
+    return all((w.float().abs() < 1e6).all().item() for w in model.state_dict().values())
 
 def checked_progress(ckpt, shape):
     """-> the step, FLOPs and sums of gradient norms of a checkpoint. shape: that of the norms"""
@@ -373,6 +391,8 @@ def checked_moments(moments, p, optimizer):
     for name, value in moments.items():
         if value.shape != (() if name == "step" else p.shape):
             raise ValueError("moments of other shapes")
-        if value.dtype != torch.float32 or not value.isfinite().all():
-            raise ValueError("moments that are not finite numbers")
+        if value.dtype != torch.float32 or not (value.abs() < 1e15).all():
+            raise ValueError("moments that are too large, or not finite")
+        if name in ("step", "exp_avg_sq") and (value < 0).any():
+            raise ValueError("moments below 0 where none can be")
     return {name: value.contiguous() for name, value in moments.items()}

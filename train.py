@@ -588,8 +588,11 @@ def settings_to_resume(given):
     return values
 
 def read_config(path):
-    """The settings of a run, a dict. A missing one has its default. SystemExit if one is unknown.
-    NOT_SAVED are left out: where a run goes, and what it may replace, has to be typed anew."""
+    """The settings of a run, a dict. path: its config.json, or its folder. A missing setting has its
+    default. SystemExit if one is unknown. NOT_SAVED are left out: where a run goes, and what it may
+    replace, has to be typed anew."""
+    if Path(path).is_dir():
+        path = Path(path) / "config.json"
     # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
     defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
     values = read_settings(path, defaults)

@@ -53,7 +53,12 @@ def main(argv=None):
             refuse(f"{folder}: is no run of pre or nag on the steps text; name one")
         windows = prepare.val_windows(config["data"], config["block_size"], 512)
         inspected = analyze.Run(model, config, read_metrics(folder), None, windows, text)
-        left, scores = steps_without(inspected, text), analyze.block_scores(inspected)
+        try:
+            left, scores = steps_without(inspected, text), analyze.block_scores(inspected)
+        except analyze.NotHere as why:
+            refuse(f"{folder}: {why}")
+        if not scores.keys() >= {*METHODS}:
+            refuse(f"{folder}: its metrics.jsonl has no gradient norms; name another run")
         chosen = {f"without {method}'s block": left[torch.as_tensor(scores[method]).argmin()]
                   for method in METHODS}
         chosen |= {"without one block, mean": statistics.mean(left), "without one block, best": max(left)}

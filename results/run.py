@@ -168,10 +168,9 @@ def measure(out):
         right = analyze.steps(run)["share of right digits"]["measured"]
         found |= dict(right=" ".join(f"{share:.3f}" for share in right),
                       steps=f"{analyze.steps_learned(right, 1 / len(text['table'])):.3f}")
-    history = [entry for entry in read_metrics(out).values() if "tok_s" in entry]
-    last = history[-1]
+    *history, last = [entry for entry in read_metrics(out).values() if "tok_s" in entry]
     # Seconds are those of training, at the median speed of the run: evaluations are not in it.
-    seconds = last["tokens"] / statistics.median(entry["tok_s"] for entry in history[1:] or history)
+    seconds = last["tokens"] / statistics.median(entry["tok_s"] for entry in [*history[1:], last])
     return found | dict(tokens=last["tokens"], flops=f"{last['flops']:.4g}",
                         seconds=f"{seconds:.0f}", parameters=num_params(model))
 
@@ -191,12 +190,13 @@ def read_runs(path):
         return []
     try:
         with open(path, newline="", encoding="utf-8") as f:
-            reader = csv.DictReader(f)
-            rows, header = list(reader), reader.fieldnames
+            header, *lines = [*csv.reader(f)] or [COLUMNS]
+        if header != COLUMNS:
+            raise ValueError("its first line")
+        rows = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
+        [float(word) for line in lines for word in " ".join(line[2:12]).split()]   # numbers only
     except (ValueError, csv.Error) as error:
-        refuse(f"{path}: is no CSV file ({error}); restore it from git, or name another")
-    if header not in (None, COLUMNS) or any(None in row or None in row.values() for row in rows):
-        refuse(f"{path}: has a line that is none of ours; restore it from git, or name another")
+        refuse(f"{path}: is none of ours ({error}); restore it from git, or name another")
     return rows
 
 def main(argv=None):
@@ -238,7 +238,7 @@ def commit():
     return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
 def append(path, row):
-    new = not Path(path).is_file()
+    new = not Path(path).is_file() or not os.path.getsize(path)
     with open(path, "a", newline="") as f:
         writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
         if new:

@@ -1,5 +1,5 @@
 """
-How fast it is: ratios of two programs that run in turn. DESIGN.md, section 4, has the floors.
+How fast it is: ratios of two programs that run in turn.
 
     python results/speed.py                                      # 20 minutes on two idle cores
     python results/speed.py --nanogpt nanoGPT/model.py           # also against a copy of nanoGPT's model
@@ -79,8 +79,6 @@ def training(args):
 
 def read_nanogpt(path):
     """-> what its model.py defines, by name"""
-    if not path.endswith(".py") or not Path(path).is_file():
-        refuse(f"--nanogpt {path}: is not a Python file; name model.py of a copy of nanoGPT")
     try:
         found = runpy.run_path(path)
         found["GPT"], found["GPTConfig"]
@@ -91,8 +89,7 @@ def read_nanogpt(path):
 def skipping(args):
     """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
     model = make("nag", 12, 256, mod_rate=0.5)
-    config = TrainConfig(data=args.data, batch_size=B)
-    data = Data(prepare.load_meta(args.data), model.config, config, n_parts=1)
+    data = Data(prepare.load_meta(args.data), model.config, TrainConfig(data=args.data, batch_size=B), n_parts=1)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
         x, y = data.batch(step, part=0)
@@ -103,8 +100,7 @@ def skipping(args):
         optimizer.zero_grad()
         model.after_step(ran_shares(keeps))
     decider, keeps = calibrate(model.eval(), [x], 0.5), []
-    with torch.no_grad():
-        model(x, decider=decider, keeps=keeps)
+    torch.no_grad()(model)(x, decider=decider, keeps=keeps)
     predicted = 1 - flops_per_token(model, ran=ran_shares(keeps)) / flops_per_token(model)
 
     def both_ways(decider):

@@ -14,19 +14,17 @@ import statistics
 import sys
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from analyze import COLORS
-from flags import refuse, say, start
+from analyze import COLORS, plt
+from flags import parse, refuse, say, start
 from run import EXPERIMENTS, read_runs
 
 CHOOSES_RATES = "1"   # the seed that decides nothing
 UNITS = dict(steps="steps", bits="bits per byte")
 BETTER = dict(steps=1, bits=-1)   # Is more better, or less?
-GUESSING = 0.1   # The steps text has ten symbols.
 
 # ------------------------------------------------------------------------------------- statistics
 
@@ -93,8 +91,8 @@ def variants_table(rows):
     lines = ["| experiment | variant | rate | seeds | steps | bits per byte | seconds | FLOPs |",
              "| --- | --- | --- | --- | --- | --- | --- | --- |"]
     names = dict.fromkeys((row["experiment"], row["variant"]) for row in rows)
-    order = [*EXPERIMENTS, "pruning"]   # (that of pruning.py)
-    for experiment, variant in sorted(names, key=lambda name: order.index(name[0])):
+    order = [*EXPERIMENTS]   # then others, such as that of pruning.py
+    for experiment, variant in sorted(names, key=lambda name: (*order, name[0]).index(name[0])):
         mine = [row for row in rows if row["variant"] == variant and row["seed"] != CHOOSES_RATES]
         def mean(column):
             known = [float(row[column]) for row in mine if row[column]]
@@ -144,7 +142,7 @@ def draw_steps(rows, experiment, names, path):
         beside = 0.05 * (i - len(names) / 2)   # so that dots don't hide each other
         for shares in right[name]:
             axes.plot(steps + beside, shares, ".", color=COLORS[i], alpha=0.5)
-    axes.axhline(GUESSING, color="0.5", linestyle=":", label="guessing")
+    axes.axhline(0.1, color="0.5", linestyle=":", label="guessing")   # There are ten symbols.
     axes.set(xlabel="steps asked for (lines: means; dots: seeds)", ylabel="share of right digits",
              title=EXPERIMENTS[experiment][0], xticks=range(10), ylim=(0, 1.03))
     axes.grid(alpha=0.3)
@@ -167,12 +165,20 @@ def draw_bits(rows, experiment, names, path):
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
-def main():
+def read_comparisons(path):
+    with open(path, newline="", encoding="utf-8", errors="replace") as f:
+        found, wanted = [*csv.DictReader(f)], "family experiment a b measure equal margin claim".split()
+    for each in found:
+        if [*each] != wanted or each["measure"] not in UNITS or not each["margin"][:1].isdigit():
+            refuse(f"{path}: has a line that is none of ours; restore it from git")
+    return found
+
+def main(argv=None):
+    parse([], argv, __doc__)
     rows = read_runs(HERE / "runs.csv")
     if not rows:
         refuse("results/runs.csv: holds no runs; python results/run.py makes them")
-    with open(HERE / "comparisons.csv", newline="") as f:
-        comparisons = list(csv.DictReader(f))
+    comparisons = read_comparisons(HERE / "comparisons.csv")
     tables = ["# Tables, made by summarize.py", "", "## Comparisons", "",
               *comparisons_table(rows, comparisons), "", "## Means of the seeds that decide", "",
               *variants_table(rows), ""]

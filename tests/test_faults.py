@@ -3,6 +3,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -280,3 +281,80 @@ def test_an_error_of_another_kind_is_not_another_process():
         raise RuntimeError("wrong shape in /usr/lib/python3/dist-packages/torch/nn.py")
     with pytest.raises(RuntimeError, match="wrong shape"):
         flags.start(main)
+
+def test_a_refused_run_leaves_nothing(data, tmp_path, monkeypatch):
+    """A model that can't be made, say: no folder, no lock"""
+    def too_large(config):
+        raise MemoryError
+    monkeypatch.setattr(train, "GPT", too_large)
+    with pytest.raises(MemoryError):
+        go(data, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+@pytest.mark.parametrize("name", ["config.json", "ckpt.pt", "best.pt", "metrics.jsonl"])
+def test_a_folder_with_the_name_of_a_file_costs_nothing(copy, data, name):
+    (copy / name).unlink()
+    (copy / name).mkdir()
+    before = {path.name: path.is_dir() or path.read_bytes() for path in copy.iterdir()}
+    for flag in "--resume", "--overwrite":
+        assert str(copy) in refused("--data", data, *SIZE, "--out", copy, flag)
+    assert {path.name: path.is_dir() or path.read_bytes() for path in copy.iterdir()} == before
+
+@pytest.mark.parametrize("what, change", {
+    "bytearray": lambda c: c.update(more=bytearray(8)),
+    "beyond 1e6": lambda c: c["model"]["wte.weight"].fill_(1e9),
+    "than can be": lambda c: c["model_config"].update(block_size=2 ** 20, n_head=1, n_embd=32 * 2 ** 10),
+    "below 0": lambda c: moments(c)["exp_avg_sq"].fill_(-1.0),
+    "too large, or": lambda c: moments(c)["exp_avg"].fill_(1e30)}.items())
+def test_more_crafted_checkpoints(copy, what, change, monkeypatch):
+    edited(change)(copy / "ckpt.pt")
+    if what == "than can be":   # as if all its weights were there
+        monkeypatch.setattr(runs, "fewest_weights", lambda config: 0)
+        ckpt = load(copy)
+        with pytest.raises(ValueError, match=what):
+            runs.check_model_config(copy / "ckpt.pt", GPTConfig(**ckpt["model_config"]), None)
+    else:
+        assert what in refused("--out", copy, "--resume", "--max_iters", 20)
+
+def test_config_may_be_a_folder(copy, data, tmp_path):
+    assert train.main(["--config", str(copy), "--out", str(tmp_path / "new"), "--max_iters", "1"]) == 0
+    assert "--config: is empty" in refused("--config", "")
+
+@pytest.mark.parametrize("error, words", [("InvalidCxxCompiler: No working C++ compiler found", "--no-compile"),
+                                          ("Failed to find C compiler. Please specify", "--no-compile")])
+def test_no_compiler_is_one_sentence(error, words, capsys):
+    def main():
+        raise RuntimeError(error)
+    with pytest.raises(SystemExit, match="^1$"):
+        flags.start(main)
+    assert words in capsys.readouterr().err
+
+def test_a_port_in_use_is_one_sentence(data, tmp_path):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        one = start(tmp_path / "one", "--data", data, *SIZE, "--out", tmp_path / "x", RANK="0", LOCAL_RANK="0",
+                    WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
+        assert wait(one) == [1]
+    said = (tmp_path / "one.err").read_text()
+    assert f"MASTER_PORT={port}" in said and "Traceback" not in said and "another port" in said
+
+def test_analyze_replaces_only_its_own(copy, tmp_path, monkeypatch):
+    """A picture, or numbers, of somebody else; a folder where nobody may write; a backend that is none"""
+    figures = tmp_path / "figures"
+    words = [copy, "--out", figures, "--only", "update"]
+    figures.mkdir()
+    for name in "update.png", "numbers.json":
+        (figures / name).write_text('{"mine": 1}')
+        assert f"{name} that is none of ours" in refused(*words, call=analyze.main)
+        assert (figures / name).read_text() == '{"mine": 1}'
+        (figures / name).unlink()
+    for _ in range(2):   # the second time over its own
+        analyze.main([str(word) for word in words])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "may not write" in refused(*words, call=analyze.main)
+    code = "import analyze, sys; sys.exit(analyze.matplotlib.get_backend() != 'agg')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | dict(MPLBACKEND="nosuch")).returncode == 0
+
+def test_a_model_without_a_loss_has_no_page(copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(analyze, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
+    assert "its loss is nan" in refused(copy, "--out", tmp_path / "figures", call=analyze.main)

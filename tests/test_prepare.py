@@ -265,10 +265,20 @@ def test_steps(tmp_path, monkeypatch, flags):
 def test_inputs_add_up_and_none_is_empty(tmp_path):
     for name in "one", "two":
         write(tmp_path / name, f"text {name} " * 200)
-    assert "empty name" in refused("text", "--out", tmp_path / "data", "--input", "")
+    for missing in "", str(tmp_path / "nothing"):
+        assert f"--input ['{missing}']" in refused("text", "--out", tmp_path / "new" / "data", "--input", missing)
+    assert not (tmp_path / "new").exists()
     run("text", "--out", tmp_path / "data", "--input", tmp_path / "one", "--input", tmp_path / "two")
     assert {b"one", b"two"} <= {*bytes(tokens(tmp_path / "data", "train").clip(0, 255).astype("u1")).split(b" ")}
     assert "\x1b" not in refused("steps", "--out", tmp_path / "x", "--\x1b[31m")
+
+def test_flags_of_other_data_sets(tmp_path, monkeypatch):
+    """... are refused, and so is the folder one is in."""
+    for words in ("steps --shards 5", "stdlib --cells 5", "text --table 1 --input /", "fineweb --input /"):
+        name, flag, *_ = words.split()
+        assert f"{flag}: is for" in refused(*words.split(), "--out", tmp_path / "new")
+    monkeypatch.chdir(tmp_path)
+    assert "where you are" in refused("steps", "--out", ".") and "where you are" in refused("steps", "--out", "..")
 
 def test_refused_steps(tmp_path):
     for flags in "--symbols 11", "--symbols 1", "--rows 3", "--most 26", "--cells 1", "--tokenizer gpt2":

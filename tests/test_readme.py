@@ -56,6 +56,8 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
         assert {*config.only.split(",")} <= {"", *analyze.STATS}
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
+        for name in "README.md", "workshop":   # It may be an input.
+            (tmp_path / name).symlink_to(ROOT / name)
         monkeypatch.setattr(prepare, "DATA_SETS", {argv[1]: lambda args, new: 1 / 0})
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 

@@ -96,9 +96,19 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
 def test_bad_input_is_one_sentence(tmp_path):
     (tmp_path / "notes.txt").write_text("my notes\n")
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
-    for name, what in ("notes.txt", "none of ours"), ("binary", "no CSV"), (".", "can't become one"), ("a/b", "can't become one"):
+    (tmp_path / "word.csv").write_text(",".join(run.COLUMNS) + "\n" + "x," * (len(run.COLUMNS) - 1) + "x\n")
+    (tmp_path / "empty.csv").touch()
+    run.append(tmp_path / "empty.csv", dict.fromkeys(run.COLUMNS, ""))
+    assert len(run.read_runs(tmp_path / "empty.csv")) == 1   # It has got its first line, too.
+    for name, what in [("notes.txt", "none of ours"), ("binary", "none of ours"), ("word.csv", "could not convert"),
+                       (".", "can't become one"), ("a/b", "can't become one")]:
         with pytest.raises(SystemExit, match=what):
             run.main(["staircase", "--dry", "--out", str(tmp_path / name)])
+    (tmp_path / "comparisons.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match="none of ours"):
+        summarize.read_comparisons(tmp_path / "comparisons.csv")
+    with pytest.raises(SystemExit, match="--nope: unknown flag"):
+        summarize.main(["--nope"])
     with pytest.raises(SystemExit, match="^nope: no such experiment; choose from staircase, "):
         run.main(["nope", "--dry"])
 
@@ -110,7 +120,7 @@ def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(summarize, "HERE", tmp_path)
     for name in "runs.csv", "comparisons.csv":
         shutil.copy(ROOT / "results" / name, tmp_path)
-    summarize.main()
+    summarize.main([])
     tables = (tmp_path / "tables.md").read_text()
     assert tables == (ROOT / "results/tables.md").read_text()
     page = (ROOT / "results/README.md").read_text()

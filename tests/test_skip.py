@@ -338,4 +338,4 @@ def test_a_model_says_what_it_can_not(residual, can):
     model = routed() if residual == "router" else make(residual)
     for what in ("skip", "exit", "remove"):
         sentence = M.why_not(model, what)
-        assert sentence is None if what in can else residual in sentence and "use a run of" in sentence
+        assert sentence is None if what in can else residual in sentence and "use a run" in sentence

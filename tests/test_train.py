@@ -577,7 +577,7 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"), ("RANK=abc", "RANK=abc"),
     ("--resume --overwrite --out {run}", "contradict"), ("--repeat 1:999999999999", "--repeat"),
     ("--resume --out {run} --n_embd 64", "n_embd 32 there"), ("WORLD_SIZE=2", "torchrun"),
-    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=abc", "MASTER_PORT=abc"), ("--config ''", "no such file"),
+    ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=abc", "MASTER_PORT=abc"), ("--config ''", "is empty"),
     ("--resume --out {run} --batch_size 8", "--batch_size 8"), ("--residual x\x1b[31m", "x?[31m"),
     ("WORLD_SIZE=2 --grad_accum 2 --batch_size 6", "multiple of grad_accum x processes = 4")]
 
