@@ -1331,7 +1331,7 @@ def make_decider(config, ends):
 def why_not(model, what):
     """what: skip or exit -> None, or a sentence why the model can't. All can remove sublayers."""
     name = model.config.residual
-    if model.config.mod == "router":
+    if what in ("skip", "exit") and model.config.mod == "router":
         return "the run's router decides who skips; use a run without --mod router"
     if what == "skip" and not model.ends.knows_gain:
         return f"--residual {name} knows no gain; use a run of nag"
