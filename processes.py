@@ -71,8 +71,8 @@ class Processes:
             x /= self.count
         return x
 
-def start_processes(config):
-    """torchrun says in the environment who we are."""
+def join_processes(config):
+    """-> Processes. torchrun has started them, and says in the environment which one this is."""
     rank, count = environment("RANK", 0), environment("WORLD_SIZE", 1)
     device = pick_device(config.device)
     if device == "cuda":

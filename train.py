@@ -10,8 +10,9 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 # How to read this file: it is nanoGPT's train.py as functions and one class. If you know that,
 # begin with Training.run, the loop, and what it calls: take_step, forward_and_backward, update.
 # Before the class stand flags, data, evaluation, and optimizers. After the loop come saving,
-# reporting, resuming, where settings come from, and `main`. Helpers have files of their own:
-# flags.py makes flags of the configs, runs.py has run folders, and processes.py has devices.
+# reporting, the length of the run, resuming, where settings come from, and `main`. Helpers have
+# files of their own: flags.py makes flags of the configs, runs.py has run folders, and
+# processes.py has devices.
 
 import contextlib
 import math
@@ -29,19 +30,28 @@ import prepare
 from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
                    mean_share, num_params, options_of, ran_shares)
-from processes import check_memory, note_signals, pick_device, pick_threads, start_processes
+from processes import check_memory, join_processes, note_signals, pick_device, pick_threads
 from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, optimizer_state,
                   read_checkpoint, read_metrics, read_settings, restore_optimizers)
 
 # ----------------------------------------------------------------------------------------- settings
 
-ENDS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
+LENGTHS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
+
+# The learning rate of each optimizer, if --lr is not typed. (Good for small models.)
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+
+# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together: who types
+# one of SIZES has chosen another model, and gets none of them.
+CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
+                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
+SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 @dataclass
 class TrainConfig:
     """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
-    new section. The defaults are for a CPU: see CUDA_DEFAULTS. The model's size and the seed
-    are in GPTConfig, in model.py. (On a first reading, go on with "data".)"""
+    new section. The defaults are for a CPU. The model's size and the seed are in GPTConfig, in
+    model.py. (On a first reading, go on with "data".)"""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -63,9 +73,10 @@ class TrainConfig:
     grad_accum: int = flag(1, "micro-batches per optimizer step, in each process", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
-    lr: float = flag(2e-2, "peak learning rate; with --optimizer adamw 0.006, with sgd 0.1", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of what residuals list in own_lr (model.py)", 0,
-                          1e3)
+    lr: float = flag(RATES["muon"], "peak learning rate; with --optimizer adamw 0.006, with sgd "
+                     "0.1", 0, 1e3)
+    gate_lr: float = flag(1e-3, "peak learning rate of gates: what a residual lists in own_lr "
+                          "(model.py)", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -85,8 +96,8 @@ class TrainConfig:
 
     def problems(self):
         """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
-        parts = self.n_parts(environment("WORLD_SIZE", 1))   # No process is started yet.
-        ends = [name for name in ENDS if getattr(self, name)]
+        parts = self.n_parts(environment("WORLD_SIZE", 1))   # as torchrun says it
+        ends = [name for name in LENGTHS if getattr(self, name)]
         rules = [
             (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
             (not ends, "--max_iters, --max_tokens and --max_flops: are 0, so this would train "
@@ -121,6 +132,7 @@ class Data:
     """The text of a run: shards of training tokens, and fixed windows of validation tokens"""
     def __init__(self, meta, model_config, config, n_parts):
         self.folder, self.n_parts, self.batch_size = config.data, n_parts, config.batch_size
+        self.micro_batch_size = config.batch_size // n_parts
         self.T, self.seed = model_config.block_size, model_config.seed
         self.tokenizer, self.n_vocab = meta["tokenizer"], meta["vocab_size"]
         self.shards = prepare.open_split(self.folder, "train", self.T)
@@ -131,10 +143,10 @@ class Data:
         self.fingerprint = prepare.fingerprint(self.folder, meta)
 
     def batch(self, step, part):
-        """A micro-batch, number `part` of a step: x, y (batch_size / n_parts, T). It depends on
-        seed, step and part only, so there is no random state to save: any number of processes, and
-        a run that is resumed, see the same batches. SystemExit if a token isn't one of the
-        tokenizer's."""
+        """The micro-batch number `part` of the n_parts of a step: x, y (micro_batch_size, T). It
+        depends on seed, step and part only, so there is no random state to save: any number of
+        processes, and a run that is resumed, see the same batches. SystemExit if a token isn't one
+        of the tokenizer's."""
         n_windows = sum(len(shard) - self.T for shard in self.shards)
         # Windows are numbered through all shards.
         starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
@@ -146,18 +158,22 @@ class Data:
 
 # --------------------------------------------------------------------------------------- evaluation
 
+# Who ran what: model(..., keeps=keeps) appends to the list `keeps`, for each sublayer, None if all
+# tokens ran it, or else a mask of those that did. ran_shares(keeps) makes a share of the tokens of
+# each, such as [1.0, 0.8]: this file calls that list `ran`. mean_share(ran) is its mean.
+
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
-    skipped. token_bytes (V,): see Data. decider: who skips, in place of the model's own one; for
-    measurements of your own"""
+    skipped. token_bytes (V,): see Data. decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        keeps = []   # for each sublayer, who ran it: a mask of the tokens, or None for all
+        keeps = []
         _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)
+        ran = ran_shares(keeps)
         nats += loss.item() * len(xi) / len(x)
-        skipped += (1 - mean_share(ran_shares(keeps))) * len(xi) / len(x)
+        skipped += (1 - mean_share(ran)) * len(xi) / len(x)
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
     bytes_per_token = n_bytes / y.numel()
@@ -168,7 +184,8 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 def sort_parameters(model, uses_muon):
     """-> four lists: gates, which are what residuals name in `own_lr`; vectors; matrices for Muon;
     and all other matrices"""
-    own_lr = {getattr(residual, name, None)   # model.ends, which has no sublayer, may lack it.
+    # (A residual may lack what it names: the one that only starts and finishes the stream.)
+    own_lr = {getattr(residual, name, None)
               for residual in model.residuals() for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
     gates, vectors, for_muon, matrices = [], [], [], []
@@ -194,7 +211,7 @@ def make_optimizers(model, config):
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
               dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
     if config.optimizer == "sgd":
-        optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
+        optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]   # ignores betas
     else:
         optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
     if for_muon:
@@ -216,14 +233,14 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            beta = group["momentum"]
+            momentum = group["momentum"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if p not in self.state:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - beta)
-                update = orthogonal(p.grad.lerp(momentum, beta))   # one step ahead: Nesterov's way
+                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                update = orthogonal(p.grad.lerp(mean, momentum))   # one step ahead: Nesterov's way
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
@@ -274,19 +291,20 @@ class Training:
         else:
             self.model = GPT(model_config)
         self.model.to(processes.device)
-        if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:
-            self.model.dtype = torch.bfloat16   # of matrix products only; weights stay float32
+        if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere, 2020
+            # The model computes its products in this type, as autocast would. Weights stay float32.
+            self.model.dtype = torch.bfloat16
         self.optimizers = make_optimizers(self.model, config)
         # How far it is. The checkpoint has these, too.
         self.step, self.flops, self.best_loss = 0, 0.0, math.inf
         # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
-        self.norm_sums = torch.zeros(model_config.n_layer, dtype=torch.float64,
+        self.block_norm_sums = torch.zeros(model_config.n_layer, dtype=torch.float64,
                                      device=processes.device)
         self.n_steps = self.count_steps()
         if ckpt:
             self.restore(ckpt)
-        # The last step's loss, and the norm of its gradient: there is no step yet.
-        self.loss, self.norm = torch.zeros(()), torch.zeros(())
+        # What take_step says of its step, for `log`: there is no step yet.
+        self.loss, self.grad_norm, self.ran, self.lr = torch.zeros(()), torch.zeros(()), [], 0.0
         self.first_step = self.step
         self.forward_model = self.compile_and_wrap()   # the model, or DDP around it
 
@@ -297,24 +315,24 @@ class Training:
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         self.start_clock()
         while True:
-            # The share of the run that will be done after the coming step. Learning rate and
-            # warm-ups follow it. An evaluation sees the same warm-ups as that step.
+            # The share of the run that will be done after the coming step. The learning rate
+            # follows it, and all that a residual or a decider lets grow (before_step).
             progress = min(1.0, self.share_done() + 1 / self.n_steps)
             self.model.before_step(progress)
-            # All processes have to stop at the same step, if one of them got a signal.
+            # 0: none. All processes have to stop at the same step, if one of them got a signal.
             signal = self.processes.highest(signals[0] if signals else 0)
-            is_end = signal or self.share_done() >= 1
-            if is_end or self.is_due(self.config.eval_interval):
+            is_last = bool(signal) or self.share_done() >= 1
+            if is_last or self.is_due(self.config.eval_interval):
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
                 if not signal:
-                    self.evaluate_and_report(state)   # It may become best.pt, too.
+                    self.evaluate_and_report(state)
                 self.start_clock()
-            if is_end:
+            if is_last:
                 break
-            ran, lr = self.take_step(progress)
+            self.take_step(progress)
             if self.is_due(self.config.log_interval):
-                self.log(ran, lr)
+                self.log()
                 self.start_clock()
             elif self.step == self.first_step + 1:   # It may compile: not counted.
                 self.start_clock()
@@ -337,14 +355,13 @@ class Training:
         self.clock, self.clock_step = time.perf_counter(), self.step
 
     def take_step(self, progress):
-        """One step of training -> what share of the tokens ran each sublayer, such as [1.0, 0.8],
-        and the learning rate"""
-        self.loss, ran = self.forward_and_backward()
-        self.norm, lr = self.update(progress)
-        self.model.after_step(ran)   # nGPT normalises its weights, and thresholds of MoD move.
+        """One step of training. It also notes its loss, the norm of the whole gradient, the
+        learning rate, and what share of the tokens ran each sublayer."""
+        self.loss, self.ran = self.forward_and_backward()
+        self.grad_norm, self.lr = self.update(progress)
+        self.model.after_step(self.ran)   # nGPT normalises its weights, and thresholds of MoD move.
         self.step += 1
-        self.flops += self.step_flops(ran)
-        return ran, lr
+        self.flops += self.step_flops(self.ran)
 
     def forward_and_backward(self):
         """Puts the gradient of a batch into .grad -> its loss, and the shares of the tokens that
@@ -379,7 +396,7 @@ class Training:
         learning rate"""
         config = self.config
         grads, block_norms = self.block_gradients()
-        self.norm_sums += block_norms
+        self.block_norm_sums += block_norms   # for analyze.py
         if config.equalize_grads:
             equalize(grads, block_norms)
         clip = config.grad_clip or math.inf
@@ -403,18 +420,18 @@ class Training:
     # ------------------------------------------------------------------------- saving and reporting
 
     def save(self):
-        """Writes the checkpoint, and returns it."""
+        """Writes the checkpoint, and returns it. (The folder writes in the first process only.)"""
         self.refuse_if_not_finite()   # Nothing that has gone wrong is saved.
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
-                     flops=self.flops, grad_norms=self.norm_sums, data=self.data.fingerprint)
+                     flops=self.flops, grad_norms=self.block_norm_sums, data=self.data.fingerprint)
         self.folder.save("ckpt.pt", state)
         return state
 
     def refuse_if_not_finite(self):
         """SystemExit, if the loss, a gradient or a weight is not finite any more"""
-        loss = self.loss.item()
-        finite = math.isfinite(loss) and self.norm.isfinite() and self.norm_sums.isfinite().all()
+        loss, sums = self.loss.item(), self.block_norm_sums
+        finite = math.isfinite(loss) and self.grad_norm.isfinite() and sums.isfinite().all()
         if not finite or not all_finite(self.model):
             refuse(f"iteration {self.step}: loss {loss}, or gradients or weights that are not "
                    f"finite; {self.ckpt_path}, if it is there, is from before: go on from there "
@@ -422,9 +439,9 @@ class Training:
 
     def evaluate_and_report(self, state):
         """Evaluates the model, and saves `state`, its checkpoint, as best.pt, too, if no loss was
-        lower so far. Each process evaluates all windows, so how many there are doesn't matter."""
+        lower so far. Each process evaluates all windows: it is short, and needs no exchange."""
         nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
-                                       self.config.batch_size // self.data.n_parts)
+                                       self.data.micro_batch_size)
         say(f"iter {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
             f"{skipped:.1%} skipped")
         if not math.isfinite(nats):
@@ -434,21 +451,19 @@ class Training:
             self.folder.save("best.pt", state)
         # After best.pt, because a run that is resumed finds the best loss here.
         self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
-                        grad_norms=self.norm_sums.tolist())
+                        grad_norms=self.block_norm_sums.tolist())
         self.best_loss = min(nats, self.best_loss)
 
-    def log(self, ran, lr):
-        """A line of metrics.jsonl, and one for people. ran, lr: see take_step"""
-        self.refuse_if_not_finite()
-        if self.processes.on_cuda:
-            torch.cuda.synchronize()
+    def log(self):
+        """A line of metrics.jsonl, and one for people, about the last step"""
+        self.refuse_if_not_finite()   # (This also waits for a GPU, so the clock is right.)
         n_tokens = (self.step - self.clock_step) * self.tokens_per_step
         tok_s = n_tokens / (time.perf_counter() - self.clock)
-        loss, norm, skipped = self.loss.item(), self.norm.item(), 1 - mean_share(ran)
-        self.folder.log(step=self.step, loss=loss, lr=lr, grad_norm=norm, tok_s=tok_s,
+        loss, norm, skipped = self.loss.item(), self.grad_norm.item(), 1 - mean_share(self.ran)
+        self.folder.log(step=self.step, loss=loss, lr=self.lr, grad_norm=norm, tok_s=tok_s,
                         tokens=self.step * self.tokens_per_step, flops=self.flops,
                         skip_rate=skipped)
-        say(f"iter {self.step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
+        say(f"iter {self.step:5d} | loss {loss:.4f} | lr {self.lr:.2e} | gradient {norm:.2f} | "
             f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
 
     def announce(self):
@@ -516,17 +531,16 @@ class Training:
 
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        # Moments are missing before the first step, with SGD without momentum, and of parameters
-        # that never had a gradient.
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
         with explain_read_errors(self.ckpt_path):
+            # A parameter has no moments before its first gradient, and none with SGD's beta1 of 0.
             may_lack = self.some_tokens_skip() or no_momentum or ckpt["step"] == 0
             if ckpt["data"] != self.data.fingerprint:
                 refuse(f"{self.ckpt_path}: is of other data than --data has now; put that back, "
                        f"or start a new run")
             restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
-            self.step, self.flops, norms = checked_progress(ckpt, self.norm_sums.shape)
-            self.norm_sums.copy_(norms)
+            self.step, self.flops, norms = checked_progress(ckpt, self.block_norm_sums.shape)
+            self.block_norm_sums.copy_(norms)
         if self.is_beyond_end():
             refuse(f"--resume: {self.ckpt_path} is at iteration {self.step}, beyond the end that "
                    f"the flags set (about {self.n_steps} iterations); give a later end, or none")
@@ -538,18 +552,9 @@ class Training:
         return min((entry["val_loss"] for step, entry in metrics
                     if step <= self.step and "val_loss" in entry), default=math.inf)
 
-# ------------------------------------------------------------ the settings that were not typed
+# ------------------------------------------------------------------------ where settings come from
 
 NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
-
-# The --lr if --optimizer is typed without it, and changes the optimizer. (Good for small models.)
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So who
-# types one of SIZES turns all of CUDA_DEFAULTS off.
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
-                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
-SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 def defaults_for(given):
     """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
@@ -568,7 +573,7 @@ def defaults_for(given):
     optimizer = given.get("optimizer")
     if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
         values["lr"] = RATES[optimizer]
-    if any(name in given for name in ENDS):   # Only the typed end counts.
+    if any(name in given for name in LENGTHS):   # Only the typed end counts.
         values.update(max_iters=0, max_tokens=0, max_flops=0)
     return values
 
@@ -588,9 +593,9 @@ def settings_to_resume(given):
     return values
 
 def read_config(path):
-    """The settings of a run, a dict. path: its config.json, or its folder. A missing setting has its
-    default. SystemExit if one is unknown. NOT_SAVED are left out: where a run goes, and what it may
-    replace, has to be typed anew."""
+    """The settings of a run, a dict. path: its config.json, or its folder. A missing setting has
+    its default. SystemExit if one is unknown. NOT_SAVED are left out: where a run goes, and what it
+    may replace, has to be typed anew."""
     if Path(path).is_dir():
         path = Path(path) / "config.json"
     # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
@@ -620,7 +625,7 @@ def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
                                  epilog=residual_list())
-    processes = start_processes(config)
+    processes = join_processes(config)
     pick_threads(model_config, processes.device, processes.count)
     meta = find_data(config, processes)
     rows = math.ceil(meta["vocab_size"] / 64) * 64   # of the head: multiples of 64 are fast
@@ -628,7 +633,7 @@ def main(argv=None):
     check_memory(model_config, config, processes)
     data = Data(meta, model_config, config, n_parts=config.n_parts(processes.count))
     if not config.resume:
-        data.batch(step=0, part=processes.rank)   # Bad data often show before a folder is made.
+        data.batch(step=0, part=processes.rank)   # Refuses most bad data, before there is a folder.
     out = config.out or default_folder(model_config.residual)
     settings = settings_to_save(model_config, config, data)
     folder = RunFolder(out, settings, resume=config.resume, overwrite=config.overwrite,
