@@ -194,8 +194,7 @@ def sort_parameters(model, uses_muon):
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
-        # A single row or column has no directions that Muon could make equal.
-        elif uses_muon and p in in_blocks and min(p.shape) > 1:
+        elif uses_muon and p in in_blocks:
             for_muon.append(p)
         else:
             matrices.append(p)

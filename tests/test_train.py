@@ -262,12 +262,12 @@ def test_schedule(schedule, shares):
         config = train.TrainConfig(schedule=schedule, warmup=warmup)
         assert all(0 < train.lr_factor(config, progress) <= 1 for progress in (0.01, 1.0))
 
-@pytest.mark.parametrize("residual", [*RESIDUALS, "nag:directions=1"])
+@pytest.mark.parametrize("residual", RESIDUALS)
 def test_optimizer_groups(residual):
     model = GPT(GPTConfig(**TINY, residual=residual, tie=residual in ("pre", "nag")))
     names = {p: name for name, p in model.named_parameters()}
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
-    assert bool(own) == (residual.startswith(("nag", "attnres")))   # Others do best at the rate of everything else.
+    assert bool(own) == (residual in ("nag", "attnres"))   # Others do best at the rate of everything else.
     for optimizer in "adamw", "sgd", "muon":
         made = train.make_optimizers(model, train.TrainConfig(optimizer=optimizer, gate_lr=5e-4))
         groups = [group for each in made for group in each.param_groups]
@@ -278,7 +278,7 @@ def test_optimizer_groups(residual):
                 assert group["peak_lr"] == (5e-4 if id(p) in own else 2e-2)
     taken = {names[p] for p in made[1].param_groups[0]["params"]}   # by Muon
     assert taken >= {name for name in names.values() if re.search("c_(attn|fc|proj).weight$", name)}
-    assert all(name.startswith("blocks.") and min(model.get_parameter(name).shape) > 1 for name in taken)
+    assert all(name.startswith("blocks.") for name in taken)
 
 @pytest.mark.parametrize("flags", ["--checkpoint_blocks", pytest.param(
     "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
