@@ -71,8 +71,7 @@ def places_of(blocks, n_blocks):
     numbers = {str(block): block for block in range(1, n_blocks + 1)}
     named = {*blocks.split(",")} if blocks else set()
     if not named < numbers.keys():
-        raise SystemExit(f"--remove {blocks}: name some of the {n_blocks} blocks, counted from 1, as "
-                         f"9,10,11")
+        raise SystemExit(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
     return {place for block in named for place in (2 * numbers[block] - 1, 2 * numbers[block])}
 
 # --------------------------------------------------------------------------------------------- show
