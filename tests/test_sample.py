@@ -122,8 +122,8 @@ def test_the_palette_has_contrast():
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--temperature nan", "must be from"), ("nag", "--prompt \udcff", "UTF-8"),
     ("nag", "--skip 0.2 --exit 0.5", "give one"), ("pre", "--skip 0.2", "nag"),
-    ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "3 blocks"),
-    ("nag", "--remove 1,2,3", "3 blocks")])
+    ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "blocks 1 to 3"),
+    ("nag", "--remove 1,2,3", "blocks 1 to 3")])
 def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())

@@ -262,6 +262,11 @@ def test_schedule(schedule, shares):
         config = train.TrainConfig(schedule=schedule, warmup=warmup)
         assert all(0 < train.lr_factor(config, progress) <= 1 for progress in (0.01, 1.0))
 
+def test_no_clipping(data, tmp_path):
+    for clip in 0, 1e9:
+        go(data, tmp_path / f"{clip:g}", "--max_iters", 3, "--grad_clip", clip)
+    same_run(tmp_path / "0", tmp_path / "1e+09")
+
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_optimizer_groups(residual):
     model = GPT(GPTConfig(**TINY, residual=residual, tie=residual in ("pre", "nag")))
