@@ -67,7 +67,7 @@ def start(main):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         remedy = "; make that readable, or name another" if error.filename else ""
         remedy = "; make room" if error.errno == errno.ENOSPC else remedy
-        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {error}{remedy}"
+        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {str(error)[:300]}{remedy}"
     if isinstance(status, str):
         rank = os.environ.get("RANK", "0")
         process = f"process {rank}: " if re.fullmatch("[1-9][0-9]*", rank) else ""
@@ -80,7 +80,8 @@ def start(main):
 def sentence_about(error):
     text = f"{type(error).__name__} {error}".lower()
     if is_about_memory(error):
-        return f"{sys.argv[0]}: out of memory; make the model, the batch or the context smaller"
+        return (f"{sys.argv[0]}: out of memory; make the model, the batch, the context or the text "
+                f"smaller")
     if "compiler" in text:   # torch's own, or triton's
         return "--compile: torch can't compile here; install a C compiler, or add --no-compile"
     if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and the like

@@ -12,6 +12,7 @@ others decide, see summarize.py. On a GPU, change SMALL and TEXT to the sizes yo
 """
 import concurrent.futures
 import csv
+import math
 import os
 import shlex
 import statistics
@@ -191,10 +192,10 @@ def read_runs(path):
     try:
         with open(path, newline="", encoding="utf-8") as f:
             header, *lines = [*csv.reader(f)] or [COLUMNS]
-        if header != COLUMNS:
-            raise ValueError("its first line")
         rows = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
-        [float(word) for line in lines for word in " ".join(line[2:12]).split()]   # numbers only
+        numbers = [float(word) for line in lines for word in " ".join(line[2:12]).split()]
+        if header != COLUMNS or not all(map(math.isfinite, numbers)):
+            raise ValueError("its first line, or a number")
     except (ValueError, csv.Error) as error:
         refuse(f"{path}: is none of ours ({error}); restore it from git, or name another")
     return rows
@@ -238,10 +239,9 @@ def commit():
     return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
 
 def append(path, row):
-    new = not Path(path).is_file() or not os.path.getsize(path)
     with open(path, "a", newline="") as f:
         writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
-        if new:
+        if f.tell() == 0:   # It is new.
             writer.writeheader()
         writer.writerow(row)
 
