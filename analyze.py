@@ -226,9 +226,12 @@ def removal_by_steps(run):
 
 def depth_by_steps_found(result):
     ran, right = (panel["measured"] for panel in result.values())
-    known = max(k for k, share in enumerate(right) if share >= 0.9 or k == 0)
-    return (f"copies run {ran[0]:.1%} of the sublayers, and {known} steps, the most of which 90 % are right, "
-            f"{ran[known]:.1%}; for 0, 1, .. steps: " + ", ".join(f"{share:.3f}" for share in ran))
+    known = max((k for k, share in enumerate(right) if share >= 0.9), default=0)
+    most = f"{known} steps, the most of which 90 % are right, {ran[known]:.1%}"
+    if known == 0:
+        most = f"{right[0]:.0%} of their digits are right"
+    return (f"copies run {ran[0]:.1%} of the sublayers, and {most}; for 0, 1, .. steps: "
+            + ", ".join(f"{share:.3f}" for share in ran))
 
 @stat(STEPS, "Who skips", finding=depth_by_steps_found, x="steps asked for", start=0, limits=(0, 1.02))
 def depth_by_steps(run):
