@@ -32,9 +32,33 @@ VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens
 
 UNFINISHED = ".unfinished-"   # what the names of temporary files begin with
 
-def open_own(path):
-    """Opens a file to append to it. O_NOFOLLOW: a link in a folder from elsewhere could lead to any
-    file of the user. O_RDWR: opening a pipe must not hang."""
+@contextlib.contextmanager
+def explain_write_errors(path):
+    """Whatever can't be written in the with-block below: one sentence about `path`"""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
+        if is_about_memory(error):   # Every program has a sentence for that: see flags.start.
+            raise
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+
+@contextlib.contextmanager
+def explain_read_errors(path):
+    """Whatever is wrong inside a file: one sentence. (SystemExit, and so `refuse`, is no Exception:
+    it passes.)"""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")   # torch warns of strange tensors in many lines.
+            yield
+    except Exception as error:
+        if is_about_memory(error):   # That is not the file's fault.
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
+
+def open_to_append(path):
+    """O_NOFOLLOW: a link in a folder from elsewhere could lead to any file of the user. O_RDWR:
+    opening a pipe must not hang."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     return open(descriptor, "ab", buffering=0)
 
@@ -65,10 +89,13 @@ def read_settings(path, defaults, strict=True):
         return fill_in(read_json(path), defaults, strict)
 
 def read_json(path):
-    """A file with an object -> what it holds. ValueError if it is none of ours"""
-    if os.path.getsize(path) > 1e6:   # Ours are small.
+    """A small file with an object -> a dict. ValueError for anything else"""
+    if os.path.getsize(path) > 1e6:
         raise ValueError("it is too large")
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    found = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("it holds no object")
+    return found
 
 def fill_in(found, defaults, strict=True):
     """found, plus defaults for what is missing. ValueError for an unknown key or a wrong type"""
@@ -117,12 +144,11 @@ class RunFolder:
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings = Path(out), settings
         self.overwrite, self.is_first = overwrite, is_first
-        self.metrics = self.lock = self.is_new = None
+        self.metrics_file = self.lock_file = self.has_made_folder = None
         if is_first:
             self.refuse_if_taken(resume, overwrite)   # A folder that is refused gets no lock file.
             self.take_lock()
             self.refuse_if_taken(resume, overwrite)   # Another run may have begun there meanwhile.
-            self.refuse_folders()
 
     def file_names(self):
         """The names of all that is there, but for our lock and temporary files"""
@@ -134,16 +160,14 @@ class RunFolder:
         """config.json as a dict, or {} if it is missing or broken"""
         path = self.out / "config.json"
         try:
-            found = read_json(path) if path.is_file() else {}
+            return read_json(path) if path.is_file() else {}
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
 
     def nothing_is_lost(self, names):
-        """Has this very run ended here before its first step? Then there is nothing to protect."""
-        same_run = self.saved_settings() == self.settings
-        no_steps = all(step == 0 for step in read_metrics(self.out))
-        return same_run and no_steps and names <= {"config.json", "metrics.jsonl"}
+        """Has this very run ended here before its first step, with two files at most?"""
+        return (names <= {"config.json", "metrics.jsonl"} and self.saved_settings() == self.settings
+                and all(step == 0 for step in read_metrics(self.out)))
 
     def is_ours(self):
         """Has train.py made this folder? (Other programs have a config.json, too.)"""
@@ -151,6 +175,9 @@ class RunFolder:
 
     def refuse_if_taken(self, resume, overwrite):
         names = self.file_names()
+        for name in names & {"config.json", "ckpt.pt", "best.pt", "metrics.jsonl"}:
+            if (self.out / name).is_dir():   # `begin` would fail, with half of the run replaced.
+                refuse(f"--out {self.out}: its {name} is a folder; take another --out")
         if resume or not names or self.nothing_is_lost(names):
             return
         if not self.is_ours():
@@ -163,19 +190,13 @@ class RunFolder:
             refuse(f"--out {self.out}: holds a run without a checkpoint; --overwrite replaces it, "
                    f"another --out keeps it")
 
-    def refuse_folders(self):
-        """SystemExit if a folder has the name of a file of ours: now, before anything is replaced"""
-        for name in self.file_names() & {"config.json", "ckpt.pt", "best.pt", "metrics.jsonl"}:
-            if (self.out / name).is_dir():
-                refuse(f"--out {self.out}: its {name} is a folder; take another --out")
-
     def take_lock(self):
         with explain_write_errors(self.out):
-            self.is_new = not self.out.exists()
+            self.has_made_folder = not self.out.exists()
             self.out.mkdir(parents=True, exist_ok=True)
-            self.lock = open_own(self.out / "lock")
+            self.lock_file = open_to_append(self.out / "lock")
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             refuse(f"--out {self.out}: another process is training there; wait for it, or take "
                    f"another --out")
@@ -197,7 +218,7 @@ class RunFolder:
         kept = [line for line, values in metric_lines(self.out) if values["step"] <= step]
         write_file(self.out / "metrics.jsonl", lambda f: f.writelines(kept))
         with explain_write_errors(self.out):
-            self.metrics = open_own(self.out / "metrics.jsonl")
+            self.metrics_file = open_to_append(self.out / "metrics.jsonl")
 
     def log(self, **values):
         if not are_metrics(values):   # Readers would pass over such a line.
@@ -205,7 +226,7 @@ class RunFolder:
         if self.is_first:
             line = json.dumps(values).encode() + b"\n"
             with explain_write_errors(self.out / "metrics.jsonl"):
-                if self.metrics.write(line) < len(line):
+                if self.metrics_file.write(line) < len(line):
                     raise OSError("no room is left")
 
     def save(self, name, state):
@@ -213,11 +234,12 @@ class RunFolder:
             write_file(self.out / name, lambda f: torch.save(state, f))
 
     def close(self):
-        if self.lock and self.is_new and not self.metrics:   # The run was refused before `begin`.
+        has_begun = self.metrics_file is not None
+        if self.has_made_folder and not has_begun:   # It was refused: no empty folder is left.
             with contextlib.suppress(OSError):
                 (self.out / "lock").unlink()
                 self.out.rmdir()
-        for file in self.metrics, self.lock:
+        for file in self.metrics_file, self.lock_file:
             if file:
                 file.close()
 
@@ -269,16 +291,16 @@ def optimizer_state(model, optimizers):
     return [{names[p]: dict(moments) for p, moments in optimizer.state.items()}
             for optimizer in optimizers]
 
-def restore_optimizers(model, optimizers, saved, may_lack):
+def restore_optimizers(model, optimizers, saved, may_lack_moments):
     """Gives optimizers the moments that optimizer_state has saved. ValueError if they don't fit.
-    may_lack: accept parameters without moments, as those that never had a gradient. Rates and decay
-    stay as the flags say."""
+    may_lack_moments: parameters may, as those that never had a gradient. Rates and decay stay as
+    the flags say."""
     names = {p: name for name, p in model.named_parameters()}
     for optimizer, moments in zip(optimizers, saved, strict=True):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         mine = {names[p] for p in params}
         foreign, missing = moments.keys() - mine, mine - moments.keys()
-        if foreign or (missing and not may_lack):
+        if foreign or (missing and not may_lack_moments):
             raise ValueError("moments of other parameters, or of another --optimizer or --beta1")
         # torch knows parameters by their places in the groups.
         state = {i: checked_moments(moments[names[p]], p, optimizer)
@@ -289,30 +311,6 @@ def restore_optimizers(model, optimizers, saved, may_lack):
 # ------------------------------------------------------------------------- files that may be broken
 
 # Skip this on a first reading. Others may have made a run folder, or a disk may have damaged it.
-# The first two turn whatever goes wrong in a with-block into one sentence about `path`.
-
-@contextlib.contextmanager
-def explain_write_errors(path):
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        if is_about_memory(error):   # Every program has a sentence for that: see flags.start.
-            raise
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """Turns whatever is wrong inside a file into one sentence. (SystemExit, and so `refuse`, is no
-    Exception: it passes.)"""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")   # torch warns of strange tensors in many lines.
-            yield
-    except Exception as error:
-        if is_about_memory(error):   # That is not the file's fault.
-            raise
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        refuse(f"{path}: can't be read as a part of a run ({what}); restore it, or train anew")
 
 def has_type_of(value, default):
     if default is None:   # only --compile: None means "decide by the device"
@@ -339,7 +337,7 @@ def check_model_config(path, found, wanted):
         refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
     if problems := found.problems():
         raise ValueError(problems[0])
-    if 4 * fewest_weights(found) > path.stat().st_size:
+    if 4 * fewest_weights(found) > path.stat().st_size:   # four bytes each
         raise ValueError("its settings are of a larger model")
     if found.block_size * found.n_embd // found.n_head > 2 ** 28:   # numbers in the rotation table
         raise ValueError("its settings are of a longer context than can be")
@@ -395,4 +393,4 @@ def checked_moments(moments, p, optimizer):
             raise ValueError("moments that are too large, or not finite")
         if name in ("step", "exp_avg_sq") and (value < 0).any():
             raise ValueError("moments below 0 where none can be")
-    return {name: value.contiguous() for name, value in moments.items()}
+    return {name: value.contiguous() for name, value in moments.items()}   # as fused code needs it

@@ -7,12 +7,15 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
     torchrun --nproc_per_node 8 train.py                # batch_size counts all processes
 """
-# How to read this file: it is nanoGPT's train.py as functions and one class. If you know that,
-# begin with Training.run, the loop, and what it calls: take_step, forward_and_backward, update.
-# Before the class stand flags, data, evaluation, and optimizers. After the loop come saving,
-# reporting, the length of the run, resuming, where settings come from, and `main`. Helpers have
-# files of their own: flags.py makes flags of the configs, runs.py has run folders, and
-# processes.py has devices.
+# How to read this file: it is nanoGPT's train.py as functions and one class. Begin with the class,
+# Training: its `run` is the loop, and calls take_step, forward_and_backward, update. Then read
+# data, evaluation and optimizers, above it. Saving, resuming and settings can wait. model.py has
+# the GPT, prepare.py data, flags.py the command line, runs.py run folders, processes.py devices.
+#
+# What nanoGPT doesn't have: a block is two sublayers, attention and MLP, and some tokens may skip
+# some of them. Who does, says a `decider` (model.py). model(..., keeps=keeps) appends to the list
+# `keeps`, for each sublayer, None if all tokens ran it, or else a mask of those that did. We call
+# `ran` what ran_shares(keeps) makes of it: a share of the tokens of each, such as [1.0, 0.8].
 
 import contextlib
 import math
@@ -38,7 +41,7 @@ from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, 
 
 LENGTHS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
 
-# The learning rate of each optimizer, if --lr is not typed. (Good for small models.)
+# Good for small models: the learning rate, if --optimizer is typed, changes it, and --lr is not.
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 # On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together: who types
@@ -51,7 +54,7 @@ SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 class TrainConfig:
     """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
     new section. The defaults are for a CPU. The model's size and the seed are in GPTConfig, in
-    model.py. (On a first reading, go on with "data".)"""
+    model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
                      group="data and run folder")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
@@ -90,8 +93,8 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    # None: neither --compile nor --no-compile is typed. See compile_and_wrap.
-    compile: bool = flag(None, "torch.compile what all tokens run; if not given: on CUDA")
+    # None: neither --compile nor --no-compile is typed.
+    compile: bool = flag(None, "torch.compile what no token skips; if not given: on CUDA")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
@@ -158,10 +161,6 @@ class Data:
 
 # --------------------------------------------------------------------------------------- evaluation
 
-# Who ran what: model(..., keeps=keeps) appends to the list `keeps`, for each sublayer, None if all
-# tokens ran it, or else a mask of those that did. ran_shares(keeps) makes a share of the tokens of
-# each, such as [1.0, 0.8]: this file calls that list `ran`. mean_share(ran) is its mean.
-
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
@@ -184,7 +183,7 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 def sort_parameters(model, uses_muon):
     """-> four lists: gates, which are what residuals name in `own_lr`; vectors; matrices for Muon;
     and all other matrices"""
-    # (A residual may lack what it names: the one that only starts and finishes the stream.)
+    # own_lr: names. One residual only starts and finishes the stream, and may lack what they name.
     own_lr = {getattr(residual, name, None)
               for residual in model.residuals() for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
@@ -224,8 +223,7 @@ class Muon(torch.optim.Optimizer):
     entries have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: 0.02
     here, where AdamW wants 0.006.
 
-    torch.optim.Muon can do the same, but always in bfloat16. Many CPUs have no fast way to multiply
-    that: on one with AVX2 only, products of 128 x 128 take 60 times as long."""
+    torch.optim.Muon can do the same, but always in bfloat16, which is very slow on many CPUs."""
     def __init__(self, groups, lr, momentum=0.95):   # (--beta1 is not used here.)
         super().__init__(groups, dict(lr=lr, momentum=momentum))
 
@@ -266,7 +264,7 @@ def lr_factor(config, progress):
         done = (progress - config.warmup) / max(1e-9, 1 - config.warmup)
         fallen = 0.5 - 0.5 * math.cos(math.pi * min(1.0, done))   # from 0 to 1
     else:
-        fallen = max(0.0, 1 - (1 - progress) / 0.2)
+        fallen = max(0.0, (progress - 0.8) / 0.2)   # from 0 to 1, in the last fifth
     return 1 - (1 - config.min_lr) * fallen
 
 def equalize(grads, norms):
@@ -284,7 +282,7 @@ class Training:
         self.config, self.data, self.folder, self.processes = config, data, folder, processes
         self.tokens_per_step = config.batch_size * model_config.block_size
         # The model, new or from the checkpoint
-        self.ckpt_path, ckpt = folder.out / "ckpt.pt", None
+        self.ckpt_path = folder.out / "ckpt.pt"
         if config.resume:
             ckpt, self.model = read_checkpoint(self.ckpt_path, model_config)
         else:
@@ -298,13 +296,13 @@ class Training:
         self.step, self.flops, self.best_loss = 0, 0.0, math.inf
         # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
         self.block_norm_sums = torch.zeros(model_config.n_layer, dtype=torch.float64,
-                                     device=processes.device)
-        self.n_steps = self.count_steps()
-        if ckpt:
+                                           device=processes.device)
+        self.n_steps = self.count_steps()   # in the whole run; with --max_flops a guess
+        if config.resume:
             self.restore(ckpt)
-        # What take_step says of its step, for `log`: there is no step yet.
-        self.loss, self.grad_norm, self.ran, self.lr = torch.zeros(()), torch.zeros(()), [], 0.0
         self.first_step = self.step
+        # take_step sets these. They are read before the first step, too.
+        self.loss, self.grad_norm = torch.zeros(()), torch.zeros(())
         self.forward_model = self.compile_and_wrap()   # the model, or DDP around it
 
     def run(self):
@@ -315,10 +313,11 @@ class Training:
         self.start_clock()
         while True:
             # The share of the run that will be done after the coming step. The learning rate
-            # follows it, and all that a residual or a decider lets grow (before_step).
+            # follows it. So does what a model turns on little by little, in before_step: now,
+            # because what is saved and evaluated is the model of the coming step.
             progress = min(1.0, self.share_done() + 1 / self.n_steps)
             self.model.before_step(progress)
-            # 0: none. All processes have to stop at the same step, if one of them got a signal.
+            # If any process got a signal, all of them stop at this step. (0: none got one.)
             signal = self.processes.highest(signals[0] if signals else 0)
             is_last = bool(signal) or self.share_done() >= 1
             if is_last or self.is_due(self.config.eval_interval):
@@ -326,15 +325,13 @@ class Training:
                 state = self.save()
                 if not signal:
                     self.evaluate_and_report(state)
-                self.start_clock()
             if is_last:
                 break
             self.take_step(progress)
             if self.is_due(self.config.log_interval):
                 self.log()
-                self.start_clock()
-            elif self.step == self.first_step + 1:   # It may compile: not counted.
-                self.start_clock()
+            elif self.step == self.first_step + 1:
+                self.start_clock()   # The first step may compile: it is not counted.
         self.processes.wait()   # Nobody leaves while another one is still writing.
         return self.finish(signal)
 
@@ -348,7 +345,7 @@ class Training:
         return self.step % interval == 0
 
     def start_clock(self):
-        """From here on, tokens per second are counted."""
+        """From here to the next log, tokens per second are counted."""
         if self.processes.on_cuda:   # A GPU runs behind: it has to catch up first.
             torch.cuda.synchronize()
         self.clock, self.clock_step = time.perf_counter(), self.step
@@ -452,6 +449,7 @@ class Training:
         self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
                         grad_norms=self.block_norm_sums.tolist())
         self.best_loss = min(nats, self.best_loss)
+        self.start_clock()
 
     def log(self):
         """A line of metrics.jsonl, and one for people, about the last step"""
@@ -464,6 +462,7 @@ class Training:
                         skip_rate=skipped)
         say(f"iter {self.step:5d} | loss {loss:.4f} | lr {self.lr:.2e} | gradient {norm:.2f} | "
             f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
+        self.start_clock()
 
     def announce(self):
         model_config = self.model.config
@@ -504,7 +503,7 @@ class Training:
 
     def is_beyond_end(self):
         """Is the checkpoint later than the last step that a run of this length would take?"""
-        if self.config.max_flops:   # The last step may go beyond the end, but only that one.
+        if self.config.max_flops:   # A run may end beyond it, by less than a step.
             return self.flops - self.step_flops() >= self.config.max_flops
         return self.step > self.n_steps
 
@@ -533,11 +532,11 @@ class Training:
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
         with explain_read_errors(self.ckpt_path):
             # A parameter has no moments before its first gradient, and none with SGD's beta1 of 0.
-            may_lack = self.some_tokens_skip() or no_momentum or ckpt["step"] == 0
+            may_lack_moments = self.some_tokens_skip() or no_momentum or ckpt["step"] == 0
             if ckpt["data"] != self.data.fingerprint:
                 refuse(f"{self.ckpt_path}: is of other data than --data has now; put that back, "
                        f"or start a new run")
-            restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack)
+            restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack_moments)
             self.step, self.flops, norms = checked_progress(ckpt, self.block_norm_sums.shape)
             self.block_norm_sums.copy_(norms)
         if self.is_beyond_end():
@@ -558,8 +557,8 @@ NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start
 def defaults_for(given):
     """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
 
-    What is typed wins over what this returns: values of the run to resume, or of --config, or of
-    CUDA_DEFAULTS. And this wins over the defaults of the configs."""
+    First comes what is typed; then what this returns, values of the run to resume, or of --config,
+    or of CUDA_DEFAULTS; then the defaults of the two configs."""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)

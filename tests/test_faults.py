@@ -65,7 +65,7 @@ def test_moments_go_by_name():
         residual._parameters = dict(reversed(residual._parameters.items()))
     assert [name for name, _ in other.named_parameters()] != [name for name, _ in gpt.named_parameters()]
     again = optimizers(other)
-    runs.restore_optimizers(other, again, saved, may_lack=False)
+    runs.restore_optimizers(other, again, saved, may_lack_moments=False)
     of_other = runs.optimizer_state(other, again)[0]
     for name, moment in saved[0].items():
         assert torch.equal(of_other[name]["exp_avg"], moment["exp_avg"]), name
