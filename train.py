@@ -39,13 +39,13 @@ from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, 
 
 # ----------------------------------------------------------------------------------------- settings
 
-LENGTHS = "max_iters", "max_tokens", "max_flops"   # Each of these flags can end a run.
+LENGTHS = "max_iters", "max_tokens", "max_flops"   # Each can end a run; a typed one alone counts.
 
 # Good for small models: the learning rate, if --optimizer is typed, changes it, and --lr is not.
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
-# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together: who types
-# one of SIZES has chosen another model, and gets none of them.
+# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So if one
+# of SIZES is typed, the model is another one, and none of them counts.
 CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
                      grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
 SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
@@ -100,11 +100,12 @@ class TrainConfig:
     def problems(self):
         """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
         parts = self.n_parts(environment("WORLD_SIZE", 1))   # as torchrun says it
-        ends = [name for name in LENGTHS if getattr(self, name)]
+        lengths = [name for name in LENGTHS if getattr(self, name)]
         rules = [
-            (len(ends) > 1, f"--{' and --'.join(ends)}: each ends the run; give one of them"),
-            (not ends, "--max_iters, --max_tokens and --max_flops: are 0, so this would train "
-                       "nothing; give one of them"),
+            (len(lengths) > 1,
+             f"--{' and --'.join(lengths)}: each ends the run; give one of them"),
+            (not lengths, "--max_iters, --max_tokens and --max_flops: are 0, so this would train "
+                          "nothing; give one of them"),
             (self.resume and self.overwrite,
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
@@ -183,13 +184,13 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 def sort_parameters(model, uses_muon):
     """-> four lists: gates, which are what residuals name in `own_lr`; vectors; matrices for Muon;
     and all other matrices"""
-    # own_lr: names. One residual only starts and finishes the stream, and may lack what they name.
-    own_lr = {getattr(residual, name, None)
-              for residual in model.residuals() for name in residual.own_lr}
+    # Residuals name their gates. (model.ends, which begins and ends the stream, may lack them.)
+    gate_set = {getattr(residual, name, None)
+                for residual in model.residuals() for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
     gates, vectors, for_muon, matrices = [], [], [], []
     for p in model.parameters():
-        if p in own_lr:
+        if p in gate_set:
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
@@ -292,7 +293,7 @@ class Training:
             # The model computes its products in this type, as autocast would. Weights stay float32.
             self.model.dtype = torch.bfloat16
         self.optimizers = make_optimizers(self.model, config)
-        # How far it is. The checkpoint has these, too.
+        # How far it is. The checkpoint has these, too, but for best_loss: metrics.jsonl tells it.
         self.step, self.flops, self.best_loss = 0, 0.0, math.inf
         # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
         self.block_norm_sums = torch.zeros(model_config.n_layer, dtype=torch.float64,
@@ -308,7 +309,8 @@ class Training:
     def run(self):
         """The whole run -> exit status"""
         self.announce()
-        self.folder.begin(self.step)   # Writes config.json. With --overwrite the old run goes.
+        # Writes config.json. Metrics of later steps go, and with --overwrite the old run.
+        self.folder.begin(self.step)
         signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
         self.start_clock()
         while True:
@@ -319,13 +321,13 @@ class Training:
             self.model.before_step(progress)
             # If any process got a signal, all of them stop at this step. (0: none got one.)
             signal = self.processes.highest(signals[0] if signals else 0)
-            is_last = bool(signal) or self.share_done() >= 1
-            if is_last or self.is_due(self.config.eval_interval):
+            ends = bool(signal) or self.share_done() >= 1   # There is no further step.
+            if ends or self.is_due(self.config.eval_interval):
                 # The checkpoint comes first: an evaluation that fails must not cost the run.
                 state = self.save()
                 if not signal:
                     self.evaluate_and_report(state)
-            if is_last:
+            if ends:
                 break
             self.take_step(progress)
             if self.is_due(self.config.log_interval):
@@ -345,7 +347,7 @@ class Training:
         return self.step % interval == 0
 
     def start_clock(self):
-        """From here to the next log, tokens per second are counted."""
+        """From here to the next log or evaluation, tokens per second are counted."""
         if self.processes.on_cuda:   # A GPU runs behind: it has to catch up first.
             torch.cuda.synchronize()
         self.clock, self.clock_step = time.perf_counter(), self.step
@@ -416,7 +418,8 @@ class Training:
     # ------------------------------------------------------------------------- saving and reporting
 
     def save(self):
-        """Writes the checkpoint, and returns it. (The folder writes in the first process only.)"""
+        """Writes the checkpoint (in the first process), and returns it. To resume is exact, because
+        all else follows from settings, step and FLOPs: batches, what LayerDrop draws, rates."""
         self.refuse_if_not_finite()   # Nothing that has gone wrong is saved.
         state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
                      optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
@@ -498,7 +501,7 @@ class Training:
         return config.max_iters or math.ceil(config.max_tokens / self.tokens_per_step)
 
     def step_flops(self, ran=None):
-        """FLOPs of one step. A backward pass costs as much as two forward passes."""
+        """FLOPs of a step, whose backward pass costs two forward passes. No `ran`: nobody skips"""
         return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
 
     def is_beyond_end(self):
@@ -532,6 +535,7 @@ class Training:
         no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
         with explain_read_errors(self.ckpt_path):
             # A parameter has no moments before its first gradient, and none with SGD's beta1 of 0.
+            # (Rates are those of the flags, not of the checkpoint.)
             may_lack_moments = self.some_tokens_skip() or no_momentum or ckpt["step"] == 0
             if ckpt["data"] != self.data.fingerprint:
                 refuse(f"{self.ckpt_path}: is of other data than --data has now; put that back, "
@@ -571,8 +575,8 @@ def defaults_for(given):
     optimizer = given.get("optimizer")
     if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
         values["lr"] = RATES[optimizer]
-    if any(name in given for name in LENGTHS):   # Only the typed end counts.
-        values.update(max_iters=0, max_tokens=0, max_flops=0)
+    if any(name in given for name in LENGTHS):   # The typed one wins over these zeros.
+        values.update(dict.fromkeys(LENGTHS, 0))
     return values
 
 def settings_to_resume(given):
@@ -582,8 +586,7 @@ def settings_to_resume(given):
         refuse("--resume: continues the run in --out with its own settings; give --out, and no "
                "--config")
     values = read_config(Path(given["out"]) / "config.json")
-    # Another batch_size: other batches at each step. Another optimizer: other moments. Other
-    # eval_windows: losses that can't be compared.
+    # Another one would change batches or moments, or make losses that can't be compared.
     for name in "batch_size", "optimizer", "eval_windows":
         if given.get(name, values[name]) != values[name]:
             refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
