@@ -115,8 +115,7 @@ EXPERIMENTS = {
                 (*SWEEP, 8e-2), FIVE),
         Variant("text: Review Residuals", text_run("review"), 2e-2, SWEEP, FIVE),
         Variant("text: falling width", text_run("pre", more="--taper cosine"), 4e-2, (), FIVE)]),
-    # PreNorm gets the FLOPs of its rivals.
-    "flops": ("And on text, at equal FLOPs?", [
+    "flops": ("And on text, if PreNorm gets the FLOPs of its rivals?", [
         Variant("FLOPs: PreNorm, 1.06 times as long", text_run("pre", iters=445), 4e-2, (), EIGHT),
         Variant("FLOPs: PreNorm, 1.24 times as long", text_run("pre", iters=522), 4e-2, (), EIGHT),
         Variant("FLOPs: NAG", text_run("nag"), 8e-2, (), EIGHT),
@@ -194,7 +193,8 @@ def read_runs(path):
             header, *lines = [*csv.reader(f)] or [COLUMNS]
         rows = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
         numbers = [float(word) for line in lines for word in " ".join(line[2:12]).split()]
-        if header != COLUMNS or not all(map(math.isfinite, numbers)):
+        lengths = {len(row["right"].split()) for row in rows} - {0}
+        if header != COLUMNS or len(lengths) > 1 or not all(map(math.isfinite, numbers)):
             raise ValueError("its first line, or a number")
     except (ValueError, csv.Error) as error:
         refuse(f"{path}: is none of ours ({error}); restore it from git, or name another")
