@@ -157,7 +157,7 @@ def draw_bits(rows, experiment, names, path):
         found = [*values(rows, name, "bits").values()]
         axes.plot(found, [i] * len(found), ".", color=COLORS[0])
         axes.plot([statistics.mean(found)] * 2, [i - 0.3, i + 0.3], color=COLORS[0])
-    axes.set(yticks=range(len(names)), yticklabels=[name.removeprefix("text: ") for name in names],
+    axes.set(yticks=range(len(names)), yticklabels=[name.split(": ")[-1] for name in names],
              xlabel="bits per byte: less is better (lines: means; dots: seeds)",
              title=EXPERIMENTS[experiment][0])
     axes.invert_yaxis()
