@@ -29,7 +29,7 @@ import analyze
 import prepare
 from flags import flag, parse, refuse, say, start
 from model import num_params
-from runs import open_run, read_metrics
+from runs import open_run, read_checkpoint, read_metrics
 from train import evaluate
 
 # ------------------------------------------------------------------------------- the experiments
@@ -159,8 +159,7 @@ def measure(out):
     """Run folder -> what runs.csv says of it, but for its name"""
     model, config = open_run(out)
     x, y = prepare.val_windows(config["data"], config["block_size"], 512)
-    token_bytes = prepare.token_bytes(config, model.config.vocab_size)
-    _, bits, skipped = evaluate(model, x, y, token_bytes, 64)
+    _, bits, skipped = evaluate(model, x, y, prepare.token_bytes(config, len(model.wte.weight)), 64)
     found = dict(bits=f"{bits:.5f}", skipped=f"{skipped:.3f}", steps="", right="")
     text = prepare.load_meta(config["data"]).get("steps")
     if text:
@@ -168,11 +167,12 @@ def measure(out):
         right = analyze.steps(run)["share of right digits"]["measured"]
         found |= dict(right=" ".join(f"{share:.3f}" for share in right),
                       steps=f"{analyze.steps_learned(right, 1 / len(text['table'])):.3f}")
-    *history, last = [entry for entry in read_metrics(out).values() if "tok_s" in entry]
-    # Seconds are those of training, at the median speed of the run: evaluations are not in it.
-    seconds = last["tokens"] / statistics.median(entry["tok_s"] for entry in [*history[1:], last])
-    return found | dict(tokens=last["tokens"], flops=f"{last['flops']:.4g}",
-                        seconds=f"{seconds:.0f}", parameters=num_params(model))
+    ckpt, _ = read_checkpoint(out / "ckpt.pt")   # The last log may be from some steps before.
+    tokens = ckpt["step"] * config["batch_size"] * config["block_size"]
+    speeds = [entry["tok_s"] for entry in read_metrics(out).values() if "tok_s" in entry]
+    seconds = tokens / statistics.median(speeds[1:] or speeds)   # without the evaluations
+    return found | dict(tokens=tokens, flops=f"{ckpt['flops']:.4g}", seconds=f"{seconds:.0f}",
+                        parameters=num_params(model))
 
 # -------------------------------------------------------------------------------------- all runs
 

@@ -75,13 +75,13 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     (tmp_path / "data").unlink()
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
-    flags = "--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 40 --block_size 32 --batch_size 2"
+    flags = "--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 32 --batch_size 2"
     monkeypatch.setitem(run.EXPERIMENTS, "tiny", ("?", [run.Variant("one, block", flags, seeds=(2,))]))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         run.main(["tiny", "--out", str(tmp_path / "runs.csv")])
     row, = run.read_runs(tmp_path / "runs.csv")
-    assert row["tokens"] == "2560" and row["variant"] == "one, block" and float(row["bits"]) > 1
+    assert row["tokens"] == "2880" and row["variant"] == "one, block" and float(row["bits"]) > 1
     assert len(row["right"].split()) == 10 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
     folder, = (tmp_path / "runs/results").iterdir()
     for _ in range(2):   # The second time there is nothing to do.
