@@ -125,8 +125,8 @@ EXPERIMENTS = {
         Variant("text: Hyper-Connections", text_run("hyper"), 2e-2, SWEEP, FIVE),
         Variant("text: the convex gate", text_run("convex"), 2e-2, SWEEP, FIVE),
         Variant("text: SiameseNorm", text_run("siamese"), 2e-2, SWEEP, FIVE),
-        Variant("text: Peri-LN", text_run("peri"), 2e-2, SWEEP, FIVE),
-        Variant("text: LayerNorm Scaling", text_run("lns"), 2e-2, SWEEP, FIVE)]),
+        Variant("text: Peri-LN", text_run("peri"), 4e-2, (*SWEEP, 8e-2), FIVE),
+        Variant("text: LayerNorm Scaling", text_run("lns"), 4e-2, (*SWEEP, 8e-2), FIVE)]),
 }
 
 def commands(name, only_sweeps=False):
