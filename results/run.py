@@ -73,7 +73,7 @@ EXPERIMENTS = {
                 lr, (1e-2, 2e-2) if minutes == 5 else (), (2,) if minutes > 5 else ())
         for minutes in (5, 10, 20)
         for blocks, iters, lr in ((2, 1215, 2e-2), (3, 870, 1e-2), (4, 675, 1e-2), (6, 469, 1e-2),
-                                  (8, 359, 2e-2)) if minutes < 20 or blocks in (2, 4, 8)]),
+                                  (8, 359, 2e-2)) if minutes < 20 or blocks in (2, 8)]),
     "residuals": ("Which residual learns more steps?", [
         Variant("NAG", steps_run("nag"), 1e-2, (5e-3, *SWEEP)),
         Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))]),
