@@ -24,7 +24,8 @@ from model import Without
 from runs import open_run, read_metrics, read_settings
 
 METHODS = "CascadeFlow", "influence", "worth", "magnitude"   # see prune_curve in analyze.py
-NAMES = {"pre": "6 blocks", "nag": "NAG"}   # residual -> the variant in run.py
+NAMES = {("pre", "width"): "6 blocks", ("nag", "width"): "NAG",   # residual, init -> the variant in run.py
+         ("pre", "gpt2"): "6 blocks, gpt2", ("nag", "gpt2"): "NAG, gpt2, 6 blocks"}
 
 @dataclass
 class PruningConfig:
@@ -49,7 +50,8 @@ def main(argv=None):
         model, config = open_run(folder)
         lr = read_settings(Path(folder) / "config.json", dict(lr=0.0), strict=False)["lr"]
         text = prepare.load_meta(config["data"]).get("steps")
-        if not text or config["residual"] not in NAMES:
+        name = NAMES.get((config["residual"], config["init"]))
+        if not text or not name:
             refuse(f"{folder}: is no run of pre or nag on the steps text; name one")
         windows = prepare.val_windows(config["data"], config["block_size"], 512)
         inspected = analyze.Run(model, config, read_metrics(folder), None, windows, text)
@@ -62,8 +64,8 @@ def main(argv=None):
         chosen = {f"without {method}'s block": left[torch.as_tensor(scores[method]).argmin()]
                   for method in METHODS}
         chosen |= {"without one block, mean": statistics.mean(left), "without one block, best": max(left)}
-        for name, steps in chosen.items():
-            variant, seed = f"{NAMES[config['residual']]}, {name}", str(config["seed"])
+        for what, steps in chosen.items():
+            variant, seed = f"{name}, {what}", str(config["seed"])
             if (variant, seed) not in known:
                 run.append(args.out, dict.fromkeys(run.COLUMNS, "") | dict(
                     experiment="pruning", variant=variant, seed=seed, lr=f"{lr:g}",

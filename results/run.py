@@ -59,8 +59,7 @@ def steps_run(residual, n_layer=6, iters=1000, more="", base=SMALL):
 def text_run(residual, n_layer=12, iters=420, more=""):
     return steps_run(residual, n_layer, iters, more, TEXT)
 
-# name -> (question, variants). What is compared with what stands in comparisons.csv.
-EXPERIMENTS = {
+EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is compared.
     "staircase": ("How many steps do 1 to 6 blocks (PreNorm) learn?", [
         Variant("1 block", steps_run("pre", 1)),
         Variant("2 blocks", steps_run("pre", 2)),
@@ -76,14 +75,15 @@ EXPERIMENTS = {
                                   (8, 359, 2e-2)) if minutes < 20 or blocks in (2, 8)]),
     "residuals": ("Which residual learns more steps?", [
         Variant("NAG", steps_run("nag"), 1e-2, (5e-3, *SWEEP)),
+        Variant("6 blocks, gpt2", steps_run("pre", more="--init gpt2")),   # for pruning.py
+        Variant("NAG, gpt2, 6 blocks", steps_run("nag", more="--init gpt2"), 1e-2),
         Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))]),
     "others": ("And which of the other residuals?", [
         Variant("6 blocks, 1.3 times as long", steps_run("pre", iters=1300)),
         Variant("Block Attention Residuals", steps_run("attnres:group=3"), 4e-2, (*SWEEP, 8e-2)),
-        Variant("Block Attention Residuals, faster queries",
-                steps_run("attnres:group=3", more="--gate_lr 1e-2"), 2e-2, (2e-2,), ()),
-        Variant("Block Attention Residuals, slower queries",
-                steps_run("attnres:group=3", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
+        *(Variant(f"Block Attention Residuals, {speed} queries",
+                  steps_run("attnres:group=3", more=f"--gate_lr {rate}"), 2e-2, (2e-2,), ())
+          for speed, rate in (("faster", "1e-2"), ("slower", "1e-3"))),
         Variant("Attention Residuals", steps_run("attnres"), 4e-2, (*SWEEP, 8e-2)),
         Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP),
         Variant("nGPT", steps_run("ngpt"), 1e-2, (2e-3, 5e-3, *SWEEP), ())]),
@@ -146,8 +146,8 @@ COLUMNS = ["experiment", "variant", "seed", "lr", "tokens", "parameters", "secon
 
 def train(name, variant, seed, lr, flags):
     """Trains, or goes on with, one run -> its folder"""
-    folder = variant.replace(" ", "-").replace(",", "")
-    out = ROOT / "runs" / "results" / f"{name}-{folder}-{lr:g}-{seed}"
+    folder = f"{name}-{variant}-{lr:g}-{seed}".replace(" ", "-")
+    out = ROOT / "runs/results" / folder.replace(",", "")
     begin = ["--resume"] if (out / "ckpt.pt").exists() else shlex.split(flags)
     words = [sys.executable, "train.py", "--out", str(out), *begin]
     done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
