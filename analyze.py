@@ -694,7 +694,7 @@ def draw_lines(stat, results, colors):
     figure, grid = make_grid(stat, len(panels), columns=3, sharey=how.get("same_y", False))
     for axes, title in zip(grid, panels):
         axes.set(title=title if stat.ylabel else "", xlabel=how["x"], ylabel=stat.ylabel or title)
-        x = ()
+        x = ()   # for a panel without lines
         for run, result in results.items():
             for name, line in result.get(title, {}).items():
                 pairs = [y if type(y) is list else (x, y) for x, y in enumerate(line, how.get("start", 1))]

@@ -82,7 +82,7 @@ def sentence_about(error):
     if is_about_memory(error):
         return (f"{sys.argv[0]}: out of memory; make the model, the batch, the context or the text "
                 f"smaller")
-    if "compiler" in text:   # torch's own, or triton's
+    if "c++ compiler" in text or "c compiler" in text:   # what torch says, and what triton says
         return "--compile: torch can't compile here; install a C compiler, or add --no-compile"
     if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and the like
         return "another process of this run has ended, so this one can't go on; look at what that says"
@@ -185,6 +185,8 @@ def option_defaults(function):
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
+KINDS = {int: "a whole number", float: "a number", bool: "0 or 1", str: "a word"}
+
 def read_options(text, defaults, allowed):
     """"kind=mhc,n=2" -> dict(kind="mhc", n=2). ValueError, with a sentence, if that can't be.
 
@@ -203,8 +205,6 @@ def read_options(text, defaults, allowed):
             raise ValueError(f"{key} must be {KINDS[kind]}, such as {defaults[key]}") from None
         check_option(key, found[key], allowed.get(key))
     return found
-
-KINDS = {int: "a whole number", float: "a number", bool: "0 or 1", str: "a word"}
 
 def convert(text, kind):
     if kind is bool:

@@ -3,6 +3,7 @@ Do pruning methods find the block that matters least? Takes trained runs of run.
 each method gives the lowest score, trains nothing after it, and counts the steps that are left.
 
     python results/pruning.py runs/results/staircase-6-blocks-*  runs/results/residuals-NAG-*
+    python results/pruning.py runs/results/residuals-6-blocks-gpt2-*
 
 Appends to runs.csv, as experiment "pruning". Scores are of other windows than the steps.
 """

@@ -66,7 +66,7 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         Variant("4 blocks", steps_run("pre", 4)),
         Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
         Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))]),
-    # As many iterations as an old core made. Five minutes choose the rate; ten have another seed.
+    # iters: those of a minute of an old core. Seed 1, five minutes, chooses the rate for seed 2.
     "minutes": ("How many steps in ten and twenty minutes?", [
         Variant(f"{blocks} blocks, {minutes} minutes", steps_run("pre", blocks, minutes * iters),
                 lr, (1e-2, 2e-2) if minutes == 5 else (), (2,) if minutes > 5 else ())

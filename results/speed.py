@@ -99,15 +99,15 @@ def skipping(args):
         optimizer.step()
         optimizer.zero_grad()
         model.after_step(ran_shares(keeps))
+    prefill = torch.no_grad()(lambda decider, keeps=None: model(x, decider=decider, keeps=keeps))
     decider, keeps = calibrate(model.eval(), [x], 0.5), []
-    torch.no_grad()(model)(x, decider=decider, keeps=keeps)
+    prefill(decider, keeps)
     predicted = 1 - flops_per_token(model, ran=ran_shares(keeps)) / flops_per_token(model)
 
     def both_ways(decider):
         model(x, y, decider=decider)[1].backward()
         model.zero_grad(set_to_none=True)
 
-    prefill = torch.no_grad()(lambda decider: model(x, decider=decider))
     for name, program in {"forward and backward": both_ways, "prefill": prefill}.items():
         found = times({"dense": lambda: program(all_run), "skips": lambda: program(decider)}, args.rounds)
         faster = ratio(found, "dense", "skips")

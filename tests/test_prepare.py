@@ -100,7 +100,7 @@ def merging():
 def test_round_trip(tmp_path, monkeypatch, tokenizer):
     """Two texts longer than a piece. In the second there is no good place to cut."""
     monkeypatch.setattr(prepare, "get_tokenizer", lambda name: tokenizer)
-    pieces = "xxxx\n" + "line text\n" * 50_000 + PROSE   # A cut at 200,000 would part " text".
+    pieces = "four\n" + "line text\n" * 50_000 + PROSE   # A cut at 200,000 would part " text".
     for content, traceless in (pieces, True), (PROSE * 8 + "x" * 400_000 + " " * 300_000, False):
         run("text", "--input", write(tmp_path / "a.txt", content), "--out", tmp_path / "out")
         train, val = (tokens(tmp_path / "out", split).tolist() for split in ("train", "val"))
