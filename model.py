@@ -84,8 +84,9 @@ class GPTConfig:
     repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
-    mod: Literal["geometric", "router"] = flag("geometric", "who skips: small gains, or a router's",
-                                               group="skipping")
+    mod: Literal["geometric", "router", "random"] = flag("geometric", "who skips: small gains, a "
+                                                         "router's choice, or anyone (a control)",
+                                                         group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
 
@@ -1239,6 +1240,17 @@ class LayerDrop(Decider):
         runs = torch.rand(len(x), 1, device=x.device) >= self.probability
         return runs.expand(x.shape[:2]), None
 
+class RandomSkips(Decider):
+    """--mod random: a coin for each token and each sublayer, in training and after it. This is the
+    control. If a decider that looks at tokens does no better, it knows nothing about them."""
+    def __init__(self, rate):
+        super().__init__()
+        self.rate = rate
+
+    def decide(self, place, residual, stream):
+        x = residual.as_tensor(stream)
+        return torch.rand(x.shape[:2], device=x.device) >= self.rate, None
+
 class Routers(Decider):
     """--mod router (Raposo et al. 2024, arXiv:2404.02258). In every second block a router, a linear
     map, gives each token a weight, and the tokens of a sequence with the largest weights run the
@@ -1322,6 +1334,8 @@ def make_decider(config, ends):
     """The decider that the flags ask for. ends: model.ends"""
     if config.mod == "router":
         return Routers(config)
+    if config.mod == "random":
+        return RandomSkips(config.mod_rate)
     if config.layer_drop:
         return LayerDrop(config.layer_drop)
     if config.mod_rate:
@@ -1639,7 +1653,8 @@ def flops_per_token(model, T=None, ran=None):
     for (residual, module), share in zip(pairs, ran):
         if share is REMOVED:
             continue
-        total += residual.flops() * (1 if residual.knows_gain else share)   # Gains are for all.
+        gains_of_all = residual.knows_gain and config.mod == "geometric"
+        total += residual.flops() * (1 if gains_of_all else share)
         if isinstance(module, Attention):
             total += share * 4 * T * module.width   # scores, and sums of values
             if model.decider.skippers_make_keys:
@@ -1682,8 +1697,12 @@ def config_problems(config):
          "--mod_rate and --layer_drop: both decide who skips; drop one"),
         (config.layer_drop and not kind.can_skip,
          f"--layer_drop: tokens can't skip with --residual {name}; use pre or nag"),
-        (not routed and config.mod_rate and not kind.knows_gain,
+        (config.mod == "geometric" and config.mod_rate and not kind.knows_gain,
          f"--mod_rate: --residual {name} knows no gain; use nag, or --mod router"),
+        (config.mod == "random" and not kind.can_skip,
+         f"--mod random: tokens can't skip with --residual {name}; use pre or nag"),
+        (config.mod == "random" and not config.mod_rate,
+         "--mod random: nobody skips with --mod_rate 0; use --mod_rate 0.25"),
         (routed and not one_tensor,
          f"--mod router: the stream of --residual {name} isn't one tensor; use pre"),
         (routed and not 0 < config.mod_rate <= 0.9001 * routed_share,   # 0.9, and rounding

@@ -168,6 +168,7 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     skipped. token_bytes (V,): see Data. decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
+    torch.manual_seed(0)   # --mod random draws the same coins each time.
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
         keeps = []
         _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)
@@ -371,7 +372,8 @@ class Training:
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
             x, y = self.to_device(*self.data.batch(self.step, part))
-            # What LayerDrop draws depends on seed, step and part only, as the batch does.
+            # What LayerDrop and --mod random draw depends on seed, step and part only, as the
+            # batch does.
             seed = np.random.SeedSequence((model.config.seed, self.step, part))
             torch.manual_seed(int(seed.generate_state(1)[0]))
             if processes.count > 1:   # Processes exchange gradients once a step.

@@ -37,6 +37,8 @@ from train import evaluate
 SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
          "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
+SKIPS, RISING = "--mod_rate 0.25", "--taper cosine --taper_start 0.5 --taper_end 1.5"
+RANDOM, ROUTER = f"--mod random {SKIPS}", f"--mod router {SKIPS}"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
 # Seeds that decide, where a gap is small. EIGHT are new ones, for comparisons that came later.
 FIVE, EIGHT = (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14)
@@ -58,6 +60,9 @@ def steps_run(residual, n_layer=6, iters=1000, more="", base=SMALL):
 
 def text_run(residual, n_layer=12, iters=420, more=""):
     return steps_run(residual, n_layer, iters, more, TEXT)
+
+def on_text(name, residual, lr, sweep=(), seeds=FIVE, **size):
+    return Variant(name, text_run(residual, **size), lr, sweep, seeds)
 
 EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is compared.
     "staircase": ("How many steps do 1 to 6 blocks (PreNorm) learn?", [
@@ -93,40 +98,52 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
     "tapers": ("Where should the width be?", [
         Variant("6 blocks, falling width", steps_run("pre", more="--taper cosine"))]),
     "skipping": ("What does skipping a quarter cost?", [
-        Variant("NAG that skips a quarter", steps_run("nag", more="--mod_rate 0.25"), 1e-2),
+        Variant("NAG that skips a quarter", steps_run("nag", more=SKIPS), 1e-2),
         Variant("NAG, 5 blocks", steps_run("nag", 5), 1e-2),
-        Variant("a router that skips a quarter",
-                steps_run("pre", more="--mod router --mod_rate 0.25"), 2e-2, SWEEP),
+        Variant("NAG that skips at random", steps_run("nag", more=RANDOM), 1e-2),
+        Variant("a router that skips a quarter", steps_run("pre", more=ROUTER), 2e-2, SWEEP),
         Variant("5 blocks", steps_run("pre", 5))]),
     "start": ("The residual or the first weights? (text)", [
-        Variant("PreNorm, width", TEXT + " --max_tokens 3e5 --residual pre"),
-        Variant("PreNorm, gpt2", TEXT + " --max_tokens 3e5 --residual pre --init gpt2"),
-        Variant("NAG, width", TEXT + " --max_tokens 3e5 --residual nag"),
-        Variant("NAG, gpt2", TEXT + " --max_tokens 3e5 --residual nag --init gpt2")]),
+        Variant(f"{name}, {init}", f"{TEXT} --max_tokens 3e5 --residual {residual}{more}")
+        for name, residual in (("PreNorm", "pre"), ("NAG", "nag"))
+        for init, more in (("width", ""), ("gpt2", " --init gpt2"))]),
     "text": ("And on text?", [
-        Variant("text: PreNorm", text_run("pre"), 4e-2, (*SWEEP, 8e-2), FIVE),
-        Variant("text: PreNorm, 1.3 times as long", text_run("pre", iters=546), 4e-2, (), FIVE),
-        Variant("text: NAG", text_run("nag"), 8e-2, (*SWEEP, 8e-2, 0.16), FIVE),
-        Variant("text: NAG, slower gates", text_run("nag", more="--gate_lr 1e-3"), 2e-2, (2e-2,), ()),
-        Variant("text: NAG that skips a quarter",
-                text_run("nag", more="--mod_rate 0.25"), 8e-2, (), FIVE),
-        Variant("text: NAG, 9 blocks", text_run("nag", 9), 8e-2, (), FIVE),
-        Variant("text: Block Attention Residuals", text_run("attnres:group=3"), 4e-2,
-                (*SWEEP, 8e-2), FIVE),
-        Variant("text: Review Residuals", text_run("review"), 2e-2, SWEEP, FIVE),
-        Variant("text: falling width", text_run("pre", more="--taper cosine"), 4e-2, (), FIVE)]),
+        on_text("text: PreNorm", "pre", 4e-2, (*SWEEP, 8e-2)),
+        on_text("text: PreNorm, 1.3 times as long", "pre", 4e-2, iters=546),
+        on_text("text: NAG", "nag", 8e-2, (*SWEEP, 8e-2, 0.16)),
+        on_text("text: NAG, slower gates", "nag", 2e-2, (2e-2,), (), more="--gate_lr 1e-3"),
+        on_text("text: NAG that skips a quarter", "nag", 8e-2, more=SKIPS),
+        on_text("text: NAG that skips at random", "nag", 8e-2, more=RANDOM),
+        on_text("text: NAG, 9 blocks", "nag", 8e-2, n_layer=9),
+        on_text("text: Block Attention Residuals", "attnres:group=3", 4e-2, (*SWEEP, 8e-2)),
+        on_text("text: Review Residuals", "review", 2e-2, SWEEP),
+        on_text("text: falling width", "pre", 4e-2, more="--taper cosine")]),
     "flops": ("And on text, if PreNorm gets the FLOPs of its rivals?", [
-        Variant("FLOPs: PreNorm, 1.06 times as long", text_run("pre", iters=445), 4e-2, (), EIGHT),
-        Variant("FLOPs: PreNorm, 1.24 times as long", text_run("pre", iters=522), 4e-2, (), EIGHT),
-        Variant("FLOPs: NAG", text_run("nag"), 8e-2, (), EIGHT),
-        Variant("FLOPs: Block Attention Residuals", text_run("attnres:group=3"), 4e-2, (), EIGHT),
-        Variant("FLOPs: Review Residuals", text_run("review"), 2e-2, (), EIGHT)]),
+        on_text("FLOPs: PreNorm, 1.06 times as long", "pre", 4e-2, (), EIGHT, iters=445),
+        on_text("FLOPs: PreNorm, 1.24 times as long", "pre", 4e-2, (), EIGHT, iters=522),
+        on_text("FLOPs: NAG", "nag", 8e-2, (), EIGHT),
+        on_text("FLOPs: Block Attention Residuals", "attnres:group=3", 4e-2, (), EIGHT),
+        on_text("FLOPs: Review Residuals", "review", 2e-2, (), EIGHT)]),
     "more": ("And which of these, on text?", [
-        Variant("text: Hyper-Connections", text_run("hyper"), 2e-2, SWEEP, FIVE),
-        Variant("text: the convex gate", text_run("convex"), 2e-2, SWEEP, FIVE),
-        Variant("text: SiameseNorm", text_run("siamese"), 2e-2, SWEEP, FIVE),
-        Variant("text: Peri-LN", text_run("peri"), 4e-2, (*SWEEP, 8e-2), FIVE),
-        Variant("text: LayerNorm Scaling", text_run("lns"), 4e-2, (*SWEEP, 8e-2), FIVE)]),
+        on_text("text: Hyper-Connections", "hyper", 2e-2, SWEEP),
+        on_text("text: the convex gate", "convex", 2e-2, SWEEP),
+        on_text("text: SiameseNorm", "siamese", 2e-2, SWEEP),
+        on_text("text: Peri-LN", "peri", 4e-2, (*SWEEP, 8e-2)),
+        on_text("text: LayerNorm Scaling", "lns", 4e-2, (*SWEEP, 8e-2))]),
+    "deep": ("Does NAG gain with depth? (text)", [
+        on_text("24 blocks: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), n_layer=24, iters=600),
+        on_text("24 blocks: NAG", "nag", 8e-2, (4e-2, 8e-2, 0.16), n_layer=24, iters=600),
+        on_text("6 blocks on text: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), n_layer=6, iters=600),
+        on_text("6 blocks on text: NAG", "nag", 8e-2, (4e-2, 8e-2, 0.16), n_layer=6, iters=600)]),
+    "mod": ("Mixture-of-Depths at the FLOPs of 24 blocks (text)", [
+        on_text("24 blocks: skips a quarter", "nag", 8e-2, n_layer=24, iters=780, more=SKIPS),
+        on_text("24 blocks: skips at random", "nag", 8e-2, n_layer=24, iters=780, more=RANDOM),
+        on_text("18 blocks: NAG", "nag", 8e-2, n_layer=18, iters=785)]),
+    "cascade": ("Where should the width be? (text)", [
+        on_text("text: rising width", "pre", 4e-2, more=RISING),
+        on_text("text, gpt2: PreNorm", "pre", 4e-2, (*SWEEP, 8e-2), more="--init gpt2"),
+        on_text("text, gpt2: falling width", "pre", 4e-2, more="--init gpt2 --taper cosine"),
+        on_text("text, gpt2: rising width", "pre", 4e-2, more=f"--init gpt2 {RISING}")]),
 }
 
 def commands(name, only_sweeps=False):

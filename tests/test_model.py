@@ -424,6 +424,8 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(mod="router", mod_rate=0.2, residual="hyper"), ["--mod router", "hyper"]),
     (dict(mod="router"), ["--mod_rate"]), (dict(mod="router", mod_rate=0.2, n_layer=1), ["--mod_rate 0.2"]),
     (dict(mod="router", mod_rate=0.6), ["--mod_rate 0.6"]),
+    (dict(mod="random"), ["--mod random", "--mod_rate 0.25"]),
+    (dict(mod="random", mod_rate=0.2, residual="denseformer"), ["--mod random", "denseformer"]),
     *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
     (dict(residual="mixln:alpha=7"), ["mixln", "alpha=7", "from 0 to 1"])]
 

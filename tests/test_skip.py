@@ -115,7 +115,7 @@ def test_cached_decoding_is_the_full_forward(what):
         if what in ("without", "removed router"):   # Others decide still. (An MLP, if its attention can't.)
             assert not ran[3].all()
 
-@pytest.mark.parametrize("what", ["nag", "removed", "router", "repeated router", "layer drop"])
+@pytest.mark.parametrize("what", ["nag", "removed", "router", "repeated router", "layer drop", "random"])
 def test_executed_flops(what):
     """By torch's counter: a token that skips an attention costs its key and value there (a router's or
     LayerDrop's costs nothing), and one that skips an MLP nothing."""
@@ -127,6 +127,7 @@ def test_executed_flops(what):
         else:
             repeat = "2:3" if "repeated" in what else ""
             model = routed(rate / 3, repeat=repeat) if "router" in what else make(layer_drop=0.9 * rate)
+            model = make("nag", mod="random", mod_rate=0.9 * rate) if what == "random" else model
             model.train()
         torch.manual_seed(0)
         counted = count_flops(lambda: logits(model, IDX, decider=decider, keeps=keeps))
@@ -215,6 +216,21 @@ def test_a_router_reaches_its_rate_and_sees_the_future_in_training_only():
         model = make(mod="router", mod_rate=0.25, n_layer=n_layer, block_size=96).train()
         _, ran = forward(model, ids(2, 96))
         assert 1 - ran.double().mean() == pytest.approx(0.25, abs=0.01)
+
+@pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
+def test_random_skips_are_their_reference(residual):
+    """A coin for each token and each sublayer, in training and after it, whatever the tokens are."""
+    model = make(residual, mod="random", mod_rate=0.3)
+    for training in True, False:
+        model.train(training)
+        torch.manual_seed(0)
+        out, ran = forward(model, IDX)
+        same(out, logits(model, IDX, decider=by_places(ran)))
+        same_as_masking(model, by_places(ran))
+        torch.manual_seed(0)
+        assert torch.equal(forward(model, (IDX + 1) % 64)[1], ran)
+        assert ran.double().mean() == pytest.approx(0.7, abs=0.06)
+        assert ran.double().mean((1, 2)).std() < 0.15 and ran.double().mean((0, 1)).std() < 0.3
 
 @pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
 def test_layer_drop_is_its_reference(residual):

@@ -214,7 +214,7 @@ def test_equalized_gradients(data, tmp_path):
     plain, equal = losses(tmp_path / "plain"), losses(tmp_path / "equal")
     assert plain[0]["loss"] == equal[0]["loss"] and plain[2]["loss"] != equal[2]["loss"]
 
-@pytest.mark.parametrize("flags", ["--mod router --mod_rate 0.25", "--layer_drop 0.4"])
+@pytest.mark.parametrize("flags", ["--mod router --mod_rate 0.25", "--layer_drop 0.4", "--mod random --mod_rate 0.4"])
 def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, flags):
     seeds, manual_seed = [], torch.manual_seed
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
@@ -304,6 +304,7 @@ def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
     (signal.SIGHUP, "--residual nag:warmup=0.1 --mod_rate 0.6 --grad_accum 2"),
     (signal.SIGINT, "--residual ngpt --optimizer muon --schedule wsd"),
     (signal.SIGTERM, "--residual layerscale --layer_drop 0.3"),
+    (signal.SIGTERM, "--residual nag --mod random --mod_rate 0.3"),
     (signal.SIGINT, "--residual hyper --optimizer sgd --lr 0.1"),
     (signal.SIGTERM, "--residual skipinit --mod router --mod_rate 0.25")])
 def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, capsys, number, flags):
