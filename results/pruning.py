@@ -70,7 +70,7 @@ def main(argv=None):
             if (variant, seed) not in known:
                 run.append(args.out, dict.fromkeys(run.COLUMNS, "") | dict(
                     experiment="pruning", variant=variant, seed=seed, lr=f"{lr:g}",
-                    steps=f"{steps:.3f}", commit=run.commit(), command=f"results/pruning.py {Path(folder).name}"))
+                    steps=f"{steps:.3f}", command=f"results/pruning.py {Path(folder).name}"))
                 say(f"{variant}, seed {seed}: {steps:.2f} steps")
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 The runs behind results/README.md: a table of commands, and one line of runs.csv for each.
 
     python results/run.py staircase             # trains what runs.csv lacks, two runs at a time
-    python results/run.py staircase --dry       # only prints the commands
     python results/run.py all                   # hours; after Ctrl-C, the same command goes on
 
 A run is a command of train.py with a seed, measured on 512 validation windows. Its folder, below
@@ -10,14 +9,7 @@ runs/results, can be deleted: what counts is in runs.csv. Seed 1 has chosen the 
 others decide, see summarize.py. On a GPU, change SMALL and TEXT to the sizes you want, give
 --workers 1, and write to another file with --out.
 """
-import concurrent.futures
-import csv
-import math
-import os
-import shlex
-import statistics
-import subprocess
-import sys
+import collections, concurrent.futures, csv, math, os, shlex, statistics, subprocess, sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,74 +29,64 @@ from train import evaluate
 SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
          "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
-SKIPS, RISING = "--mod_rate 0.25", "--taper cosine --taper_start 0.5 --taper_end 1.5"
+FALLING, RISING = "--taper cosine", "--taper cosine --taper_start 0.5 --taper_end 1.5"
+SKIPS = "--mod_rate 0.25"
 RANDOM, ROUTER = f"--mod random {SKIPS}", f"--mod router {SKIPS}"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
-# Seeds that decide, where a gap is small. EIGHT are new ones, for comparisons that came later.
-FIVE, EIGHT = (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14)
+# Seeds that decide. EIGHT are new ones, for comparisons that came later.
+FOUR, FIVE, EIGHT = (2, 3, 4, 5), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14)
 
-@dataclass
-class Variant:
-    """A line of an experiment: a name for people, the flags, and the rate that seed 1 has chosen.
-    sweep: the rates that seed 1 has tried. seeds: those that decide"""
-    name: str
-    flags: str
-    lr: float = 2e-2
-    sweep: tuple = ()
-    seeds: tuple = (2, 3, 4, 5)
+# A line of an experiment: a name for people, the flags, the rate that seed 1 has chosen, the rates
+# that it has tried, and the seeds that decide
+Variant = collections.namedtuple("Variant", "name flags lr sweep seeds")
 
-def steps_run(residual, n_layer=6, iters=1000, more="", base=SMALL):
+def on_steps(name, residual, lr=2e-2, sweep=(), seeds=FOUR, n_layer=6, iters=1000, more="", base=SMALL):
     if residual.startswith(("nag", "attnres")) and "gate_lr" not in more:
         more = f"--gate_lr 3e-3 {more}"   # good for their gains and queries
-    return f"{base} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}".strip()
+    flags = f"{base} --residual {residual} --n_layer {n_layer} --max_iters {iters} {more}"
+    return Variant(name, flags.strip(), lr, sweep, seeds)
 
-def text_run(residual, n_layer=12, iters=420, more=""):
-    return steps_run(residual, n_layer, iters, more, TEXT)
-
-def on_text(name, residual, lr, sweep=(), seeds=FIVE, **size):
-    return Variant(name, text_run(residual, **size), lr, sweep, seeds)
+def on_text(name, residual, lr, sweep=(), seeds=FIVE, n_layer=12, iters=420, more=""):
+    return on_steps(name, residual, lr, sweep, seeds, n_layer, iters, more, TEXT)
 
 EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is compared.
     "staircase": ("How many steps do 1 to 6 blocks (PreNorm) learn?", [
-        Variant("1 block", steps_run("pre", 1)),
-        Variant("2 blocks", steps_run("pre", 2)),
-        Variant("4 blocks", steps_run("pre", 4)),
-        Variant("6 blocks", steps_run("pre", 6), 2e-2, SWEEP),
-        Variant("2 blocks, twice as long", steps_run("pre", 2, 2000))]),
+        on_steps("1 block", "pre", n_layer=1),
+        on_steps("2 blocks", "pre", n_layer=2),
+        on_steps("4 blocks", "pre", n_layer=4),
+        on_steps("6 blocks", "pre", 2e-2, SWEEP),
+        on_steps("2 blocks, twice as long", "pre", n_layer=2, iters=2000)]),
     # iters: those of a minute of an old core. Seed 1, five minutes, chooses the rate for seed 2.
     "minutes": ("How many steps in ten and twenty minutes?", [
-        Variant(f"{blocks} blocks, {minutes} minutes", steps_run("pre", blocks, minutes * iters),
-                lr, (1e-2, 2e-2) if minutes == 5 else (), (2,) if minutes > 5 else ())
+        on_steps(f"{blocks} blocks, {minutes} minutes", "pre", lr, (1e-2, 2e-2) if minutes == 5 else (),
+                 (2,) if minutes > 5 else (), blocks, minutes * iters)
         for minutes in (5, 10, 20)
         for blocks, iters, lr in ((2, 1215, 2e-2), (3, 870, 1e-2), (4, 675, 1e-2), (6, 469, 1e-2),
                                   (8, 359, 2e-2)) if minutes < 20 or blocks in (2, 8)]),
     "residuals": ("Which residual learns more steps?", [
-        Variant("NAG", steps_run("nag"), 1e-2, (5e-3, *SWEEP)),
-        Variant("6 blocks, gpt2", steps_run("pre", more="--init gpt2")),   # for pruning.py
-        Variant("NAG, gpt2, 6 blocks", steps_run("nag", more="--init gpt2"), 1e-2),
-        Variant("6 blocks, 1.1 times as long", steps_run("pre", iters=1100))]),
+        on_steps("NAG", "nag", 1e-2, (5e-3, *SWEEP)),
+        on_steps("6 blocks, gpt2", "pre", more="--init gpt2"),   # for pruning.py
+        on_steps("NAG, gpt2, 6 blocks", "nag", 1e-2, more="--init gpt2"),
+        on_steps("6 blocks, 1.1 times as long", "pre", iters=1100)]),
     "others": ("And which of the other residuals?", [
-        Variant("6 blocks, 1.3 times as long", steps_run("pre", iters=1300)),
-        Variant("Block Attention Residuals", steps_run("attnres:group=3"), 4e-2, (*SWEEP, 8e-2)),
-        *(Variant(f"Block Attention Residuals, {speed} queries",
-                  steps_run("attnres:group=3", more=f"--gate_lr {rate}"), 2e-2, (2e-2,), ())
-          for speed, rate in (("faster", "1e-2"), ("slower", "1e-3"))),
-        Variant("Attention Residuals", steps_run("attnres"), 4e-2, (*SWEEP, 8e-2)),
-        Variant("Review Residuals", steps_run("review"), 2e-2, SWEEP),
-        Variant("nGPT", steps_run("ngpt"), 1e-2, (2e-3, 5e-3, *SWEEP), ())]),
+        on_steps("6 blocks, 1.3 times as long", "pre", iters=1300),
+        on_steps("Block Attention Residuals", "attnres:group=3", 4e-2, (*SWEEP, 8e-2)),
+        *(on_steps(f"Block Attention Residuals, {speed} queries", "attnres:group=3", 2e-2, (2e-2,), (),
+                   more=f"--gate_lr {rate}") for speed, rate in (("faster", "1e-2"), ("slower", "1e-3"))),
+        on_steps("Attention Residuals", "attnres", 4e-2, (*SWEEP, 8e-2)),
+        on_steps("Review Residuals", "review", 2e-2, SWEEP),
+        on_steps("nGPT", "ngpt", 1e-2, (2e-3, 5e-3, *SWEEP), ())]),
     "again": ("Does a block that runs again step further?", [
-        Variant("2 blocks, each run three times", steps_run("pre", 2, more="--repeat 1-2:3"),
-                2e-2, SWEEP)]),
-    "tapers": ("Where should the width be?", [
-        Variant("6 blocks, falling width", steps_run("pre", more="--taper cosine"))]),
+        on_steps("2 blocks, each run three times", "pre", 2e-2, SWEEP, n_layer=2, more="--repeat 1-2:3")]),
+    "tapers": ("Where should the width be?", [on_steps("6 blocks, falling width", "pre", more=FALLING)]),
     "skipping": ("What does skipping a quarter cost?", [
-        Variant("NAG that skips a quarter", steps_run("nag", more=SKIPS), 1e-2),
-        Variant("NAG, 5 blocks", steps_run("nag", 5), 1e-2),
-        Variant("NAG that skips at random", steps_run("nag", more=RANDOM), 1e-2),
-        Variant("a router that skips a quarter", steps_run("pre", more=ROUTER), 2e-2, SWEEP),
-        Variant("5 blocks", steps_run("pre", 5))]),
+        on_steps("NAG that skips a quarter", "nag", 1e-2, more=SKIPS),
+        on_steps("NAG that skips at random", "nag", 1e-2, more=RANDOM),
+        on_steps("NAG, 5 blocks", "nag", 1e-2, n_layer=5),
+        on_steps("a router that skips a quarter", "pre", 2e-2, SWEEP, more=ROUTER),
+        on_steps("5 blocks", "pre", n_layer=5)]),
     "start": ("The residual or the first weights? (text)", [
-        Variant(f"{name}, {init}", f"{TEXT} --max_tokens 3e5 --residual {residual}{more}")
+        Variant(f"{name}, {init}", f"{TEXT} --max_tokens 3e5 --residual {residual}{more}", 2e-2, (), FOUR)
         for name, residual in (("PreNorm", "pre"), ("NAG", "nag"))
         for init, more in (("width", ""), ("gpt2", " --init gpt2"))]),
     "text": ("And on text?", [
@@ -117,7 +99,7 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_text("text: NAG, 9 blocks", "nag", 8e-2, n_layer=9),
         on_text("text: Block Attention Residuals", "attnres:group=3", 4e-2, (*SWEEP, 8e-2)),
         on_text("text: Review Residuals", "review", 2e-2, SWEEP),
-        on_text("text: falling width", "pre", 4e-2, more="--taper cosine")]),
+        on_text("text: falling width", "pre", 4e-2, more=FALLING)]),
     "flops": ("And on text, if PreNorm gets the FLOPs of its rivals?", [
         on_text("FLOPs: PreNorm, 1.06 times as long", "pre", 4e-2, (), EIGHT, iters=445),
         on_text("FLOPs: PreNorm, 1.24 times as long", "pre", 4e-2, (), EIGHT, iters=522),
@@ -132,17 +114,18 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_text("text: LayerNorm Scaling", "lns", 4e-2, (*SWEEP, 8e-2))]),
     "deep": ("Does NAG gain with depth? (text)", [
         on_text("24 blocks: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), n_layer=24, iters=600),
+        on_text("24 blocks: PreNorm, 1.06 times as long", "pre", 4e-2, n_layer=24, iters=637),
         on_text("24 blocks: NAG", "nag", 8e-2, (4e-2, 8e-2, 0.16), n_layer=24, iters=600),
         on_text("6 blocks on text: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), n_layer=6, iters=600),
         on_text("6 blocks on text: NAG", "nag", 8e-2, (4e-2, 8e-2, 0.16), n_layer=6, iters=600)]),
     "mod": ("Mixture-of-Depths at the FLOPs of 24 blocks (text)", [
-        on_text("24 blocks: skips a quarter", "nag", 8e-2, n_layer=24, iters=780, more=SKIPS),
-        on_text("24 blocks: skips at random", "nag", 8e-2, n_layer=24, iters=780, more=RANDOM),
-        on_text("18 blocks: NAG", "nag", 8e-2, n_layer=18, iters=785)]),
+        on_text("24 blocks: skips a quarter", "nag", 8e-2, n_layer=24, iters=758, more=SKIPS),
+        on_text("24 blocks: skips at random", "nag", 8e-2, n_layer=24, iters=767, more=RANDOM),
+        on_text("18 blocks: NAG", "nag", 8e-2, n_layer=18, iters=797)]),
     "cascade": ("Where should the width be? (text)", [
         on_text("text: rising width", "pre", 4e-2, more=RISING),
         on_text("text, gpt2: PreNorm", "pre", 4e-2, (*SWEEP, 8e-2), more="--init gpt2"),
-        on_text("text, gpt2: falling width", "pre", 4e-2, more="--init gpt2 --taper cosine"),
+        on_text("text, gpt2: falling width", "pre", 4e-2, more=f"--init gpt2 {FALLING}"),
         on_text("text, gpt2: rising width", "pre", 4e-2, more=f"--init gpt2 {RISING}")]),
 }
 
@@ -155,8 +138,6 @@ def commands(name, only_sweeps=False):
                    if seed in variant.seeds]
     return [(variant.name, seed, lr, f"{variant.flags} --lr {lr:g} --seed {seed}")
             for variant, seed, lr in wanted]
-
-# ------------------------------------------------------------------------------------- one run
 
 COLUMNS = ["experiment", "variant", "seed", "lr", "tokens", "parameters", "seconds", "flops", "bits",
            "steps", "right", "skipped", "commit", "command"]
@@ -191,7 +172,7 @@ def measure(out):
     return found | dict(tokens=tokens, flops=f"{ckpt['flops']:.4g}", seconds=f"{seconds:.0f}",
                         parameters=num_params(model))
 
-# -------------------------------------------------------------------------------------- all runs
+# ---------------------------------------------------------------------------------------- the runs
 
 @dataclass
 class ResultsConfig:
@@ -242,20 +223,16 @@ def main(argv=None):
         try:
             for future in concurrent.futures.as_completed(waiting):
                 name, variant, seed, lr, flags = waiting[future]
-                row = dict(experiment=name, variant=variant, seed=seed, lr=f"{lr:g}", command=flags,
-                           commit=commit()) | future.result()
+                row = dict(experiment=name, variant=variant, seed=seed, lr=f"{lr:g}", command=flags)
+                row |= future.result()
                 append(args.out, row)
                 say(f"{name}: {variant}, seed {seed}, rate {lr:g}: {row['bits']} bits, "
                     f"{row['steps'] or 'no'} steps, {row['seconds']} s")
         finally:
             pool.shutdown(cancel_futures=True)
 
-def commit():
-    """The name of the code's state in git"""
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=ROOT, text=True, capture_output=True).stdout.strip()
-
 def append(path, row):
+    row = row | dict(commit=subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD"))
     with open(path, "a", newline="") as f:
         writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
         if f.tell() == 0:   # It is new.

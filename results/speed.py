@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import prepare
 from flags import flag, parse, refuse, say, start
-from model import GPT, GPTConfig, all_run, calibrate, flops_per_token, pick, ran_shares
+from model import GPT, GPTConfig, all_run, calibrate, flops_per_token, ran_shares
 from train import Data, TrainConfig
 
 @dataclass
 class SpeedConfig:
     nanogpt: str = flag("", "model.py of a copy of nanoGPT; without it that comparison is left out")
-    only: str = flag("", "some of training, skipping, decoding, separated by commas")
+    only: str = flag("", "some of training, skipping, decoding, tapers, separated by commas")
     rounds: int = flag(12, "rounds that count", 3, 1000)
     data: str = flag("data/stdlib", "folder of token shards, for the model that skips")
 
@@ -52,7 +52,6 @@ def make(residual, n_layer, n_embd, block_size=T, **options):
 
 def train_step(model, x, y):
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), fused=True)
-
     def step():
         model(x, y)[1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -107,7 +106,6 @@ def skipping(args):
     def both_ways(decider):
         model(x, y, decider=decider)[1].backward()
         model.zero_grad(set_to_none=True)
-
     for name, program in {"forward and backward": both_ways, "prefill": prefill}.items():
         found = times({"dense": lambda: program(all_run), "skips": lambda: program(decider)}, args.rounds)
         faster = ratio(found, "dense", "skips")
@@ -115,24 +113,26 @@ def skipping(args):
         yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
 
 def decoding(args):
-    """48 tokens, half skipped or dense; 256 tokens after 256, cached or computed anew each time"""
-    nag, pre = make("nag", 24, 384, n_head=6).eval(), make("pre", 12, 128, block_size=512).eval()
+    """48 tokens, half skipped or dense"""
+    nag = make("nag", 24, 384, n_head=6).eval()
     x = torch.randint(256, (8, T), generator=torch.Generator().manual_seed(0))
-    decider, prompt = calibrate(nag, [x], 0.5), x[:2].view(1, 256)
+    decider = calibrate(nag, [x], 0.5)
     found = times({"dense": lambda: nag.generate(x[:1, :8], 48, decider=all_run),
                    "skips": lambda: nag.generate(x[:1, :8], 48, decider=decider)}, args.rounds)
     yield "decoding 24 x 384, half skipped against dense", ratio(found, "dense", "skips")
 
-    @torch.no_grad()
-    def recompute():
-        idx = prompt
-        for _ in range(256):
-            idx = torch.cat((idx, pick(pre(idx)[0][:, -1], temperature=0)), dim=1)
+@torch.no_grad()
+def tapers(args):
+    """Reading, where MLPs get narrower or wider with depth. All have the same FLOPs."""
+    x = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))
+    ends = dict(equal=(1, 1), falling=(1.5, 0.5), rising=(0.5, 1.5))
+    for n_embd in (64, 256):
+        models = [make("pre", 12, n_embd, taper="cosine", taper_start=a, taper_end=b) for a, b in ends.values()]
+        found = times({name: lambda model=model: model(x) for name, model in zip(ends, models)}, args.rounds)
+        for name in "falling", "rising":
+            yield f"reading 12 x {n_embd}: {name} against equal width", ratio(found, "equal", name)
 
-    found = times({"again": recompute, "cached": lambda: pre.generate(prompt, 256, temperature=0)}, 3)
-    yield "decoding 256 tokens: cached against recomputed", ratio(found, "again", "cached")
-
-COMPARISONS = dict(skipping=skipping, training=training, decoding=decoding)   # What reads data comes first.
+COMPARISONS = dict(skipping=skipping, training=training, decoding=decoding, tapers=tapers)   # What reads data comes first.
 
 def main(argv=None):
     args, = parse((SpeedConfig,), argv, __doc__)

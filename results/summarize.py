@@ -5,13 +5,11 @@ From runs.csv and comparisons.csv to the tables and figures of results/README.md
 
 The rule. Seed 1 has chosen learning rates and is left out. A gap is A - B with the same seed. A is
 *better* or *worse* than B if 0 is outside the gap's 95 % interval, also after Holm's correction for
-all comparisons of its family, those whose rules were committed together; *equal* if the 90 % interval lies within the margin; *open* otherwise. Beside it
-stands the smallest true gap that so many runs of such a spread would have found four times of five.
+all comparisons of its family, whose rules were committed together; *equal* if the 90 % interval
+lies within the margin; *open* otherwise. "A minus B" is a gap, too, and has gaps. Beside it stands
+the smallest true gap that so many runs of such a spread would have found four times of five.
 """
-import csv
-import math
-import statistics
-import sys
+import csv, math, statistics, sys
 from pathlib import Path
 
 import numpy as np
@@ -83,9 +81,14 @@ def verdict(gap, is_sure, margin, measure):
 # ----------------------------------------------------------------------------------------- tables
 
 def values(rows, variant, measure):
-    """-> {seed: value} of the seeds that decide"""
-    found = [row for row in rows if row["variant"] == variant and row["seed"] != CHOOSES_RATES]
-    return {row["seed"]: float(row[measure]) for row in found}
+    """-> {seed: value}. Of "A minus B": the gaps"""
+    if " minus " in variant:
+        ours, theirs = (values(rows, name, measure) for name in variant.split(" minus "))
+        return {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
+    return {row["seed"]: float(row[measure]) for row in rows if row["variant"] == variant}
+
+def names_in(comparison):
+    return {*f"{comparison['a']} minus {comparison['b']}".split(" minus ")}
 
 def variants_table(rows):
     lines = ["| experiment | variant | rate | seeds | steps | bits per byte | seconds | FLOPs |",
@@ -93,23 +96,22 @@ def variants_table(rows):
     names = dict.fromkeys((row["experiment"], row["variant"]) for row in rows)
     order = [*EXPERIMENTS]   # then others, such as that of pruning.py
     for experiment, variant in sorted(names, key=lambda name: (*order, name[0]).index(name[0])):
-        mine = [row for row in rows if row["variant"] == variant and row["seed"] != CHOOSES_RATES]
+        mine = [row for row in rows if row["variant"] == variant]
         def mean(column):
             known = [float(row[column]) for row in mine if row[column]]
             return statistics.mean(known) if known else None
-        if mine:
-            steps = "" if mean("steps") is None else f"{mean('steps'):.2f}"
-            bits = "" if mean("bits") is None else f"{mean('bits'):.4f}"
-            cost = f"{mean('seconds'):.0f} | {mean('flops'):.2g}" if mean("flops") else " | "
-            lines.append(f"| {experiment} | {variant} | {mine[0]['lr']} | {len(mine)} | {steps} | "
-                         f"{bits} | {cost} |")
+        steps = "" if mean("steps") is None else f"{mean('steps'):.2f}"
+        bits = "" if mean("bits") is None else f"{mean('bits'):.4f}"
+        cost = f"{mean('seconds'):.0f} | {mean('flops'):.2g}" if mean("flops") else " | "
+        lines.append(f"| {experiment} | {variant} | {mine[0]['lr']} | {len(mine)} | {steps} | "
+                     f"{bits} | {cost} |")
     return lines
 
 def comparisons_table(rows, comparisons):
     lines = ["| A | B | at equal | A - B | 95 % interval | could have found | A is |",
              "| --- | --- | --- | --- | --- | --- | --- |"]
-    there = {row["variant"] for row in rows if row["seed"] != CHOOSES_RATES}
-    known = [each for each in comparisons if {each["a"], each["b"]} <= there]
+    there = {row["variant"] for row in rows}
+    known = [each for each in comparisons if names_in(each) <= there]
     gaps = [Gap(*(values(rows, each[side], each["measure"]) for side in "ab")) for each in known]
     sure = [False] * len(known)
     for family in {each["family"] for each in known}:
@@ -130,15 +132,14 @@ def draw_steps(rows, experiment, names, path):
     """Share of right digits by steps asked: a line through the means, a dot a seed"""
     right = {}
     for name in names:
-        mine = [row for row in rows if row["variant"] == name and row["seed"] != CHOOSES_RATES]
+        mine = [row for row in rows if row["variant"] == name]
         right[name] = np.array([[float(share) for share in row["right"].split()] for row in mine])
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     best_first = sorted(names, key=lambda name: -right[name].mean())
     for i, name in enumerate(best_first):
         steps = np.arange(right[name].shape[1])
-        # Another length of training is dashed.
-        axes.plot(steps, right[name].mean(0), "--" if "as long" in name else "-", color=COLORS[i],
-                  label=name)
+        style = "--" if "as long" in name else "-"   # Another length of training is dashed.
+        axes.plot(steps, right[name].mean(0), style, color=COLORS[i], label=name)
         beside = 0.05 * (i - len(names) / 2)   # so that dots don't hide each other
         for shares in right[name]:
             axes.plot(steps + beside, shares, ".", color=COLORS[i], alpha=0.5)
@@ -175,7 +176,7 @@ def read_comparisons(path):
 
 def main(argv=None):
     parse([], argv, __doc__)
-    rows = read_runs(HERE / "runs.csv")
+    rows = [row for row in read_runs(HERE / "runs.csv") if row["seed"] != CHOOSES_RATES]
     if not rows:
         refuse("results/runs.csv: holds no runs; python results/run.py makes them")
     comparisons = read_comparisons(HERE / "comparisons.csv")
@@ -184,9 +185,8 @@ def main(argv=None):
               *variants_table(rows), ""]
     (HERE / "tables.md").write_text("\n".join(tables))
     say("results/tables.md and the figures are written")
-    deciding = [row for row in rows if row["seed"] != CHOOSES_RATES]
-    of_steps = {row["variant"] for row in deciding if row["right"]}
-    of_text = {row["variant"] for row in deciding} - of_steps
+    of_steps = {row["variant"] for row in rows if row["right"]}
+    of_text = {row["variant"] for row in rows} - of_steps
     for experiment, (_, variants) in EXPERIMENTS.items():
         names = [variant.name for variant in variants]
         # What they are compared with belongs to another experiment, perhaps.

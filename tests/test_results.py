@@ -63,7 +63,15 @@ def test_every_comparison_has_its_variants():
     known |= {f"{name}, without {block}" for name in pruning.NAMES.values()
               for block in ["one block, mean", *(f"{method}'s block" for method in pruning.METHODS)]}
     for each in comparisons:
-        assert {each["a"], each["b"]} <= known and float(each["margin"]) > 0 and each["measure"] in summarize.UNITS
+        assert summarize.names_in(each) <= known and float(each["margin"]) > 0 and each["measure"] in summarize.UNITS
+
+def test_a_gap_of_gaps():
+    found = {"A": (5, 7, 9), "B": (1, 2, 3), "C": (1, 1)}
+    rows = [dict(variant=name, seed=str(seed), bits=str(bits)) for name, all_bits in found.items()
+            for seed, bits in enumerate(all_bits)]
+    assert summarize.values(rows, "A minus B", "bits") == {"0": 4, "1": 5, "2": 6}
+    assert summarize.values(rows, "A minus C", "bits") == {"0": 4, "1": 6}   # the seeds that both have
+    assert summarize.names_in(dict(a="A minus B", b="C")) == {"A", "B", "C"}
 
 def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     """A tiny experiment from its command to its line; the second time there is nothing to do."""
@@ -76,7 +84,7 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
     flags = "--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 32 --batch_size 2"
-    monkeypatch.setitem(run.EXPERIMENTS, "tiny", ("?", [run.Variant("one, block", flags, seeds=(2,))]))
+    monkeypatch.setitem(run.EXPERIMENTS, "tiny", ("?", [run.Variant("one, block", flags, 2e-2, (), (2,))]))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
         run.main(["tiny", "--out", str(tmp_path / "runs.csv")])
