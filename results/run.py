@@ -115,9 +115,9 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
     "deep": ("Does NAG gain with depth? (text)", [
         on_text("24 blocks: PreNorm", "pre", 2e-2, (*SWEEP, 8e-2), n_layer=24, iters=600),
         on_text("24 blocks: PreNorm, 1.06 times as long", "pre", 4e-2, n_layer=24, iters=637),
-        on_text("24 blocks: NAG", "nag", 8e-2, (4e-2, 8e-2, 0.16), n_layer=24, iters=600),
-        on_text("6 blocks on text: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), n_layer=6, iters=600),
-        on_text("6 blocks on text: NAG", "nag", 8e-2, (4e-2, 8e-2, 0.16), n_layer=6, iters=600)]),
+        on_text("24 blocks: NAG", "nag", 4e-2, (*SWEEP, 8e-2, 0.16), n_layer=24, iters=600),
+        on_text("6 blocks on text: PreNorm", "pre", 4e-2, (*SWEEP, 8e-2), n_layer=6, iters=600),
+        on_text("6 blocks on text: NAG", "nag", 8e-2, (*SWEEP, 8e-2, 0.16), n_layer=6, iters=600)]),
     "mod": ("Mixture-of-Depths at the FLOPs of 24 blocks (text)", [
         on_text("24 blocks: skips a quarter", "nag", 8e-2, n_layer=24, iters=758, more=SKIPS),
         on_text("24 blocks: skips at random", "nag", 8e-2, n_layer=24, iters=767, more=RANDOM),
