@@ -114,14 +114,14 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_text("text: LayerNorm Scaling", "lns", 4e-2, (*SWEEP, 8e-2))]),
     "deep": ("Does NAG gain with depth? (text)", [
         on_text("24 blocks: PreNorm", "pre", 2e-2, (*SWEEP, 8e-2), n_layer=24, iters=600),
-        on_text("24 blocks: PreNorm, 1.06 times as long", "pre", 4e-2, n_layer=24, iters=637),
-        on_text("24 blocks: NAG", "nag", 4e-2, (*SWEEP, 8e-2, 0.16), n_layer=24, iters=600),
-        on_text("6 blocks on text: PreNorm", "pre", 4e-2, (*SWEEP, 8e-2), n_layer=6, iters=600),
-        on_text("6 blocks on text: NAG", "nag", 8e-2, (*SWEEP, 8e-2, 0.16), n_layer=6, iters=600)]),
+        on_text("24 blocks: PreNorm, 1.06 times as long", "pre", 2e-2, n_layer=24, iters=637),
+        on_text("24 blocks: NAG", "nag", 2e-2, (*SWEEP, 8e-2, 0.16), n_layer=24, iters=600),
+        on_text("6 blocks on text: PreNorm", "pre", 2e-2, (*SWEEP, 8e-2), n_layer=6, iters=600),
+        on_text("6 blocks on text: NAG", "nag", 4e-2, (*SWEEP, 8e-2, 0.16), n_layer=6, iters=600)]),
     "mod": ("Mixture-of-Depths at the FLOPs of 24 blocks (text)", [
-        on_text("24 blocks: skips a quarter", "nag", 8e-2, n_layer=24, iters=758, more=SKIPS),
-        on_text("24 blocks: skips at random", "nag", 8e-2, n_layer=24, iters=767, more=RANDOM),
-        on_text("18 blocks: NAG", "nag", 8e-2, n_layer=18, iters=797)]),
+        on_text("24 blocks: skips a quarter", "nag", 2e-2, n_layer=24, iters=758, more=SKIPS),
+        on_text("24 blocks: skips at random", "nag", 2e-2, n_layer=24, iters=767, more=RANDOM),
+        on_text("18 blocks: NAG", "nag", 2e-2, n_layer=18, iters=797)]),
     "longer": ("The residual or the first weights? (text, three times as long)", [
         on_text("text, gpt2: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), more="--init gpt2"),
         on_text("text, gpt2: NAG", "nag", 4e-2, (2e-2, 4e-2, 8e-2), more="--init gpt2")]),
