@@ -123,12 +123,12 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_text("24 blocks: skips at random", "nag", 2e-2, n_layer=24, iters=767, more=RANDOM),
         on_text("18 blocks: NAG", "nag", 2e-2, n_layer=18, iters=797)]),
     "longer": ("The residual or the first weights? (text, three times as long)", [
-        on_text("text, gpt2: PreNorm", "pre", 4e-2, (2e-2, 4e-2, 8e-2), more="--init gpt2"),
-        on_text("text, gpt2: NAG", "nag", 4e-2, (2e-2, 4e-2, 8e-2), more="--init gpt2")]),
+        on_text("text, gpt2: PreNorm", "pre", 2e-2, (*SWEEP, 8e-2), more="--init gpt2"),
+        on_text("text, gpt2: NAG", "nag", 2e-2, (*SWEEP, 8e-2), more="--init gpt2")]),
     "cascade": ("Where should the width be? (text)", [
         on_text("text: rising width", "pre", 4e-2, more=RISING),
-        on_text("text, gpt2: falling width", "pre", 4e-2, more=f"--init gpt2 {FALLING}"),
-        on_text("text, gpt2: rising width", "pre", 4e-2, more=f"--init gpt2 {RISING}")]),
+        on_text("text, gpt2: falling width", "pre", 2e-2, more=f"--init gpt2 {FALLING}"),
+        on_text("text, gpt2: rising width", "pre", 2e-2, more=f"--init gpt2 {RISING}")]),
 }
 
 def commands(name, only_sweeps=False):
