@@ -158,9 +158,9 @@ def draw_bits(rows, experiment, names, path):
         found = [*values(rows, name, "bits").values()]
         axes.plot(found, [i] * len(found), ".", color=COLORS[0])
         axes.plot([statistics.mean(found)] * 2, [i - 0.3, i + 0.3], color=COLORS[0])
-    axes.set(yticks=range(len(names)), yticklabels=[name.split(": ")[-1] for name in names],
-             xlabel="bits per byte: less is better (lines: means; dots: seeds)",
-             title=EXPERIMENTS[experiment][0])
+    labels = [name.removeprefix("text: ").removeprefix("FLOPs: ") for name in names]
+    axes.set(yticks=range(len(names)), yticklabels=labels, title=EXPERIMENTS[experiment][0],
+             xlabel="bits per byte: less is better (lines: means; dots: seeds)")
     axes.invert_yaxis()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
