@@ -1,4 +1,5 @@
 """results/: the statistics against known values, commands that parse, and a page that says what the files say."""
+import collections
 import csv
 import math
 import re
@@ -134,5 +135,10 @@ def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     page = (ROOT / "results/README.md").read_text()
     gaps = re.findall(r"([+-]\d\.\d{3}) \(([+-]\d\.\d{3} to [+-]\d\.\d{3})\)", page)
     assert len(gaps) > 12 and page.count("\n") <= 160
+    minutes = collections.Counter()   # of each experiment
+    for row in run.read_runs(ROOT / "results/runs.csv"):
+        minutes[row["experiment"]] += float(row["seconds"] or 0) / 60
+    told = page[page.rindex("Minutes of one core"):]
+    assert all(f"{name} {total:.0f}" in told.replace("\n", " ") for name, total in minutes.items() if total)
     for mean, interval in gaps:
         assert re.search(re.escape(mean) + r" [a-z ]+\| " + re.escape(interval), tables), (mean, interval)
