@@ -796,7 +796,7 @@ def main(argv=None):
     for run_name, run in runs.items():
         print(printable(f"{run_name}: measuring {len(wanted)} statistics"), file=sys.stderr)
         for name in wanted:
-            torch.manual_seed(0)   # --mod random draws its coins there, whatever --only names.
+            torch.manual_seed(0)   # --mod random draws the same coins, whatever --only names.
             try:
                 results[name][run_name] = STATS[name].measure(run)
             except NotHere as why:

@@ -84,9 +84,8 @@ class GPTConfig:
     repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
-    mod: Literal["geometric", "router", "random"] = flag("geometric", "who skips: small gains, a "
-                                                         "router's choice, or anyone (a control)",
-                                                         group="skipping")
+    mod: Literal["geometric", "router", "random"] = flag(
+        "geometric", "who skips: small gains, a router's, or coins' (a control)", group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
 
@@ -1241,8 +1240,8 @@ class LayerDrop(Decider):
         return runs.expand(x.shape[:2]), None
 
 class RandomSkips(Decider):
-    """--mod random: a coin for each token and each sublayer, in training and after it. This is the
-    control. If a decider that looks at tokens does no better, it knows nothing about them."""
+    """--mod random: a coin for each token and each sublayer, in training and after it. This is a
+    control: a decider that looks at tokens must do better."""
     def __init__(self, rate):
         super().__init__()
         self.rate = rate
@@ -1653,6 +1652,7 @@ def flops_per_token(model, T=None, ran=None):
     for (residual, module), share in zip(pairs, ran):
         if share is REMOVED:
             continue
+        # Thresholds ask for the gains of all tokens, coins and routers for none.
         gains_of_all = residual.knows_gain and config.mod == "geometric"
         total += residual.flops() * (1 if gains_of_all else share)
         if isinstance(module, Attention):

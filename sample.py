@@ -128,7 +128,7 @@ def main(argv=None):
     removed = places_of(config.remove, len(model.order))
     decider = pick_decider(model, config, settings)
     generator = torch.Generator(model.device).manual_seed(config.seed)
-    torch.manual_seed(config.seed)   # --mod random draws its coins there.
+    torch.manual_seed(config.seed)   # --mod random draws coins from torch's own generator.
     style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
     if style == "colours":
         print(legend(), file=sys.stderr)

@@ -168,7 +168,7 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     skipped. token_bytes (V,): see Data. decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
-    torch.manual_seed(0)   # --mod random draws the same coins each time.
+    torch.manual_seed(0)   # so that --mod random draws the same coins each time
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
         keeps = []
         _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)

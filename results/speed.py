@@ -132,7 +132,7 @@ def tapers(args):
         for name in "falling", "rising":
             yield f"reading 12 x {n_embd}: {name} against equal width", ratio(found, "equal", name)
 
-COMPARISONS = dict(skipping=skipping, training=training, decoding=decoding, tapers=tapers)   # What reads data comes first.
+COMPARISONS = dict(skipping=skipping, training=training, decoding=decoding, tapers=tapers)   # first what reads data
 
 def main(argv=None):
     args, = parse((SpeedConfig,), argv, __doc__)

@@ -4,7 +4,7 @@ import sys, time
 from pathlib import Path
 from unittest.mock import Mock
 import numpy as np
-import flags, prepare, processes, pytest, runs, torch, train
+import analyze, flags, prepare, processes, pytest, runs, sample, torch, train
 from conftest import ROOT, TINY
 from model import GPT, GPTConfig, RESIDUALS, ByFunction, REMOVED, flops_per_token
 
@@ -228,6 +228,23 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, flags):
         assert (entry["flops"] - before < 0.97 * dense) == (entry["skip_rate"] > 0.1)
     assert entries[-1]["skip_rate"] > 0.1 and entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and losses(tmp_path) == entries   # Nothing is left to do.
+
+def test_coins_are_the_same_each_time(data, tmp_path, capsys):
+    """... in evaluate, sample.py and analyze.py, whatever was drawn before"""
+    go(data, tmp_path / "run", "--residual", "nag", "--mod", "random", "--mod_rate", 0.4, "--max_iters", 2)
+    found = []
+    for seed, only in (1, "skip_share"), (2, "update,skip_share"):
+        model, _ = runs.open_run(tmp_path / "run")
+        x = torch.arange(8 * 32).view(8, 32) % 200
+        torch.manual_seed(seed)
+        found.append(train.evaluate(model, x, x, torch.ones(len(model.wte.weight)), 4))
+        capsys.readouterr()
+        torch.manual_seed(seed)
+        sample.main([str(tmp_path / "run"), "--max_new_tokens", "30", "--device", "cpu"])
+        found.append(re.search(r"[\d.]+% of the sublayer runs skipped", capsys.readouterr().err)[0])
+        analyze.main([str(tmp_path / "run"), "--only", only, "--out", str(tmp_path / "out")])
+        found.append(json.loads((tmp_path / "out/numbers.json").read_text())["statistics"]["skip_share"])
+    assert found[:3] == found[3:] and found[0][2] > 0.2
 
 def test_defaults_on_a_gpu(monkeypatch):
     monkeypatch.setattr(train, "pick_device", lambda name: "cuda")
