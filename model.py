@@ -85,7 +85,7 @@ class GPTConfig:
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     # Who skips what (part 3)
     mod: Literal["geometric", "router", "random"] = flag(
-        "geometric", "what chooses who skips: gains, a router, or coins (a control)", group="skipping")
+        "geometric", "what chooses who skips: gains, a router, coins (a control)", group="skipping")
     mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
     layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
 
