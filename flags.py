@@ -122,12 +122,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         refuse(f"{self.prog}: {message[:300]}; {self.prog} --help lists the flags")
 
-def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None):
+def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None, retired={}):
     """Command line -> an instance of each config class. SystemExit, with a sentence for each
     problem, if a config can't be used: see field_problems, and a config's own method `problems`.
 
     positional: names of fields that are no flags but words; defaults: a function from the flags
-    that are given to values that count where there is no flag; doc, epilog: for --help"""
+    that are given to values that count where there is no flag; doc, epilog: for --help; retired:
+    flags that are gone, and what to use instead"""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     groups = {"": parser.add_argument_group("what everyone uses")}
@@ -142,6 +143,8 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         word = next((word for word in unknown if word.startswith("--")), unknown[0]).split("=")[0]
+        if word.removeprefix("--") in retired:
+            parser.error(f"{word}: is gone; {retired[word.removeprefix('--')]}")
         near = difflib.get_close_matches(word, parser._option_string_actions, 1)
         parser.error(f"{word}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
     given = vars(given)

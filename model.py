@@ -46,6 +46,7 @@ import math
 import re
 import zlib
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -83,11 +84,11 @@ class GPTConfig:
     taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
     repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    # Who skips what (part 3)
-    mod: Literal["geometric", "router", "random"] = flag(
-        "geometric", "what chooses who skips: gains, a router, coins (a control)", group="skipping")
-    mod_rate: float = flag(0.0, "Mixture-of-Depths: share of sublayer runs to skip", 0, 0.95)
-    layer_drop: float = flag(0.0, "training: how likely a sequence skips a sublayer", 0, 0.95)
+    # Who runs what, and what it costs (part 3)
+    mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
+                    group="skipping")
+    gain_cost: float = flag(0.0, "training: loss + gain_cost x mean |gain|, so turning is paid for",
+                            0, 1000)
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
@@ -243,10 +244,6 @@ class Residual(nn.Module):
         """The weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
 
-    def before_step(self, progress):
-        """Before each step and evaluation of a training. progress: the share of the training that
-        is done after that step"""
-
     def constrain(self, module):
         """After the weights are drawn, and after each step: may change the weights of module, say
         to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
@@ -255,7 +252,6 @@ class Residual(nn.Module):
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
-    warmup = 0.0           # In this share of a training, updates grow to their full size.
     own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
     allowed = {}           # Range of each option. In Template: {"first": (0.0, 2.0)}, say
 
@@ -322,27 +318,6 @@ def products_in(dtype, x):
 
 # -------------------------------------------------------------------------------------- the model
 
-# Not every token has to run every sublayer. So before each one, the model asks its decider, a small
-# object of part 3. By default this says EVERYONE, and on a first reading that is all. It is called
-# as decider.decide(place, residual, stream), and returns two things:
-#
-#     keep   EVERYONE, or REMOVED (nobody runs it, as if there were no such sublayer), or bools
-#            (B, T): True where a token runs the sublayer, False where it skips it
-#     gain   how much the sublayer will change each token, (B, T, 1), if the residual can tell
-#            before it runs, as NAG can (part 2). Else None
-#
-# place: 1, 2, 3, ... in the order of running; the same as l, unless blocks run repeatedly
-#
-# A decider may do more: begin() before the first sublayer; after(place, stream), which returns the
-# stream that goes on; loss(), which is added to the loss; before_step and after_step, as in GPT. By
-# default these do nothing.
-EVERYONE = None
-REMOVED = False
-
-def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. (A function, so that train.py can compile it.)"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
-
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
     wrong"""
@@ -360,30 +335,20 @@ class GPT(nn.Module):
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        # By default a Decider (part 3). Some ask `ends` whether it knows gains, and has a warmup.
-        self.decider = make_decider(config, self.ends)
+        self.decider = make_decider(config)   # By default all tokens run all sublayers (part 3).
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
 
-    def walk(self, idx, cache=None, decider=None):
-        """The one loop over the depth: training, sampling and all measurements go through it. If
-        nobody skips, it is: for residual, f in sublayers: stream = residual(stream, f). After each
-        sublayer it yields its place, the stream before and after it, and who ran it."""
-        decider = decider or self.decider
-        decider.begin()
-        # Sampling isn't compiled: there is a cache then (part 4), and shapes change all the time.
-        run = self.run if cache is None else run_sublayer
+    def walk(self, idx, cache=None, runner=None):
+        """The one loop over the depth: training, sampling and all measurements go through it. After
+        each sublayer it yields its place, and the stream before and after it."""
+        runner = runner or Runner(self)   # runs each sublayer for all tokens, or for some (part 3)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
-            keep, gain = decider.decide(place, residual, stream)
-            if keep is EVERYONE:
-                stream = run(stream, residual, f, gain)
-            elif keep is not REMOVED:   # Some tokens run it (part 3).
-                stream = run_some(stream, residual, f, keep, gain, decider, run)
-            stream = decider.after(place, stream)
-            yield place, before, stream, keep
+            stream = runner.run(place, residual, f, stream)   # residual(stream, f)
+            yield place, before, stream
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. place is odd at an attention.
@@ -404,23 +369,20 @@ class GPT(nn.Module):
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
 
-    def forward(self, idx, targets=None, cache=None, decider=None, keeps=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: the mean cross
-        entropy in nats, plus what the decider adds; None if there are no targets. keeps: a list, to
-        which the `keep` of each sublayer is appended, for train.py and for measurements"""
-        decider = decider or self.decider
+    def forward(self, idx, targets=None, cache=None, runner=None):
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, None without targets:
+        the mean cross entropy in nats. In training, the runner (part 3) may add to it."""
+        runner = runner or Runner(self)
         losses = []   # one, unless there is --deep_supervision
         every_block = self.config.deep_supervision and self.training and targets is not None
-        for place, _, stream, keep in self.walk(idx, cache, decider):
-            if keeps is not None:
-                keeps.append(keep)
+        for place, _, stream in self.walk(idx, cache, runner):
             if every_block and place % 2 == 0 and place < 2 * len(self.order):
                 losses.append(cross_entropy(self.head(stream), targets))
         logits = self.head(stream)   # the stream after the last sublayer
         if targets is None:
             return logits, None
         losses.append(cross_entropy(logits, targets))
-        return logits, sum(losses) / len(losses) + decider.loss()
+        return logits, sum(losses) / len(losses) + runner.extra_loss()
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
@@ -432,18 +394,18 @@ class GPT(nn.Module):
     def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                    decider=None, n_vocab=None):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        `keeps` of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
+        runner (part 3) of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
         may have more rows, because train.py rounds vocab_size up.)"""
         size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
         # new: the tokens that the cache doesn't have yet, at first the whole text. It keeps their
         # keys and values (part 4).
         new, cache = idx[:, -size:], KVCache(self, len(idx), size)
         for _ in range(max_new_tokens):
-            keeps = []
-            logits, _ = self(new, cache=cache, decider=decider, keeps=keeps)
+            runner = Runner(self, decider)
+            logits, _ = self(new, cache=cache, runner=runner)
             token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
             idx = torch.cat((idx, token), dim=1)
-            yield token, keeps
+            yield token, runner
             new = token
             if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
                 new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
@@ -452,19 +414,6 @@ class GPT(nn.Module):
         """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
         new = [token for token, _ in self.new_tokens(idx, max_new_tokens, **options)]
         return torch.cat([idx, *new], dim=1)
-
-    def before_step(self, progress):
-        """train.py calls this before each step and evaluation. progress: the share of the training
-        that is done after that step"""
-        for residual in self.residuals():
-            residual.before_step(progress)
-        self.decider.before_step(progress)
-
-    def after_step(self, ran):
-        """train.py calls this after each step. ran: the share of tokens that ran each sublayer, a
-        list of numbers, which ran_shares (part 3) makes of `keeps`"""
-        constrain_weights(self)
-        self.decider.after_step(ran)
 
     def residuals(self):
         return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
@@ -568,16 +517,15 @@ class NAG(Residual):
     has_norm = False
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
-    allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"),
-                   warmup=(0, 0.9))
-    def __init__(self, config, l, directions=32, power=0.5, temp=LOGIT_STD, head="cos", warmup=0.0):
+    allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"))
+
+    def __init__(self, config, l, directions=32, power=0.5, temp=LOGIT_STD, head="cos"):
         """directions: how many are preferred; power: alpha of sublayer l starts at l ** -power;
-        temp: std of the first logits; head: cos (logits are length x cosine) or linear; warmup:
-        share of the training in which gains rise from 0 to their full size"""
+        temp: std of the first logits; head: cos (logits are length x cosine) or linear"""
         super().__init__(config, l)
-        self.cosine_head, self.warmup = head == "cos", warmup
+        self.cosine_head = head == "cos"
         if self.is_end:   # The embedding is multiplied by exp(log_scale), g in eq. 18.
-            log_scale = first_log_scale(config, power, temp, self.cosine_head, warmup)
+            log_scale = first_log_scale(config, power, temp, self.cosine_head)
             self.log_scale = nn.Parameter(torch.tensor(log_scale))
             return
         preferred = torch.randn(directions, config.n_embd, generator=seeded(config, f"w {l}"))
@@ -586,12 +534,6 @@ class NAG(Residual):
         self.votes = nn.Parameter(torch.zeros(directions))                 # p, before its softmax
         self.alpha = nn.Parameter(torch.tensor(l ** -power))               # eqs. 23, 24
         self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))       # softplus(beta) is 1
-        # warm rises from 0 to 1. If there is a warm-up, checkpoints have it.
-        self.register_buffer("warm", torch.tensor(1.0), persistent=warmup > 0)
-
-    def before_step(self, progress):
-        if self.warmup > 0 and not self.is_end:
-            self.warm.fill_(min(1.0, progress / self.warmup))
 
     def start(self, x):
         x = centred(x)   # Updates are centred, too, so a mean would stay for ever.
@@ -607,7 +549,7 @@ class NAG(Residual):
         near = F.linear(stream[0], self.preferred, self.bias).sigmoid()   # (..., directions)
         mean = (near @ self.votes.softmax(0))[..., None]
         m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
-        return self.alpha * self.warm * m
+        return self.alpha * m
 
     def forward(self, stream, f, gain=None):
         direction, log_length = stream
@@ -646,18 +588,17 @@ class NAG(Residual):
     def init_sublayer(self, module):
         pass   # Only the direction of an update counts.
 
-def first_log_scale(config, power, temp, cosine_head, warmup):
+def first_log_scale(config, power, temp, cosine_head):
     """NAG's first log_scale: one with which the first logits have the standard deviation temp. At 0
     they would be nearly equal."""
     embedding_std, head_std = first_stds(config)
     root = config.n_embd ** 0.5
     std_at_length_1 = 1 / root if cosine_head else head_std * root   # 1 / root: of a random cosine
     growth = 0.0   # of log_length, from the embedding to the end
-    if warmup == 0:   # (In a warm-up gains start at 0, so the first stream doesn't grow.)
-        for number in block_order(config):
-            for l in 2 * number + 1, 2 * number + 2:
-                first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
-                growth += 0.5 * math.log1p(first_gain ** 2)
+    for number in block_order(config):
+        for l in 2 * number + 1, 2 * number + 2:
+            first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
+            growth += 0.5 * math.log1p(first_gain ** 2)
     return math.log(temp / std_at_length_1 / embedding_std) - growth
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
@@ -1103,292 +1044,309 @@ def options_of(name):
 
 # ================================================================================= part 3: skipping
 
-# Mixture-of-Depths: not every token needs every sublayer. GPT.walk asks a decider which tokens run
-# a sublayer. Only these are computed. All others keep their stream as it is. First come the
-# deciders, and then how it is done.
+# Mixture-of-Depths: not every token needs every sublayer. In each walk through the depth, a Runner
+# runs the sublayers. Before each one it asks a decider, which answers with one of these:
+EVERYONE = None   # All tokens run it.
+REMOVED = False   # Nobody does, as if there were no such sublayer.
+# or with bools (B, T): True where a token runs it. All others keep their stream as it is.
+
+def run_sublayer(stream, residual, f, gain=None):
+    """One round of the loop over the depth. (A function, so that train.py can compile it.)"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
+
+class Runner:
+    """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
+    walks never disturb each other. A decider finds here, of the sublayer that comes next:
+
+        place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
+        residual   and the stream before it
+        gain       how much it will change each token, (B, T, 1); None if the residual can't tell
+        notes      room for what a decider wants to remember until the walk is over"""
+    def __init__(self, model, decider=None):
+        """decider: in place of model.decider"""
+        self.model, self.decider = model, decider or model.decider
+        self.notes = SimpleNamespace()
+        self.keeps = []          # the decider's answers
+        self.gains_asked = []    # of each sublayer: was the gain of all tokens asked for?
+        self.mean_gains = []     # and their mean |gain|
+        self.other_flops = 0.0   # what deciders have computed, per token
+        self.decider.begin(self)
+
+    def run(self, place, residual, f, stream):
+        """-> the next stream: residual(stream, f), for the tokens that run it"""
+        if place <= len(self.keeps):
+            raise ValueError("a Runner is for one walk; make a new one")
+        self.place, self.residual, self.stream, self.known_gain = place, residual, stream, None
+        keep = self.decider.decide(self)
+        if keep is not REMOVED and self.model.training and self.model.config.gain_cost > 0:
+            self.gain   # computes it: all tokens pay
+        self.keeps.append(keep)
+        self.gains_asked.append(self.known_gain is not None)
+        if keep is EVERYONE:
+            stream = self.model.run(stream, residual, f, self.known_gain)
+        elif keep is not REMOVED:
+            stream = run_some(self, f, keep)
+        return self.decider.after(self, stream)
+
+    @property
+    def gain(self):
+        if self.known_gain is None and self.residual.knows_gain:   # once a sublayer
+            self.known_gain = self.residual.gain(self.stream)
+            self.mean_gains.append(self.known_gain.abs().mean())
+        return self.known_gain
+
+    def mean_gain(self):
+        """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
+        return sum(self.mean_gains) / len(self.mean_gains) if self.mean_gains else None
+
+    def extra_loss(self):
+        """What a training adds to the loss. With --gain_cost, turning is paid for: as the ponder
+        cost of arXiv:1603.08983, but of angles. (NAG's paper has no such cost, as far as we know.)
+        """
+        if not self.model.training:
+            return 0.0
+        loss = self.decider.loss(self)
+        if self.model.config.gain_cost > 0:
+            loss = loss + self.model.config.gain_cost * self.mean_gain()
+        return loss
+
+    def ran(self, last=False):
+        """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
+        token of each sequence only"""
+        masks = [keep[:, -1:] if last else keep for keep in self.keeps if torch.is_tensor(keep)]
+        # All at once, because a number from a GPU makes the CPU wait.
+        means = iter(torch.stack([keep.float().mean() for keep in masks]).tolist() if masks else [])
+        return [next(means) if torch.is_tensor(keep) else float(keep is EVERYONE)
+                for keep in self.keeps]
+
+    def skipped(self, last=False):
+        """-> the share of all sublayer runs that were skipped, or removed"""
+        return 1 - sum(self.ran(last)) / len(self.keeps)
 
 class Decider(nn.Module):
-    """The default: all tokens run all sublayers. Other deciders replace some of these methods."""
+    """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
+    methods. Options are keyword arguments of __init__, as those of a residual."""
+    allowed = {}            # the range of each option
+    needs_gain = False      # of the residual: that it knows gains
+    needs_skipping = False  # that a token can pass by a sublayer
+    needs_tensor = False    # that its stream is one tensor
     # Does a token that skips an attention still make its key and value, for later tokens to see?
     skippers_make_keys = True
 
-    def begin(self):
+    def __init__(self, config):
+        super().__init__()
+
+    def begin(self, runner):
         """A new walk through the depth begins."""
 
-    def decide(self, place, residual, stream):
-        """Before a sublayer -> keep and gain: see EVERYONE, in part 1"""
-        return EVERYONE, None
+    def decide(self, runner):
+        """-> who runs the next sublayer: EVERYONE, REMOVED or bools (B, T)"""
+        return EVERYONE
 
-    def after(self, place, stream):
+    def after(self, runner, stream):
         """After a sublayer -> the stream that goes on"""
         return stream
 
-    def loss(self):
-        """After a walk -> what is added to the loss"""
+    def loss(self, runner):
+        """After a walk in training -> what is added to the loss"""
         return 0.0
 
-    def before_step(self, progress):
-        """Before each step of a training, as GPT.before_step"""
+class ByGain(Decider):
+    """--mod gain:below=0.05: a token that would turn by less passes by, in training and after it.
+    A gain is the tangent of an angle, and 0.05 are 3 degrees. Without a --gain_cost, few gains are
+    so small. (How NAG's paper decides we know from summaries only.)"""
+    allowed = dict(below=(0, 100))
+    needs_gain = needs_skipping = True
 
-    def after_step(self, ran):
-        """After each step of a training, as GPT.after_step"""
+    def __init__(self, config, below=0.05):
+        super().__init__(config)
+        self.below = below
 
-all_run = Decider()
+    def decide(self, runner):
+        # The comparison has no gradient: gains learn from the tokens that run, and from their cost.
+        return runner.gain.detach().abs().squeeze(-1) >= self.below
+
+class Coins(Decider):
+    """--mod coins:rate=0.25: a coin for each token and each sublayer, in training and after it.
+    This is a control: a decider that looks at tokens must do better."""
+    allowed = dict(rate=(0, 0.95))
+    needs_skipping = True
+
+    def __init__(self, config, rate=0.25):
+        super().__init__(config)
+        self.rate = rate
+
+    def decide(self, runner):
+        x = runner.residual.as_tensor(runner.stream)
+        return torch.rand(x.shape[:2], device=x.device) >= self.rate
+
+class LayerDrop(Decider):
+    """--mod layerdrop:rate=0.1 (arXiv:1909.11556): in training, a coin for each sequence and each
+    sublayer says whether it runs. Updates are not rescaled."""
+    allowed = dict(rate=(0, 0.95))
+    needs_skipping = True
+
+    def __init__(self, config, rate=0.1):
+        super().__init__(config)
+        self.rate = rate
+
+    @property
+    def skippers_make_keys(self):   # Whole sequences skip, so nobody would see them.
+        return not self.training
+
+    def decide(self, runner):
+        if not self.training:
+            return EVERYONE
+        x = runner.residual.as_tensor(runner.stream)
+        return (torch.rand(len(x), 1, device=x.device) >= self.rate).expand(x.shape[:2])
+
+class Routers(Decider):
+    """--mod router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). In every second block a
+    router, a linear map, gives each token a weight, and the tokens of a sequence with the largest
+    weights run the block. What the block changes is multiplied by the weight: in this way a router
+    learns. (Ours reads unit(x), because the stream has another size in each block.)
+
+    Which weights are the largest depends on later tokens, and in sampling there are none yet. So
+    outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
+    router to give just the chosen tokens a weight above 0."""
+    allowed = dict(rate=(0.001, 0.45))
+    needs_skipping = needs_tensor = True
+    skippers_make_keys = False   # as in the paper
+    loss_weight = 0.01
+
+    def __init__(self, config, rate=0.25):
+        """rate: of all sublayer runs. Blocks with a router skip the share of the others, too."""
+        super().__init__(config)
+        self.order, n_routers = block_order(config), config.n_layer // 2
+        self.share_that_runs = 1 - rate * config.n_layer / max(1, n_routers)
+        if self.share_that_runs < 0.0999:   # 0.1, and rounding
+            most = 0.9 * n_routers / config.n_layer
+            raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
+                             f"router, so rate must be at most {most:.2f}")
+        routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
+        self.routers = nn.ModuleList(routers)
+
+    def begin(self, runner):
+        runner.notes.losses = []
+        runner.notes.keep = EVERYONE   # until the router of this block is asked
+
+    def decide(self, runner):
+        number = self.order[(runner.place - 1) // 2]
+        if number % 2 == 0:
+            return EVERYONE
+        if runner.notes.keep is EVERYONE:   # once a block, at its MLP if its attention is removed
+            self.ask(self.routers[number // 2], runner)
+        return runner.notes.keep
+
+    def ask(self, router, runner):
+        x, notes = runner.stream, runner.notes
+        weight = router(unit(x)).squeeze(-1)   # (B, T)
+        runner.other_flops += 2 * x.shape[-1]
+        keep = weight > 0
+        if self.training:
+            number = max(1, round(self.share_that_runs * x.shape[1]))
+            # Of weights that are equal but for rounding, those of earlier tokens count as larger.
+            rounded = weight.detach().float().mul(2 ** 16).round()
+            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :number]
+            keep = torch.zeros_like(keep).scatter(1, largest, True)
+        notes.losses.append(F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype)))
+        notes.keep, notes.before, notes.weight = keep, x, weight[..., None]
+
+    def after(self, runner, stream):
+        notes = runner.notes
+        if runner.place % 2 == 1 or notes.keep is EVERYONE:
+            return stream
+        notes.keep = EVERYONE   # The block has ended. The next one asks anew.
+        return notes.before + notes.weight * (stream - notes.before)
+
+    def loss(self, runner):
+        losses = runner.notes.losses
+        return self.loss_weight * sum(losses) / len(losses) if losses else 0.0
+
+# What --mod can be. Yours goes here: a class, with decide(runner).
+DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins,
+            "layerdrop": LayerDrop}
+
+# The next three are for trained models.
 
 class ByFunction(Decider):
-    """A decider that is one function: ByFunction(lambda place, residual, stream: (keep, None))"""
+    """A decider that is one function: ByFunction(lambda runner: keep)"""
     def __init__(self, decide):
-        super().__init__()
+        super().__init__(None)
         self.decide = decide
 
 class Without(Decider):
-    """The sublayers at these places are removed. Of the others, another decider decides. (This is
-    for trained models: that decider does not hear of the steps of a training.)"""
-    def __init__(self, places, decider=all_run):
-        super().__init__()
+    """The sublayers at these places are removed. Of the others, another decider decides."""
+    def __init__(self, places, decider):
+        super().__init__(None)
         self.places, self.decider = places, decider
 
     @property
     def skippers_make_keys(self):
         return self.decider.skippers_make_keys
 
-    def begin(self):
-        self.decider.begin()
+    def begin(self, runner):
+        self.decider.begin(runner)
 
-    def decide(self, place, residual, stream):
-        if place in self.places:
-            return REMOVED, None
-        return self.decider.decide(place, residual, stream)
+    def decide(self, runner):
+        return REMOVED if runner.place in self.places else self.decider.decide(runner)
 
-    def after(self, place, stream):
-        return self.decider.after(place, stream)
-    def loss(self):
-        return self.decider.loss()
-
-class Threshold(Decider):
-    """A token skips a sublayer if its |gain| is at most `threshold`. This rule is ours: how NAG's
-    paper decides we know from summaries only. At the places `whole` all tokens run."""
-    def __init__(self, threshold, whole=()):
-        super().__init__()
-        self.threshold, self.whole = threshold, {*whole}
-
-    def decide(self, place, residual, stream):
-        if place in self.whole:
-            return EVERYONE, None
-        gain = residual.gain(stream)
-        # The comparison has no gradient: gains learn from the tokens that do run.
-        return gain.detach().abs().squeeze(-1) > self.threshold, gain
-
-SKIPPING_STARTS = 0.05   # Before this share of a training, plus any warm-up, all tokens run.
-FIRST_THRESHOLD = 0.02   # Then the threshold starts here, below nearly all gains.
-LEAST_SKIPPED = 0.25     # An attention that a smaller share would skip is run by all.
-RETRY = 10               # Once in so many steps, such attentions are tried again.
-
-class MovingThreshold(Decider):
-    """--mod_rate: a threshold that moves in training until the wanted share of all sublayer runs is
-    skipped. But an attention that few tokens would skip is run by all, as this is faster. Outside
-    of training all stays as the last step has left it. Buffers are in checkpoints, so a run that is
-    resumed, or sampled from, skips as it did."""
-    def __init__(self, config, starts):
-        super().__init__()
-        self.rate, self.starts = config.mod_rate, starts
-        n_places = 2 * len(block_order(config))
-        self.register_buffer("threshold", torch.tensor(0.0))   # 0: not yet, all tokens run
-        self.register_buffer("whole", torch.zeros(n_places, dtype=torch.bool))   # run by all
-        self.register_buffer("steps", torch.tensor(0))         # since skipping has started
-
-    def begin(self):   # Numbers from a GPU make the CPU wait, so they are read once a pass.
-        retry = self.training and self.steps % RETRY == 0
-        whole = [] if retry else (self.whole.nonzero().flatten() + 1).tolist()
-        threshold = self.threshold.item()
-        self.now = Threshold(threshold, whole) if threshold > 0 else all_run
-
-    def decide(self, place, residual, stream):
-        return self.now.decide(place, residual, stream)
-
-    def before_step(self, progress):
-        if self.threshold == 0 and progress > self.starts:
-            self.threshold.fill_(FIRST_THRESHOLD)
-
-    def after_step(self, ran):
-        if self.threshold == 0:
-            return
-        skipped = 1 - sum(ran) / len(ran)
-        # If nobody has skipped, the threshold rises by 22 %.
-        self.threshold *= math.exp(0.2 * (self.rate - skipped) / self.rate)
-        attentions = torch.tensor(ran[::2], device=self.whole.device)
-        few_skip = 1 - attentions < LEAST_SKIPPED   # also true of those that all had to run
-        self.whole[::2] = few_skip
-        self.steps += 1
-
-class LayerDrop(Decider):
-    """--layer_drop (arXiv:1909.11556): in training, a coin for each sequence and each sublayer says
-    whether it runs. Updates are not rescaled."""
-    def __init__(self, probability):
-        super().__init__()
-        self.probability = probability
-
-    @property
-    def skippers_make_keys(self):   # Whole sequences skip, so nobody would see them.
-        return not self.training
-
-    def decide(self, place, residual, stream):
-        if not self.training:
-            return EVERYONE, None
-        x = residual.as_tensor(stream)
-        runs = torch.rand(len(x), 1, device=x.device) >= self.probability
-        return runs.expand(x.shape[:2]), None
-
-class RandomSkips(Decider):
-    """--mod random: a coin for each token and each sublayer, in training and after it. This is a
-    control: a decider that looks at tokens must do better."""
-    def __init__(self, rate):
-        super().__init__()
-        self.rate = rate
-
-    def decide(self, place, residual, stream):
-        x = residual.as_tensor(stream)
-        return torch.rand(x.shape[:2], device=x.device) >= self.rate, None
-
-class Routers(Decider):
-    """--mod router (Raposo et al. 2024, arXiv:2404.02258). In every second block a router, a linear
-    map, gives each token a weight, and the tokens of a sequence with the largest weights run the
-    block. What the block changes is multiplied by the weight: in this way a router learns. (Ours
-    reads unit(x), because the stream has another size in each block.)
-
-    Which weights are the largest depends on later tokens, and in sampling there are none yet. So
-    outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
-    router to give just the chosen tokens a weight above 0."""
-    skippers_make_keys = False   # as in the paper
-    loss_weight = 0.01
-
-    def __init__(self, config):
-        super().__init__()
-        self.order, n_routers = block_order(config), config.n_layer // 2
-        routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
-        self.routers = nn.ModuleList(routers)
-        # Blocks with a router skip the share of those without one, too.
-        self.share_that_runs = 1 - config.mod_rate * config.n_layer / n_routers
-
-    def begin(self):
-        self.losses = []
-        self.keep = EVERYONE   # until the router of this block is asked
-
-    def decide(self, place, residual, stream):
-        number = self.order[(place - 1) // 2]
-        if number % 2 == 0:
-            return EVERYONE, None
-        if self.keep is EVERYONE:   # once a block, at its MLP if its attention is removed
-            self.ask(self.routers[number // 2], stream)
-        return self.keep, None
-
-    def ask(self, router, x):
-        """x (B, T, C): the stream before the block"""
-        weight = router(unit(x)).squeeze(-1)   # (B, T)
-        self.keep = weight > 0
-        if self.training:
-            number = max(1, round(self.share_that_runs * x.shape[1]))
-            # Of equal weights, those of earlier tokens count as larger, whatever the batch is.
-            largest = weight.sort(dim=1, descending=True, stable=True).indices[:, :number]
-            self.keep = torch.zeros_like(self.keep).scatter(1, largest, True)
-        goal = self.keep.to(weight.dtype)
-        self.losses.append(F.binary_cross_entropy_with_logits(weight, goal))
-        self.before, self.weight = x, weight[..., None]
-
-    def after(self, place, stream):
-        if place % 2 == 1 or self.keep is EVERYONE:
-            return stream
-        self.keep = EVERYONE   # The block has ended. The next one asks anew.
-        return self.before + self.weight * (stream - self.before)
-
-    def loss(self):
-        if not (self.training and self.losses):
-            return 0.0
-        return self.loss_weight * sum(self.losses) / len(self.losses)
+    def after(self, runner, stream):
+        return self.decider.after(runner, stream)
 
 class EarlyExit(Decider):
     """Before each block but the first, a token exits if the head is sure of its successor. It runs
     no further sublayer, but still makes keys and values there, because later tokens may go deeper
     and look for them. So an exit is an answer of a decider, and not an end of the walk."""
-    def __init__(self, model, confidence):
+    needs_skipping = True
+
+    def __init__(self, confidence):
         """confidence: the probability from which on a prediction is sure"""
-        super().__init__()
-        self.head, self.confidence = model.head, confidence
-        self.looks = 0   # how often the head has looked at a stream, which costs FLOPs, too
+        super().__init__(None)
+        self.confidence = confidence
 
-    def begin(self):
-        self.inside = None
+    def begin(self, runner):
+        runner.notes.inside = EVERYONE
 
-    def decide(self, place, residual, stream):
-        if self.inside is None:
-            x = residual.as_tensor(stream)
-            self.inside = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        elif place % 2 == 1 and self.inside.any():
-            probability = self.head(stream).softmax(-1).amax(-1)   # (B, T)
-            self.inside = self.inside & (probability < self.confidence)
-            self.looks += 1
-        return self.inside, None
+    def decide(self, runner):
+        notes, head = runner.notes, runner.model.lm_head.weight
+        nobody = notes.inside is not EVERYONE and not notes.inside.any()
+        if runner.place % 2 == 1 and runner.place > 1 and not nobody:
+            sure = runner.model.head(runner.stream).softmax(-1).amax(-1) >= self.confidence
+            notes.inside = ~sure if notes.inside is EVERYONE else notes.inside & ~sure
+            runner.other_flops += 2 * head.numel()
+        return notes.inside
 
-def make_decider(config, ends):
-    """The decider that the flags ask for. ends: model.ends"""
-    if config.mod == "router":
-        return Routers(config)
-    if config.mod == "random":
-        return RandomSkips(config.mod_rate)
-    if config.layer_drop:
-        return LayerDrop(config.layer_drop)
-    if config.mod_rate:
-        return MovingThreshold(config, SKIPPING_STARTS + ends.warmup)
-    return Decider()
+def make_decider(config):
+    """The decider that --mod asks for"""
+    kind, options = read_decider(config.mod)
+    return kind(config, **options)
 
-def why_not(model, what):
-    """what: skip or exit -> None, or a sentence why the model can't. All can remove sublayers."""
-    name = model.config.residual
-    if what in ("skip", "exit") and model.config.mod == "router":
-        return "the run's router decides who skips; use a run without --mod router"
-    if what == "skip" and not model.ends.knows_gain:
-        return f"--residual {name} knows no gain; use a run of nag"
-    if what == "exit" and not model.ends.can_skip:
-        return f"--residual {name} can't skip; use a run of pre"
+def read_decider(text):
+    """gain:below=0.1 -> ByGain, dict(below=0.1)"""
+    name, _, options = text.partition(":")
+    if name not in DECIDERS:
+        raise ValueError(f"--mod {name}: unknown; choose from {', '.join(DECIDERS)}")
+    kind = DECIDERS[name]
+    try:
+        return kind, read_options(options, option_defaults(kind), kind.allowed)
+    except ValueError as error:
+        raise ValueError(f"--mod {text}: {name}: {error}") from None
+
+def why_not(decider, config):
+    """decider: a class or an object -> None, or a sentence why this model can't have it"""
+    kind, _ = read_residual(config.residual)
+    with torch.device("meta"):   # shapes without numbers
+        ends = make_residual(config, 2 * config.n_layer + 1)
+        stream = ends.start(torch.empty(1, 1, config.n_embd))
+    one_tensor = torch.is_tensor(stream) and stream.dim() == 3
+    if decider.needs_gain and not kind.knows_gain:
+        return f"--residual {config.residual} knows no gain; use nag"
+    if decider.needs_skipping and not kind.can_skip:
+        return f"tokens can't skip with --residual {config.residual}; use pre or nag"
+    if decider.needs_tensor and not one_tensor:
+        return f"the stream of --residual {config.residual} isn't one tensor; use pre"
     return None
-
-def ran_shares(keeps):
-    """The `keep` of each sublayer -> the share of the tokens that ran it, or REMOVED"""
-    shares = []
-    for keep in keeps:
-        if torch.is_tensor(keep):
-            shares.append(keep.float().mean().item())
-        else:
-            shares.append(1.0 if keep is EVERYONE else REMOVED)
-    return shares
-
-def mean_share(ran):
-    """The mean of ran_shares over the sublayers that are there"""
-    there = [share for share in ran if share is not REMOVED]
-    return sum(there) / max(1, len(there))
-
-@torch.no_grad()
-def calibrate(model, batches, rate, whole=()):
-    """-> the Threshold with which a model in eval mode skips the share `rate` of its sublayer runs
-    on batches (a list of idx (B, T)). It is found by bisection, as what is skipped changes what
-    comes next. Attentions that few tokens would skip run whole, as in training. whole: their
-    places"""
-    low, high = 0.0, 4.0   # Gains start at 1 or less (unless power < 0), and few grow above 4.
-    for _ in range(16):
-        decider, keeps = Threshold((low + high) / 2, whole), []
-        for idx in batches:
-            model(idx, decider=decider, keeps=keeps)
-        ran = ran_shares(keeps)
-        if 1 - mean_share(ran) < rate:
-            low = decider.threshold
-        else:
-            high = decider.threshold
-    n = 2 * len(model.order)
-    attentions = range(1, n, 2)
-    few_skip = {place for place in attentions if 1 - mean_share(ran[place - 1::n]) < LEAST_SKIPPED}
-    if whole or not few_skip:
-        return decider
-    return calibrate(model, batches, rate, few_skip)
 
 # ---------------------------------------------------------------------------------- how it is done
 
@@ -1401,15 +1359,16 @@ def input_of_f(residual, stream):
     residual(stream, stand_in)
     return notes[0]
 
-def run_some(stream, residual, f, keep, gain, decider, run):
+def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
-    computed, and put back. One that skips costs its gain, and in an attention its key and value,
-    which later tokens see (unless the decider says that skippers make none)."""
+    computed, and put back. One that skips costs its gain, if that was asked, and in an attention
+    its key and value, which later tokens see (unless the decider says that skippers make none)."""
+    residual, stream, gain, run = runner.residual, runner.stream, runner.known_gain, runner.model.run
     tokens = KeptTokens(keep)
     if len(tokens.index) == keep.numel():
         return run(stream, residual, f, gain)
     is_attention, keys = isinstance(f.module, Attention), None
-    if is_attention and decider.skippers_make_keys:   # If there is a cache, they go there, too.
+    if is_attention and runner.decider.skippers_make_keys:   # If there is a cache, they go there.
         keys = keys_of_all(f, residual.read(stream))
     if len(tokens.index) == 0:
         return stream
@@ -1639,28 +1598,27 @@ def fewest_weights(model_config):
     width, n_layer = model_config.n_embd, model_config.n_layer
     return (model_config.vocab_size + hidden) * width + n_layer * (width ** 2 + residual)
 
-def flops_per_token(model, T=None, ran=None):
+def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
-    has three times as many. The scores of later tokens count, too. ran: what ran_shares returns"""
+    has three times as many. The scores of later tokens count, too. runner: a Runner after its
+    walk, which knows what ran; None: all tokens run all sublayers"""
     config, T = model.config, T or model.config.block_size
-    ran = ran or [1.0] * 2 * len(model.order)
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
-    if config.mod == "router":
-        total += 2 * config.n_embd * sum(number % 2 for number in model.order)
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    for (residual, module), share in zip(pairs, ran):
-        if share is REMOVED:
+    ran = runner.ran() if runner else [1.0] * len(pairs)
+    for i, (residual, module) in enumerate(pairs):
+        if runner and runner.keeps[i] is REMOVED:
             continue
-        # Thresholds ask for the gains of all tokens, coins and routers for none.
-        gains_of_all = residual.knows_gain and config.mod == "geometric"
-        total += residual.flops() * (1 if gains_of_all else share)
+        gains_of_all = runner and runner.gains_asked[i]
+        total += residual.flops() * (1.0 if gains_of_all else ran[i])
+        share = ran[i]
         if isinstance(module, Attention):
             total += share * 4 * T * module.width   # scores, and sums of values
-            if model.decider.skippers_make_keys:
+            if runner and runner.decider.skippers_make_keys:
                 share = (1 + share) / 2   # The half that makes keys and values runs for all tokens.
         total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
-    return total
+    return total + (runner.other_flops if runner else 0.0)
 
 # ------------------------------------------------------------------------------------------ checks
 
@@ -1679,12 +1637,12 @@ def config_problems(config):
             # With RMSNorms, in which we look for a norm that --norm could choose. nag has none.
             with_rms = replace(config, norm="rms")
             first, ends = (make_residual(with_rms, l) for l in (1, 2 * config.n_layer + 1))
-            stream = ends.start(torch.empty(1, 1, config.n_embd))
+            decider = make_decider(config)
     except ValueError as error:
         return [str(error)]
-    one_tensor, name = isinstance(stream, torch.Tensor) and stream.dim() == 3, config.residual
-    has_norms = any(isinstance(m, nn.RMSNorm) for m in [*first.modules(), *ends.modules()])
-    routed, routed_share = config.mod == "router", config.n_layer // 2 / config.n_layer
+    name, has_norms = config.residual, any(isinstance(m, nn.RMSNorm)
+                                           for m in [*first.modules(), *ends.modules()])
+    misfit = why_not(decider, config)
     rules = [   # (is it wrong, why, and what to do)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
@@ -1693,20 +1651,8 @@ def config_problems(config):
         (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (len(order) > config.n_layer and kind.stream_grows,
          f"--repeat: the stream of --residual {name} has places for 2L updates; use pre"),
-        (config.mod_rate and config.layer_drop,
-         "--mod_rate and --layer_drop: both decide who skips; drop one"),
-        (config.layer_drop and not kind.can_skip,
-         f"--layer_drop: tokens can't skip with --residual {name}; use pre or nag"),
-        (config.mod == "geometric" and config.mod_rate and not kind.knows_gain,
-         f"--mod_rate: --residual {name} knows no gain; use nag, or --mod router"),
-        (config.mod == "random" and not kind.can_skip,
-         f"--mod random: tokens can't skip with --residual {name}; use pre or nag"),
-        (config.mod == "random" and not config.mod_rate,
-         "--mod random: nobody skips with --mod_rate 0; use --mod_rate 0.25"),
-        (routed and not one_tensor,
-         f"--mod router: the stream of --residual {name} isn't one tensor; use pre"),
-        (routed and not 0 < config.mod_rate <= 0.9001 * routed_share,   # 0.9, and rounding
-         f"--mod_rate {config.mod_rate}: every second block has a router; use more than 0, at most "
-         f"{0.9 * routed_share:.2f}, and two blocks or more"),
+        (misfit, f"--mod {config.mod}: {misfit}"),
+        (config.gain_cost and not kind.knows_gain,
+         f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
     ]
     return [sentence for wrong, sentence in rules if wrong]

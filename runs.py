@@ -99,6 +99,8 @@ def read_json(path):
 
 def fill_in(found, defaults, strict=True):
     """found, plus defaults for what is missing. ValueError for an unknown key or a wrong type"""
+    if "mod_rate" in found:
+        found = without_retired(found)
     unknown = found.keys() - defaults.keys()
     if unknown and strict:
         raise ValueError(f"this code has no flag {', '.join(sorted(unknown))}")
@@ -107,6 +109,14 @@ def fill_in(found, defaults, strict=True):
         if not has_type_of(value, defaults[key]):
             raise ValueError(f"{key} is a {type(value).__name__}")
     return values
+
+def without_retired(found):
+    """Settings of a run of the third edition, without those that are gone"""
+    if found["mod_rate"] or found["layer_drop"] or "warmup" in found["residual"]:
+        raise ValueError("trained with --mod_rate, --layer_drop or nag:warmup, which are gone; git "
+                         "checkout 7cf98d5 reads it")
+    gone = "mod", "mod_rate", "layer_drop"
+    return {key: value for key, value in found.items() if key not in gone}
 
 # ----------------------------------------------------------------------------------------- metrics
 

@@ -2,7 +2,7 @@
 Sample from a run: its text goes to stdout as it comes, everything about it to stderr.
 
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
-    python sample.py runs/nag --skip 0.25 --depth    # colours: the share of sublayers that ran
+    python sample.py runs/nag --skip_below 0.1 --depth   # colours: the share of sublayers that ran
     python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
     python sample.py runs/pre --remove 9,10          # without these two blocks
 """
@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 
 import prepare
-from flags import flag, parse, printable, start
-from model import (EarlyExit, REMOVED, Without, all_run, calibrate, flops_per_token, mean_share,
-                   ran_shares, why_not)
+from flags import flag, parse, printable, refuse, start
+from model import ByGain, EarlyExit, Without, flops_per_token, why_not
 from processes import pick_device, pick_threads
 from runs import open_run
 
@@ -31,8 +30,9 @@ class SampleConfig:
     top_k: int = flag(0, "draw from the k likeliest tokens only; 0: from all", 0, 1e9)
     seed: int = flag(1337, "of the draws", 0, 9e18)
 
-    skip: float = flag(-1.0, "share of the sublayer runs to skip; 0: none; below: as trained", -1,
-                       0.99, group="depth")
+    skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
+                             "degrees); 0: none skips; if not given: as trained", -1, 100,
+                             group="depth")
     exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never", 0, 1)
     remove: str = flag("", "blocks to remove, from 1, as analyze.py numbers them: 9,10,11")
     depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
@@ -42,29 +42,26 @@ class SampleConfig:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
     def problems(self):
-        if self.skip >= 0 and self.exit < 1:
-            yield "--skip and --exit: each decides by itself who runs; give one of them"
+        if self.skip_below >= 0 and self.exit < 1:
+            yield "--skip_below and --exit: each decides by itself who runs; give one of them"
         if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):
             yield "--prompt: is not UTF-8 text; convert it first"
 
 # -------------------------------------------------------------------------------------- who decides
 
-def pick_decider(model, config, settings):
-    """-> the decider that the flags ask for. SystemExit if the model can't do that."""
-    for what, asked in dict(skip=config.skip >= 0, exit=config.exit < 1).items():
-        if asked and why_not(model, what):
-            raise SystemExit(f"--{what}: {why_not(model, what)}")
+def pick_decider(model, config):
+    """-> the decider that the flags ask for. SystemExit if the model can't have it."""
     if config.exit < 1:
-        return EarlyExit(model, config.exit)
-    if config.skip < 0:
+        flag, decider = "--exit", EarlyExit(config.exit)
+    elif config.skip_below >= 0:
+        flag, decider = "--skip_below", ByGain(model.config, config.skip_below)
+    else:
         return model.decider   # as trained
-    if config.skip == 0:
-        return all_run
-    if prepare.load_meta(settings["data"])["tokenizer"] != settings["tokenizer"]:
-        raise SystemExit(f"--skip: {settings['data']} has other tokens than the run; prepare it as it "
-                         f"was")
-    x, _ = prepare.val_windows(settings["data"], model.config.block_size, 32)
-    return calibrate(model, x.to(model.device).split(8), config.skip)
+    if why := why_not(decider, model.config):
+        refuse(f"{flag}: {why}")
+    if model.decider.needs_tensor:
+        refuse(f"{flag}: the run's own --mod {model.config.mod} decides who skips; use another run")
+    return decider
 
 def places_of(blocks, n_blocks):
     """"9,10" -> {17, 18, 19, 20}: both sublayers of each block, as they run"""
@@ -101,21 +98,21 @@ def legend():
 # ----------------------------------------------------------------------------------------- sampling
 
 def sample(model, tokenizer, config, decider, generator, style="plain"):
-    """Shows one sample as it comes. Yields which sublayers ran for each token, as ran_shares says it."""
+    """Shows one sample as it comes. Yields the Runner of each token, which knows what ran for it."""
     prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
     idx = torch.tensor([prompt], device=model.device)
     tokens = model.new_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                                 generator, decider, tokenizer.n_vocab)
-    # A character may be several tokens: the decoder holds back bytes that don't make a whole one yet.
+                              generator, decider, tokenizer.n_vocab)
+    # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     show(config.prompt, style=style)
     try:
-        for token, keeps in tokens:
-            ran = ran_shares([keep[:, -1] if torch.is_tensor(keep) else keep for keep in keeps])
-            yield ran
+        for token, runner in tokens:
+            yield runner
             if token.item() == tokenizer.eot_token:
                 break
-            show(decoder.decode(tokenizer.decode_single_token_bytes(token.item())), mean_share(ran), style)
+            text = decoder.decode(tokenizer.decode_single_token_bytes(token.item()))
+            show(text, 1 - runner.skipped(last=True), style)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", style=style)
 
@@ -132,16 +129,14 @@ def main(argv=None):
     style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
     if style == "colours":
         print(legend(), file=sys.stderr)
-    passes, begin = [], time.perf_counter()
+    runners, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        passes += sample(model, tokenizer, config, Without(removed, decider), generator, style)
-    speed = len(passes) / (time.perf_counter() - begin)
-    ran = [REMOVED if each[0] is REMOVED else sum(each) / len(each) for each in zip(*passes)]
-    looks = getattr(decider, "looks", 0) / len(passes) * 2 * model.lm_head.weight.numel()
-    saved = 1 - (flops_per_token(model, ran=ran) + looks) / flops_per_token(model)
-    gone = f"{len(removed)} sublayers removed, " if removed else ""
-    print(f"{speed:,.0f} tokens/s; {gone}{1 - mean_share(ran):.1%} of the sublayer runs skipped, "
-          f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
+        runners += sample(model, tokenizer, config, Without(removed, decider), generator, style)
+    n, seconds = len(runners), time.perf_counter() - begin
+    skipped = sum(runner.skipped(last=True) for runner in runners) / n
+    flops = sum(flops_per_token(model, runner=runner) for runner in runners) / n
+    print(f"{n / seconds:,.0f} tokens/s; {skipped:.1%} of the sublayer runs skipped, "
+          f"{1 - flops / flops_per_token(model):.1%} of the FLOPs saved", file=sys.stderr)
 
 if __name__ == "__main__":
     start(main)

@@ -13,9 +13,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 # the GPT, prepare.py data, flags.py the command line, runs.py run folders, processes.py devices.
 #
 # What nanoGPT doesn't have: a block is two sublayers, attention and MLP, and some tokens may skip
-# some of them. Who does, says a `decider` (model.py). model(..., keeps=keeps) appends to the list
-# `keeps`, for each sublayer, None if all tokens ran it, or else a mask of those that did. We call
-# `ran` what ran_shares(keeps) makes of it: a share of the tokens of each, such as [1.0, 0.8].
+# some of them. A Runner (model.py) runs them, and afterwards knows who has skipped what.
 
 import contextlib
 import math
@@ -31,8 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prepare
 from flags import environment, flag, parse, refuse, say, start
-from model import (GPT, GPTConfig, RESIDUALS, checkpoint_blocks, compile_blocks, flops_per_token,
-                   mean_share, num_params, options_of, ran_shares)
+from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
+                   constrain_weights, flops_per_token, num_params, options_of)
 from processes import check_memory, join_processes, note_signals, pick_device, pick_threads
 from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, optimizer_state,
                   read_checkpoint, read_metrics, read_settings, restore_optimizers)
@@ -170,11 +168,10 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     model.eval()
     torch.manual_seed(0)   # so that --mod random draws the same coins each time
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        keeps = []
-        _, loss = model(xi.to(model.device), yi.to(model.device), decider=decider, keeps=keeps)
-        ran = ran_shares(keeps)
+        runner = Runner(model, decider)
+        _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
         nats += loss.item() * len(xi) / len(x)
-        skipped += (1 - mean_share(ran)) * len(xi) / len(x)
+        skipped += runner.skipped() * len(xi) / len(x)
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
     bytes_per_token = n_bytes / y.numel()
@@ -319,7 +316,6 @@ class Training:
             # follows it. So does what a model turns on little by little, in before_step: now,
             # because what is saved and evaluated is the model of the coming step.
             progress = min(1.0, self.share_done() + 1 / self.n_steps)
-            self.model.before_step(progress)
             # If any process got a signal, all of them stop at this step. (0: none got one.)
             signal = self.processes.highest(signals[0] if signals else 0)
             ends = bool(signal) or self.share_done() >= 1   # There is no further step.
@@ -355,36 +351,39 @@ class Training:
 
     def take_step(self, progress):
         """One step of training. It also notes its loss, the norm of the whole gradient, the
-        learning rate, and what share of the tokens ran each sublayer."""
-        self.loss, self.ran = self.forward_and_backward()
+        learning rate, the mean gain, and the share of the sublayer runs that were skipped."""
+        self.loss, self.mean_gain, self.skipped, flops = self.forward_and_backward()
         self.grad_norm, self.lr = self.update(progress)
-        self.model.after_step(self.ran)   # nGPT normalises its weights, and thresholds of MoD move.
+        constrain_weights(self.model)   # nGPT normalises its weights.
         self.step += 1
-        self.flops += self.step_flops(self.ran)
+        self.flops += 3 * self.tokens_per_step * flops   # The backward pass costs two forward ones.
 
     def forward_and_backward(self):
-        """Puts the gradient of a batch into .grad -> its loss, and the shares of the tokens that
-        ran each sublayer, means over micro-batches and processes. (The loss includes that of
-        a router, and with --deep_supervision it is a mean over blocks.)"""
+        """Puts the gradient of a batch into .grad -> its cross entropy, and the mean gain (0 if
+        nobody asked for it), tensors; the share of the sublayer runs that were skipped, and FLOPs
+        per token. All are means over micro-batches and processes. (With --deep_supervision the
+        cross entropy is a mean over blocks. What --mod or --gain_cost adds to it is left out.)"""
         config, processes, model = self.config, self.processes, self.model
-        n_sublayers = 2 * len(model.order)   # an attention and an MLP for each block that runs
-        loss, ran = torch.zeros((), device=model.device), torch.zeros(n_sublayers)
+        loss, mean_gain = torch.zeros(2, device=model.device)
+        counts = torch.zeros(2, dtype=torch.float64)
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
             x, y = self.to_device(*self.data.batch(self.step, part))
-            # What LayerDrop and --mod random draw depends on seed, step and part only, as the
-            # batch does.
+            # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
             seed = np.random.SeedSequence((model.config.seed, self.step, part))
             torch.manual_seed(int(seed.generate_state(1)[0]))
             if processes.count > 1:   # Processes exchange gradients once a step.
                 self.forward_model.require_backward_grad_sync = micro == config.grad_accum - 1
-            keeps = []
-            _, micro_loss = self.forward_model(x, y, keeps=keeps)
+            runner = Runner(model)
+            _, micro_loss = self.forward_model(x, y, runner=runner)
             micro_loss = micro_loss / config.grad_accum
             micro_loss.backward()
-            loss += micro_loss.detach()
-            ran += torch.tensor(ran_shares(keeps)) / config.grad_accum
-        return processes.mean(loss), processes.mean(ran).tolist()
+            loss += (micro_loss - runner.extra_loss() / config.grad_accum).detach()
+            if runner.mean_gains:
+                mean_gain += runner.mean_gain().detach() / config.grad_accum
+            found = [runner.skipped(), flops_per_token(model, runner=runner)]
+            counts += torch.tensor(found, dtype=torch.float64) / config.grad_accum
+        return processes.mean(loss), processes.mean(mean_gain), *processes.mean(counts).tolist()
 
     def to_device(self, *tensors):
         if self.processes.on_cuda:   # Copying from pinned memory doesn't wait for the GPU.
@@ -461,12 +460,13 @@ class Training:
         self.refuse_if_not_finite()   # (This also waits for a GPU, so the clock is right.)
         n_tokens = (self.step - self.clock_step) * self.tokens_per_step
         tok_s = n_tokens / (time.perf_counter() - self.clock)
-        loss, norm, skipped = self.loss.item(), self.grad_norm.item(), 1 - mean_share(self.ran)
+        loss, norm, mean_gain = (x.item() for x in (self.loss, self.grad_norm, self.mean_gain))
         self.folder.log(step=self.step, loss=loss, lr=self.lr, grad_norm=norm, tok_s=tok_s,
                         tokens=self.step * self.tokens_per_step, flops=self.flops,
-                        skip_rate=skipped)
+                        skip_rate=self.skipped, mean_gain=mean_gain)
+        gain = f"mean gain {mean_gain:.3f} | " if mean_gain else ""
         say(f"iter {self.step:5d} | loss {loss:.4f} | lr {self.lr:.2e} | gradient {norm:.2f} | "
-            f"{skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
+            f"{gain}{self.skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
         self.start_clock()
 
     def announce(self):
@@ -502,9 +502,9 @@ class Training:
             return math.ceil(config.max_flops / self.step_flops())
         return config.max_iters or math.ceil(config.max_tokens / self.tokens_per_step)
 
-    def step_flops(self, ran=None):
-        """FLOPs of a step, whose backward pass costs two forward passes. No `ran`: nobody skips"""
-        return 3 * self.tokens_per_step * flops_per_token(self.model, ran=ran)
+    def step_flops(self):
+        """FLOPs of a step in which nobody skips"""
+        return 3 * self.tokens_per_step * flops_per_token(self.model)
 
     def is_beyond_end(self):
         """Is the checkpoint later than the last step that a run of this length would take?"""
@@ -530,7 +530,7 @@ class Training:
         return DistributedDataParallel(self.model, find_unused_parameters=self.some_tokens_skip())
 
     def some_tokens_skip(self):
-        return self.model.config.mod_rate > 0 or self.model.config.layer_drop > 0
+        return self.model.decider.needs_skipping
 
     def restore(self, ckpt):
         """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
@@ -608,6 +608,9 @@ def read_config(path):
 
 # --------------------------------------------------------------------------------------------- main
 
+RETIRED = dict(mod_rate="what is skipped is measured now, not set: --gain_cost 0.1 --mod gain:below=0.05",
+               layer_drop="use --mod layerdrop:rate=0.1")
+
 def residual_list():
     """For --help: all residuals with their options"""
     lines = ["residuals, with their options:"]
@@ -627,7 +630,7 @@ def default_folder(residual):
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                                 epilog=residual_list())
+                                 epilog=residual_list(), retired=RETIRED)
     processes = join_processes(config)
     pick_threads(model_config, processes.device, processes.count)
     meta = find_data(config, processes)
