@@ -98,7 +98,8 @@ def legend():
 # ----------------------------------------------------------------------------------------- sampling
 
 def sample(model, tokenizer, config, decider, generator, style="plain"):
-    """Shows one sample as it comes. Yields the Runner of each token, which knows what ran for it."""
+    """Shows one sample as it comes. Yields of each token the share of the sublayers that it
+    skipped, and the FLOPs per token of the pass that led to it."""
     prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
     idx = torch.tensor([prompt], device=model.device)
     tokens = model.new_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
@@ -108,11 +109,12 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
     show(config.prompt, style=style)
     try:
         for token, runner in tokens:
-            yield runner
+            skipped = runner.skipped(last=True)
+            yield skipped, flops_per_token(model, runner=runner)
             if token.item() == tokenizer.eot_token:
                 break
             text = decoder.decode(tokenizer.decode_single_token_bytes(token.item()))
-            show(text, 1 - runner.skipped(last=True), style)
+            show(text, 1 - skipped, style)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", style=style)
 
@@ -123,20 +125,20 @@ def main(argv=None):
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     removed = places_of(config.remove, len(model.order))
-    decider = pick_decider(model, config, settings)
+    decider = pick_decider(model, config)
     generator = torch.Generator(model.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)   # --mod random draws coins from torch's own generator.
     style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
     if style == "colours":
         print(legend(), file=sys.stderr)
-    runners, begin = [], time.perf_counter()
+    passes, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        runners += sample(model, tokenizer, config, Without(removed, decider), generator, style)
-    n, seconds = len(runners), time.perf_counter() - begin
-    skipped = sum(runner.skipped(last=True) for runner in runners) / n
-    flops = sum(flops_per_token(model, runner=runner) for runner in runners) / n
-    print(f"{n / seconds:,.0f} tokens/s; {skipped:.1%} of the sublayer runs skipped, "
-          f"{1 - flops / flops_per_token(model):.1%} of the FLOPs saved", file=sys.stderr)
+        passes += sample(model, tokenizer, config, Without(removed, decider), generator, style)
+    seconds = time.perf_counter() - begin
+    skipped, flops = (sum(column) / len(passes) for column in zip(*passes))
+    saved = 1 - flops / flops_per_token(model)
+    print(f"{len(passes) / seconds:,.0f} tokens/s; {skipped:.1%} of the sublayer runs skipped, "
+          f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
 
 if __name__ == "__main__":
     start(main)
