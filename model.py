@@ -342,7 +342,7 @@ def products_in(dtype, x):
 # PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
 # is longer than what its first sublayers add to it. And the first logits have a standard deviation
 # of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V). (With
-# --tie it is some 2 nats above: a token's own logit is large, because the head knows its vector.)
+# --tie it is 2 or 3 nats above: a token's own logit is large, because the head knows its vector.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -1179,10 +1179,14 @@ class Runner:
     def ran(self, last=False):
         """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
         token of each sequence only"""
-        masks = [keep[:, -1:] if last else keep for keep in self.keeps if torch.is_tensor(keep)]
+        return self.each(lambda keep: keep[:, -1:].float().mean() if last else keep.float().mean())
+
+    def each(self, measure):
+        """-> of each sublayer 1.0 if everyone ran it, 0.0 if nobody did, or measure(keep)"""
+        masks = [keep for keep in self.keeps if torch.is_tensor(keep)]
         # All at once, because a number from a GPU makes the CPU wait.
-        means = iter(torch.stack([keep.float().mean() for keep in masks]).tolist() if masks else [])
-        return [next(means) if torch.is_tensor(keep) else float(keep is EVERYONE)
+        found = iter(torch.stack([measure(keep) for keep in masks]).tolist() if masks else [])
+        return [next(found) if torch.is_tensor(keep) else float(keep is EVERYONE)
                 for keep in self.keeps]
 
     def skipped(self, last=False):
@@ -1607,7 +1611,11 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    ran = runner.ran() if runner else [1.0] * len(pairs)
+    ran = queries = [1.0] * len(pairs)
+    if runner:
+        ran = runner.ran()
+        # Of an attention, each sequence computes as many queries as the longest: see attend_kept.
+        queries = runner.each(lambda keep: keep.float().mean(1).amax())
     for i, (residual, module) in enumerate(pairs):
         if runner and runner.keeps[i] is REMOVED:
             continue
@@ -1615,7 +1623,7 @@ def flops_per_token(model, T=None, runner=None):
         total += residual.flops() * (1.0 if gains_of_all else ran[i])
         share = ran[i]
         if isinstance(module, Attention):
-            total += share * 4 * T * config.n_embd   # scores, and sums of values
+            total += queries[i] * 4 * T * config.n_embd   # scores, and sums of values
             if runner and runner.decider.skippers_make_keys:
                 share = (1 + share) / 2   # The half that makes keys and values runs for all tokens.
         total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
