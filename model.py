@@ -1122,7 +1122,7 @@ class Runner:
 
         place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
         residual   and the stream before it
-        gain       how much it will change each token, (B, T, 1); None if the residual can't tell
+        gain       how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the walk is over"""
     def __init__(self, model, decider=None, compiled=True):
         """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
@@ -1156,7 +1156,9 @@ class Runner:
 
     @property
     def gain(self):
-        if self.known_gain is None and self.residual.knows_gain:   # once a sublayer
+        if not self.residual.knows_gain:
+            raise ValueError(f"{type(self.residual).__name__} knows no gain; use --residual nag")
+        if self.known_gain is None:   # It is computed once a sublayer.
             self.known_gain = self.residual.gain(self.stream)
             self.mean_gains.append(self.known_gain.abs().mean())
         return self.known_gain
