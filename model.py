@@ -22,15 +22,15 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               (block_size is something else, the longest context. nanoGPT calls it so.)
+               (block_size has nothing to do with it: nanoGPT calls the longest context so.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, the model, sampling, first weights
-    2  residuals   NAG and all the others; which one runs is the flag --residual
-    3  skipping    who decides which tokens run a sublayer, and how only these are computed
+    1  a GPT       config, attention, MLP, PreNorm, first weights, the model, sampling
+    2  residuals   all the other rules; which one runs is the flag --residual
+    3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
     4  tools       norms, widths, order, compiling, FLOPs, checks
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
@@ -62,8 +62,8 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """Each field is a flag of train.py: flag(default, help, lowest, highest). Where there is a
-    `group`, --help begins a new section."""
+    """Each field is a flag of train.py. flag(default, help, lowest, highest) is a field of a
+    dataclass that has a help text, too (flags.py)."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -78,11 +78,11 @@ class GPTConfig:
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # Leave the following as they are at first.
-    taper: Literal["none", "linear", "cosine"] = flag("none", "of MLPs, from taper_start to _end",
-                                                      group="depth and width")
+    taper: Literal["none", "linear", "cosine"] = flag(
+        "none", "how MLPs change in width, from taper_start to _end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
+    repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 of four blocks runs 1 2 3 2 3 4")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
@@ -96,68 +96,38 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1, so with norm sqrt(number of channels)"""
+    """x / rms(x): the direction of x, with rms 1 (and norm sqrt(channels))"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def rotation_table(config):
-    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size). This
-    has the cosines and sines for all positions: (block_size, 1, head_size / 2, 2)"""
+    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size).
+    -> cosine and sine of each angle, (block_size, 1, head_size / 2, 2)"""
     head_size = config.n_embd // config.n_head
     speed = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
     angle = torch.outer(torch.arange(config.block_size), speed)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]
 
 def rotate(x, rotation):
-    """Turns x (..., n_head, head_size). Channels 2i and 2i + 1 are a point in the plane, so a
-    complex number, and rotation (..., 1, head_size / 2, 2) holds the number to multiply it with."""
+    """Turns x (..., n_head, head_size): channels 2i and 2i + 1 are read as a complex number, and
+    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2)."""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys are normalised to rms 1 here, so q @ k is at most head_size. With the usual
-# scale, 1 / sqrt(head_size), no score could exceed sqrt(head_size): 11.3 in a head of 128, but 5.7
-# in one of 32, too little to pick one token of many. With SHARPNESS / head_size, all reach 11.3.
+# The largest score, q @ k times a scale. Queries and keys have rms 1 here, so q @ k is at most
+# head_size. The usual scale 1 / sqrt(head_size) would cap a score at sqrt(head_size): 11.3 for
+# heads of 128, but 5.7 for heads of 32, too flat to pick one token of many. With the scale
+# SHARPNESS / head_size, the cap is 11.3 for every head size.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
-    """Q queries of each sequence, (B, Q, n_head, head_size), look at S keys and their values,
-    (B, S, n_head, head_size) -> what they find, with the shape of q. seen: bools (B or 1, Q, S),
-    which keys a query sees. None: S is Q, and each sees its own key and all earlier ones"""
+    """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> what the queries find, shaped
+    like q. seen: bools (B or 1, Q, S), True where a query sees a key; None: all earlier ones, and
+    its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
     scale = SHARPNESS / q.shape[-1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
-
-class KVCache:
-    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
-    def __init__(self, model, batch_size, size):
-        """size: how many tokens it has room for, block_size at most"""
-        self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        n_embd, n_head = model.config.n_embd, model.config.n_head
-        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
-        dtype = model.dtype or model.wte.weight.dtype
-        # One for each attention, in the order of running
-        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
-
-    def begin(self, n):
-        """The next n tokens begin."""
-        self.start, self.length = self.length, self.length + n
-
-    def append(self, i, k, v, there=True):
-        """k, v (B, T, n_head, head_size): those that attention i, from 0, has made of the newest
-        tokens. there (B, T): which of them have keys at all, if tokens skip -> k, v of all S tokens
-        so far, and seen (B, T, S), which of these each new token sees"""
-        new = slice(self.start, self.length)
-        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
-        seen = causal(self.length - self.start, self.length, k.device)
-        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
-        return k, v, seen & self.there[i, :, None, :self.length]
-
-def causal(new, length, device):
-    """(1, new, length): whether a query, one of the `new` last of all tokens, may see a key"""
-    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys"""
@@ -171,28 +141,11 @@ class Attention(nn.Module):
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.project(x, self.c_attn.weight)
-        return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
-
-    # The next three are apart because a token that skips needs only k and v, not q.
-
-    def project(self, x, weight):
-        """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> what they
-        make of x: q, k and v, or some of them, (..., n_head, head_size) each"""
-        x = F.linear(x, weight)                                  # (..., 3C), or less
-        x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
-        return x.unbind(-3)
-
-    def prepare_q(self, q, rotation):
-        """Normalises queries, and turns them by their positions."""
-        return self.scale_q(rotate(unit(q), rotation))
-
-    def prepare_k(self, k, rotation):
-        return self.scale_k(rotate(unit(k), rotation))
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, self.head_size)).unbind(-3)
+        return self.scale_q(rotate(unit(q), rotation)), self.scale_k(rotate(unit(k), rotation)), v
 
     def forward(self, x, rotation, cache=None, i=None):
-        """x (B, T, C) -> (B, T, C). cache, i: in sampling, a KVCache, and the number that this
-        attention has there"""
+        """x (B, T, C) -> (B, T, C). cache: a KVCache, in sampling; i: which part of it is ours"""
         q, k, v = self.qkv(x, rotation)
         seen = None
         if cache is not None:
@@ -223,15 +176,15 @@ class MLP(nn.Module):
 
 # -------------------------------------------------------------------------------------- residuals
 
-class Residual(nn.Module):
-    """The rule that makes the next stream from the stream and a sublayer f. This class is PreNorm,
-    the rule of GPT-2 and of most models since. The other rules of part 2 replace its methods.
+class PreNorm(nn.Module):
+    """The rule of GPT-2 and of most models since: stream + f(norm(stream)). Other rules replace
+    some of these methods.
 
-    Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
-    called model.ends. It has no sublayer, and its forward is never called. Its start makes the
-    first stream, and its finish ends the last one. So its norm is the final norm of the model."""
-    norms = "norm",       # names of the norms that each of the residuals 1 .. 2L has
-    end_norms = "norm",   # and model.ends
+    Sublayer l has residual l, with l = 1 .. 2L. model.ends is one more, number 2L + 1, which has no
+    sublayer. It only makes the first stream (start), and closes the last one (finish): so its norm
+    is what GPT-2 calls ln_f."""
+    norms = ("norm",)       # names of the norms of residuals 1 .. 2L
+    end_norms = ("norm",)   # names of the norms of model.ends
 
     def __init__(self, config, l):
         super().__init__()
@@ -246,54 +199,19 @@ class Residual(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. (If some tokens skip, x has only the N that don't: (N, C).)"""
+        tokens."""
         return x + f(self.norm(x))
 
-    def finish(self, stream):
+    def finish(self, x):
         """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(self.as_tensor(stream))
-
-    def as_tensor(self, stream):
-        """One vector a token, (B, T, C). In some rules a stream is a tuple, and this is a part."""
-        return stream[0] if isinstance(stream, tuple) else stream
+        return self.norm(x)
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        """Once, after the weights are drawn. module: the attention or MLP that belongs to this
-        residual. May rescale its weights."""
+        """Once, after the weights are drawn: may rescale those of module, an attention or MLP."""
         # As in GPT-2. c_proj is the last matrix of each sublayer. The updates of 2L sublayers are
-        # added up (more with --repeat), so each starts with a variance that is 2L times smaller.
+        # added up, so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
-    # reading, go on with Block.
-
-    def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
-        return weight
-
-    def constrain(self, module):
-        """After the weights are drawn, and after each step: may change the weights of module, say
-        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
-
-    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
-    stream_grows = False   # True: the stream has more and more tensors with depth.
-    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
-    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
-
-    def read(self, stream):
-        """What f would get. If a token skips an attention, its key and value are made of this."""
-        notes = []
-        def stand_in(x):
-            notes.append(x)
-            return torch.zeros_like(x)
-        self(stream, stand_in)
-        return notes[0]
-
-    def flops(self):
-        """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
-        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -303,7 +221,7 @@ class Block(nn.Module):
     def __init__(self, config, number):
         super().__init__()
         self.attn = Attention(config)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # a Residual: see --residual
+        self.attn_residual = make_residual(config, 2 * number + 1)   # PreNorm, unless --residual
         self.mlp = MLP(config, hidden_units(config)[number])         # the same for all, or a taper
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
@@ -312,11 +230,10 @@ class Block(nn.Module):
 
 class SublayerFunction:
     """The f that residuals get: f(x) = module(x, *others). others: what an attention needs besides
-    x, its rotation, the cache and its number there; an MLP needs nothing. (It is an object, because
-    part 3 asks it for its parts, if tokens skip.)
+    x, which is rotation, cache and i; an MLP needs nothing.
 
-    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. The stream
-    stays float32, because rounding errors would add up over the depth"""
+    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. Only f is
+    computed in it. The stream stays float32, because rounding errors would add up over the depth"""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -339,10 +256,10 @@ def products_in(dtype, x):
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
-# is longer than what its first sublayers add to it. And the first logits have a standard deviation
-# of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V). (With
-# --tie it is 2 or 3 nats above: a token's own logit is large, because the head knows its vector.)
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, a token's embedding is longer than
+# what its first sublayers add to it. And the first logits have a standard deviation of about 0.8,
+# so the first loss is little above ln(V). (With --tie it is 2 or 3 nats above: a token's own logit is
+# large, because the head knows its vector.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -351,13 +268,18 @@ def first_stds(config):
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
+def seeded(config, name):
+    """A random generator for the weights of this name alone: two models that have the same layer
+    start it with the same weights, which makes comparisons fair."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+
 @torch.no_grad()
 def init_weights(model):
     config = model.config
     embedding_std, head_std = first_stds(config)
     if config.tie:
         # A head needs small numbers, an embedding larger ones. So their one matrix is drawn as a
-        # head, below, and GPT.walk multiplies each embedding by the ratio.
+        # head, below, and the model multiplies each embedding by the ratio.
         model.embedding_scale = embedding_std / head_std
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -374,22 +296,6 @@ def init_weights(model):
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
-    constrain_weights(model)
-
-def seeded(config, name):
-    """A random generator for the weights of this name alone: wherever two models have the same
-    parts, they have the same draws. This makes comparisons fair."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-
-@torch.no_grad()
-def constrain_weights(model):
-    """Lets residuals bring weights back to where they must be. train.py calls it after each step.
-    Only nGPT does anything then."""
-    for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.constrain(module)
-    model.ends.constrain(model.wte)
-    model.ends.constrain(model.lm_head)
 
 # -------------------------------------------------------------------------------------- the model
 
@@ -406,18 +312,44 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. gain: residual.gain(stream), if it is known already.
-    (This is a function so that train.py can compile it.)"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
+class KVCache:
+    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
+    def __init__(self, model, batch_size, size):
+        """size: how many tokens it has room for, block_size at most"""
+        self.start = self.length = 0   # The newest tokens are start .. length - 1.
+        n_embd, n_head = model.config.n_embd, model.config.n_head
+        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
+        dtype = model.dtype or model.wte.weight.dtype
+        # One for each attention, in the order of running
+        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+
+    def begin(self, n):
+        """n new tokens are coming."""
+        self.start, self.length = self.length, self.length + n
+
+    def append(self, i, k, v, there=True):
+        """Stores the k, v (B, T, n_head, head_size) that attention i = 0, 1, .. has made of the new
+        tokens. there (B, T): which of them have any, in case that tokens skip
+
+        -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
+        new = slice(self.start, self.length)
+        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
+        seen = causal(self.length - self.start, self.length, k.device)
+        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
+        return k, v, seen & self.there[i, :, None, :self.length]
+
+def causal(new, length, device):
+    """The causal mask of the `new` last of `length` tokens: (1, new, length)"""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
-    wrong"""
+    """Decoder-only Transformer. ValueError, with a sentence for each problem of the config"""
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if config.problems():
-            raise ValueError("\n".join(config.problems()))
+        if problems := config.problems():
+            raise ValueError("\n".join(problems))
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
@@ -432,6 +364,7 @@ class GPT(nn.Module):
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
+        constrain_weights(self)               # only nGPT does
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
@@ -445,7 +378,7 @@ class GPT(nn.Module):
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
-        It is the same as l, unless blocks run repeatedly."""
+        place counts runs, l counts weights. They differ only with --repeat."""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
         length = past + idx.shape[1]
         if length > self.config.block_size:
@@ -461,8 +394,8 @@ class GPT(nn.Module):
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, None without targets:
-        the mean cross entropy in nats. In training, the runner may add to it."""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
+        (None without targets). In training, the runner may add to it."""
         runner = runner or Runner(self)
         losses = []   # one, unless there is --deep_supervision
         every_block = self.config.deep_supervision and self.training and targets is not None
@@ -497,7 +430,7 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
             yield token, runner
             new = token
-            if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
+            if cache.length == size:   # It is full: a new one starts with the newer half.
                 new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
 
     def generate(self, idx, max_new_tokens, **options):
@@ -514,7 +447,54 @@ class GPT(nn.Module):
 
 # ================================================================================ part 2: residuals
 
-# Each class stands alone. Read those that you care about, in any order.
+class Residual(PreNorm):
+    """PreNorm, and the hooks that a rule may need besides. All others are derived from this. Most
+    of them leave most of it as it is."""
+    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
+    stream_grows = False   # True: the stream has more and more tensors with depth.
+    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
+    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
+
+    def as_tensor(self, stream):
+        """One vector a token, (B, T, C). If a stream is a tuple: its first tensor"""
+        return stream[0] if isinstance(stream, tuple) else stream
+
+    def finish(self, stream):
+        return self.norm(self.as_tensor(stream))
+
+    def head_weight(self, weight):
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        return weight
+
+    def constrain(self, module):
+        """After the weights are drawn, and after each step: may change the weights of module, say
+        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
+
+    def read(self, stream):
+        """What f would get: the residual runs with a stand-in for f, which notes its input. If a
+        token skips an attention, its key and value are made of this."""
+        notes = []
+        def stand_in(x):
+            notes.append(x)
+            return torch.zeros_like(x)
+        self(stream, stand_in)
+        return notes[0]
+
+    def flops(self):
+        """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
+        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
+
+@torch.no_grad()
+def constrain_weights(model):
+    """Calls constrain of each residual. train.py does it after each step."""
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.constrain(module)
+    model.ends.constrain(model.wte)
+    model.ends.constrain(model.lm_head)
+
+# Each class below stands alone. Read those that you care about, in any order.
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
@@ -1116,6 +1096,11 @@ EVERYONE = None   # All tokens run it.
 REMOVED = False   # Nobody does, as if there were no such sublayer.
 # or with bools (B, T): True where a token runs it. All others keep their stream as it is.
 
+def run_sublayer(stream, residual, f, gain=None):
+    """residual(stream, f). gain: residual.gain(stream), if it is known already. (This is a function
+    so that train.py can compile it.)"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
+
 class Runner:
     """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
@@ -1468,12 +1453,18 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
+def heads(attn, x, rows):
+    """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
+    list of tensors (..., n_head, head_size)"""
+    x = F.linear(x, attn.c_attn.weight[rows])
+    return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
+
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
     attn, (rotation, cache, i) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = attn.project(x, attn.c_attn.weight[x.shape[-1]:])
-        return with_older(cache, i, attn.prepare_k(k, rotation), v)
+        k, v = heads(attn, x, slice(x.shape[-1], None))
+        return with_older(cache, i, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
@@ -1485,8 +1476,8 @@ def attention_of_kept(f, x, tokens, keys):
             q, k, v = attn.qkv(x, rotation)
             keys = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = attn.project(x, attn.c_attn.weight[:x.shape[-1]])
-            q = attn.prepare_q(q, rotation)
+            q, = heads(attn, x, slice(0, x.shape[-1]))
+            q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
 def with_older(cache, i, k, v, there=None):
@@ -1675,7 +1666,7 @@ def look_for_mistakes(residual, entry):
     kind = partial(entry).func
     name = kind.__name__
     look_for_misspelt_names(kind)
-    if kind.forward is Residual.forward and kind is not Residual:
+    if kind.forward is PreNorm.forward and kind is not Residual:
         raise ValueError(f"{name} has no forward of its own, so it would be PreNorm")
     config = TrialConfig(residual, n_layer=2, n_head=1, n_embd=8, block_size=4, vocab_size=8)
     try:
@@ -1707,8 +1698,7 @@ class TrialConfig(GPTConfig):
         return []
 
 def look_for_misspelt_names(kind):
-    known = [name for name in dir(Residual) if not name.startswith("_")]
-    known = [name for name in known if name in vars(Residual)]   # ours, not torch's
+    known = [name for name in {**vars(PreNorm), **vars(Residual)} if not name.startswith("_")]
     for name in vars(kind):
         near = difflib.get_close_matches(name, known, 1, 0.8)
         if near and name not in known and near[0] not in vars(kind):
