@@ -379,7 +379,7 @@ class Training:
             micro_loss = micro_loss / config.grad_accum
             micro_loss.backward()
             loss += (micro_loss - runner.extra_loss() / config.grad_accum).detach()
-            if runner.mean_gains:
+            if runner.mean_gain() is not None:
                 mean_gain += runner.mean_gain().detach() / config.grad_accum
             found = [runner.skipped(), flops_per_token(model, runner=runner)]
             counts += torch.tensor(found, dtype=torch.float64) / config.grad_accum
