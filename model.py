@@ -394,14 +394,14 @@ class GPT(nn.Module):
     def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                    decider=None, n_vocab=None):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        runner (part 3) of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The head
-        may have more rows, because train.py rounds vocab_size up.)"""
+        runner (part 3) of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The
+        head may have more rows, because train.py rounds vocab_size up.)"""
         size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
         # new: the tokens that the cache doesn't have yet, at first the whole text. It keeps their
         # keys and values (part 4).
         new, cache = idx[:, -size:], KVCache(self, len(idx), size)
         for _ in range(max_new_tokens):
-            runner = Runner(self, decider)
+            runner = Runner(self, decider, compiled=False)
             logits, _ = self(new, cache=cache, runner=runner)
             token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
             idx = torch.cat((idx, token), dim=1)
@@ -843,6 +843,9 @@ class Gated(Residual):
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
+    def read(self, h):
+        return self.norm(h)
+
 # -------------------------------------------------------------------------- several streams at once
 
 class Hyper(Residual):
@@ -1062,9 +1065,11 @@ class Runner:
         residual   and the stream before it
         gain       how much it will change each token, (B, T, 1); None if the residual can't tell
         notes      room for what a decider wants to remember until the walk is over"""
-    def __init__(self, model, decider=None):
-        """decider: in place of model.decider"""
+    def __init__(self, model, decider=None, compiled=True):
+        """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
+        as in sampling, where shapes change all the time"""
         self.model, self.decider = model, decider or model.decider
+        self.run_all = model.run if compiled else run_sublayer
         self.notes = SimpleNamespace()
         self.keeps = []          # the decider's answers
         self.gains_asked = []    # of each sublayer: was the gain of all tokens asked for?
@@ -1080,10 +1085,12 @@ class Runner:
         keep = self.decider.decide(self)
         if keep is not REMOVED and self.model.training and self.model.config.gain_cost > 0:
             self.gain   # computes it: all tokens pay
+        if keep is not EVERYONE and keep is not REMOVED:
+            check_keep(self, keep)
         self.keeps.append(keep)
         self.gains_asked.append(self.known_gain is not None)
         if keep is EVERYONE:
-            stream = self.model.run(stream, residual, f, self.known_gain)
+            stream = self.run_all(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
             stream = run_some(self, f, keep)
         return self.decider.after(self, stream)
@@ -1122,6 +1129,14 @@ class Runner:
     def skipped(self, last=False):
         """-> the share of all sublayer runs that were skipped, or removed"""
         return 1 - sum(self.ran(last)) / len(self.keeps)
+
+def check_keep(runner, keep):
+    """A mistake in a decider of your own is told here, and not deep inside."""
+    shape = tuple(runner.residual.as_tensor(runner.stream).shape[:2])
+    if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
+        found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
+        raise ValueError(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
+                         f"REMOVED or bools {shape}")
 
 class Decider(nn.Module):
     """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
@@ -1219,7 +1234,7 @@ class Routers(Decider):
         super().__init__(config)
         self.order, n_routers = block_order(config), config.n_layer // 2
         self.share_that_runs = 1 - rate * config.n_layer / max(1, n_routers)
-        if self.share_that_runs < 0.0999:   # 0.1, and rounding
+        if n_routers == 0 or self.share_that_runs < 0.0999:   # 0.1, and rounding
             most = 0.9 * n_routers / config.n_layer
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
                              f"router, so rate must be at most {most:.2f}")
@@ -1363,7 +1378,7 @@ def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
     computed, and put back. One that skips costs its gain, if that was asked, and in an attention
     its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, gain, run = runner.residual, runner.stream, runner.known_gain, runner.model.run
+    residual, stream, gain, run = runner.residual, runner.stream, runner.known_gain, runner.run_all
     tokens = KeptTokens(keep)
     if len(tokens.index) == keep.numel():
         return run(stream, residual, f, gain)

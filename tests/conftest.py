@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from model import GPT, GPTConfig, KVCache, SHARPNESS
+from model import GPT, GPTConfig, KVCache, Runner, SHARPNESS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
@@ -73,12 +73,13 @@ def logits(model, idx=None, **options):
 def streams(model, idx=None):
     """The stream as one vector per token: before sublayer 1, and after each sublayer."""
     walk = list(model.walk(ids() if idx is None else idx))
-    return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after, _ in walk]]
+    return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after in walk]]
 
-def decode(model, idx, pieces, **options):
+def decode(model, idx, pieces, decider=None):
     """The logits of all tokens, piece by piece through a KV cache"""
     cache = KVCache(model, len(idx), model.config.block_size)
-    return torch.cat([logits(model, piece, cache=cache, **options) for piece in idx.split(pieces, dim=1)], 1)
+    return torch.cat([logits(model, piece, cache=cache, runner=Runner(model, decider, compiled=False))
+                      for piece in idx.split(pieces, dim=1)], 1)
 
 def same(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

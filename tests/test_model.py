@@ -180,7 +180,7 @@ VARIANTS = [(name, {}) for name in NAMES] + [
     ("peri:embed=1", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
     ("pre", dict(init="gpt2", tie=True)), ("template:first=0.5", dict(tie=True)),
     ("momentum:keep=0.3", dict(tie=True)),
-    ("nag:head=linear,power=1", {}), ("nag:warmup=0.3,directions=5", dict(tie=True)),
+    ("nag:head=linear,power=1", {}), ("nag:directions=5", dict(tie=True)),
     ("attnres:group=2", {}), ("attnres:group=4", dict(norm="layer")), ("attnres:group=99", {}),
     ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("hyper:kind=mhc,n=2", {}),
     ("ngpt", dict(init="gpt2", activation="swiglu")),
@@ -258,13 +258,6 @@ def test_saved_weights_are_the_whole_model(model):
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(logits(fresh), logits(model))
 
-def test_weights_that_are_saved_in_a_warm_up_are_the_whole_model():
-    model, fresh = (make("nag:warmup=0.3", seed=seed) for seed in (0, 7))
-    warm = logits(model)
-    model.before_step(0.1)
-    fresh.load_state_dict(model.state_dict())
-    assert torch.equal(logits(fresh), logits(model)) and not torch.equal(logits(model), warm)
-
 @pytest.mark.parametrize("residual", NAMES)
 def test_draws_are_those_of_pre(residual):
     """Up to a factor, wherever two residuals share a matrix. Of nGPT, each row or column is compared."""
@@ -284,12 +277,10 @@ def test_first_logits_have_a_sane_size(model, tie):
     out = logits(make(model.config.residual, noise=0, dtype=torch.float32, **config), ids(4, 16, 320))
     assert 0.3 < out.std(-1).mean() < 1.2
 
-@pytest.mark.parametrize("options, std", [("", 0.8), (":temp=0.3", 0.3), (":warmup=0.5", 0.8),
-                                          (":warmup=0.5,temp=0.3,power=0.25", 0.3)])
+@pytest.mark.parametrize("options, std", [("", 0.8), (":temp=0.3", 0.3),
+                                          (":temp=0.3,power=0.25", 0.3)])
 def test_first_logits_of_nag_have_the_size_temp(options, std):
-    """At the first step, when gains are nearly 0 if there is a warm-up"""
     model = make(f"nag{options}", noise=0, n_layer=12, n_embd=64, vocab_size=320)
-    model.before_step(1e-6)
     assert logits(model, ids(4, 16, 320)).std(-1).mean() == pytest.approx(std, rel=0.1)
 
 @pytest.mark.parametrize("depth", [1, 64])
@@ -355,18 +346,13 @@ def test_no_two_parameters_have_the_same_draws():
     assert len(drawn) == 50 + 24 == len(seen)
     assert not torch.equal(make(noise=0, seed=7).wte.weight, make(noise=0).wte.weight)
 
-def test_nag_starts_as_its_paper_says_and_warms_up():
-    model = make("nag:power=0.75,directions=7,warmup=0.3", noise=0)
+def test_nag_starts_as_its_paper_says():
+    model = make("nag:power=0.75,directions=7", noise=0)
     for l, residual, _ in model.sublayers(ids()):
         assert residual.alpha.item() == pytest.approx(l ** -0.75, rel=1e-12)
         assert F.softplus(residual.beta).item() == pytest.approx(1, rel=1e-12)
         assert residual.preferred.shape == (7, 16)
         assert not residual.bias.any() and not residual.votes.any()
-    stream = model.ends.start(model.wte(ids()))
-    whole = residual.gain(stream)
-    for progress, share in ((0.03, 0.1), (0.15, 0.5), (0.3, 1.0), (1.0, 1.0)):
-        model.before_step(progress)
-        same(residual.gain(stream), share * whole, 1e-6)
 
 def test_nag_has_finite_gradients_where_gates_are_shut_and_updates_are_0():
     model = make("nag", noise=0)
@@ -384,7 +370,7 @@ def test_ngpt_stays_on_its_sphere():
                 size = p.norm(dim=0 if "c_proj" in name else 1)
                 same(size, torch.ones_like(size), 1e-12)
                 p.data.add_(some(*p.shape))
-        model.after_step([1.0] * 6)
+        M.constrain_weights(model)
     for x in streams(model):
         same(x.square().mean(-1), torch.ones(2, 12, dtype=torch.float64), 1e-5)
 
@@ -404,7 +390,7 @@ def test_no_option_is_dead(name):
         other = dict(head="linear", inputs="u", kind="mhc", convex=True, embed=True).get(option, 0.4)
         other = default + 1 if type(default) is int else other
         assert torch.equal(logits(make(f"{name}:{option}={default}")), usual)
-        if option != "warmup" and other != default:   # That one is for training alone.
+        if other != default:
             assert not torch.equal(logits(make(f"{name}:{option}={other}")), usual), option
 
 REFUSED = [   # what is wrong, and words that the sentence needs
@@ -418,14 +404,13 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(norm="batch"), ["--norm batch", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
     (dict(repeat="9:3"), ["--repeat 9:3"]), (dict(repeat="2"), ["--repeat 2"]),
     (dict(repeat="3-2:2"), ["--repeat 3-2:2"]), (dict(repeat="2:0"), ["--repeat 2:0"]),
-    (dict(repeat="2:2", residual="attnres"), ["--repeat", "attnres"]), (dict(mod_rate=0.2), ["nag"]),
-    (dict(mod_rate=0.2, layer_drop=0.2, residual="nag"), ["--mod_rate", "--layer_drop"]),
-    (dict(layer_drop=0.2, residual="hyper"), ["--layer_drop", "hyper"]),
-    (dict(mod="router", mod_rate=0.2, residual="hyper"), ["--mod router", "hyper"]),
-    (dict(mod="router"), ["--mod_rate"]), (dict(mod="router", mod_rate=0.2, n_layer=1), ["--mod_rate 0.2"]),
-    (dict(mod="router", mod_rate=0.6), ["--mod_rate 0.6"]),
-    (dict(mod="random"), ["--mod random", "--mod_rate 0.25"]),
-    (dict(mod="random", mod_rate=0.2, residual="denseformer"), ["--mod random", "denseformer"]),
+    (dict(repeat="2:2", residual="attnres"), ["--repeat", "attnres"]),
+    (dict(mod="gain"), ["--mod gain", "use nag"]), (dict(gain_cost=0.1), ["--gain_cost 0.1", "use nag"]),
+    (dict(mod="layerdrop", residual="hyper"), ["--mod layerdrop", "hyper"]),
+    (dict(mod="router", residual="x0"), ["--mod router", "x0"]),
+    (dict(mod="router:rate=0.2", n_layer=1), ["--mod router:rate=0.2", "0 of 1"]),
+    (dict(mod="router:rate=0.6"), ["rate=0.6"]), (dict(mod="skip"), ["--mod skip", "coins"]),
+    (dict(mod="coins", residual="denseformer"), ["--mod coins", "denseformer"]),
     *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
     (dict(residual="mixln:alpha=7"), ["mixln", "alpha=7", "from 0 to 1"])]
 
@@ -477,7 +462,7 @@ def test_a_repetition_has_its_order():
 def test_deep_supervision_is_the_mean_over_all_blocks(residual):
     model, idx, targets = make(residual, deep_supervision=True), ids(), ids(seed=1)
     losses = [F.cross_entropy(model.head(after).flatten(0, 1), targets.flatten())
-              for l, _, after, _ in model.walk(idx) if l % 2 == 0]
+              for l, _, after in model.walk(idx) if l % 2 == 0]
     same(model.train()(idx, targets)[1], sum(losses) / 3, 1e-12)
     counted = count_flops(lambda: model(idx, targets))
     assert counted == pytest.approx(24 * M.flops_per_token(model, 12), rel=1e-9)
@@ -511,15 +496,16 @@ def test_two_compiled_graphs_at_any_depth(residual):
 
 def test_generate():
     """When the cache is full, it starts anew from the newer half of the context, and goes on from there."""
-    model, usual = make("nag"), dict(decider=M.Without({3}))
+    model, usual = make("nag"), {}
+    usual["decider"] = M.Without({3}, model.decider)
     out = model.generate(ids(2, 5), 40, temperature=0, **usual)
     assert out.shape == (2, 45)
-    assert torch.equal(logits(model, out[:, :16], **usual)[:, 4:].argmax(-1), out[:, 5:17])
-    assert torch.equal(logits(model, out[:, 9:17], **usual)[:, -1].argmax(-1), out[:, 17])
+    assert torch.equal(logits(model, out[:, :16], runner=M.Runner(model, **usual))[:, 4:].argmax(-1), out[:, 5:17])
+    assert torch.equal(logits(model, out[:, 9:17], runner=M.Runner(model, **usual))[:, -1].argmax(-1), out[:, 17])
     assert torch.equal(model.generate(ids(2, 5), 40, top_k=1, **usual), out)
     pairs = list(model.new_tokens(ids(2, 5), 12, temperature=0, **usual))
     assert torch.equal(torch.cat([token for token, _ in pairs], dim=1), out[:, 5:17])
-    assert all(keeps == [None, None, False, None, None, None] for _, keeps in pairs)
+    assert all(runner.keeps == [None, None, False, None, None, None] for _, runner in pairs)
     draws = [model.generate(ids(2, 5), 12, generator=torch.Generator().manual_seed(seed), n_vocab=9)
              for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])

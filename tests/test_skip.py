@@ -1,5 +1,8 @@
 """Who runs a sublayer: thresholds, routers, LayerDrop, removal, early exit. Float64. The reference: every
 token runs every sublayer, and the result is thrown away for those that skip."""
+import re
+from functools import partial
+
 import pytest, torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
@@ -23,11 +26,11 @@ def nag(shut=0.0, **config):
 def at_rate(model, rate):
     """A threshold above a share `rate` of the dense model's gains, and near none: rounding would decide."""
     with torch.no_grad():
-        steps = zip(model.sublayers(IDX), model.walk(IDX, decider=M.all_run))
+        steps = zip(model.sublayers(IDX), model.walk(IDX))
         gains = torch.stack([residual.gain(x).abs() for (_, residual, _), (_, x, *_) in steps])
     gains = gains.flatten().sort().values
     cut = next(i for i in range(int(rate * len(gains)), len(gains)) if gains[i] - gains[i - 1] > 1e-6)
-    return M.Threshold((gains[cut - 1] + gains[cut]).item() / 2)
+    return M.ByGain(model.config, (gains[cut - 1] + gains[cut]).item() / 2)
 
 def mask(keep, idx):
     """An answer of a decider as (B, T)"""
@@ -35,13 +38,16 @@ def mask(keep, idx):
 
 def by_places(decisions):
     """A decider that says decisions[place - 1]"""
-    return M.ByFunction(lambda place, *_: (decisions[place - 1], None))
+    return M.ByFunction(lambda runner: decisions[runner.place - 1])
 
 def forward(model, idx=IDX, decider=None):
     """-> logits, the decisions (2L, B, T)"""
-    keeps = []
-    out = logits(model, idx, decider=decider, keeps=keeps)
-    return out, torch.stack([mask(keep, idx) for keep in keeps])
+    runner = M.Runner(model, decider)
+    out = logits(model, idx, runner=runner)
+    return out, torch.stack([mask(keep, idx) for keep in runner.keeps])
+
+def loss(model, decider=None):
+    return model(IDX, TARGETS, runner=M.Runner(model, decider))[1]
 
 def choose(keep, new, old):
     if isinstance(new, tuple):
@@ -50,10 +56,10 @@ def choose(keep, new, old):
 
 def masked(model, decider, idx=IDX):
     """The reference of `forward`, with gradients"""
-    stream, decisions = next(model.walk(idx, decider=M.all_run))[1], []
-    decider.begin()
+    stream, decisions, runner = next(model.walk(idx))[1], [], M.Runner(model, decider)
     for place, residual, f in model.sublayers(idx):
-        decisions.append(mask(decider.decide(place, residual, stream)[0], idx))
+        runner.place, runner.residual, runner.stream, runner.known_gain = place, residual, stream, None
+        decisions.append(mask(decider.decide(runner), idx))
         stream = choose(decisions[-1], residual(stream, f), stream)
     return model.head(stream), torch.stack(decisions)
 
@@ -62,7 +68,7 @@ def same_as_masking(model, decider):
     right, decisions = masked(model, decider)
     same(forward(model, decider=decider), (right.detach(), decisions))
     his = gradients(model, F.cross_entropy(right.flatten(0, 1), TARGETS.flatten()))
-    same_gradients(gradients(model, model(IDX, TARGETS, decider=decider)[1]), his)
+    same_gradients(gradients(model, loss(model, decider)), his)
     return decisions
 
 # ----------------------------------------------------------------------------- thresholds
@@ -77,12 +83,10 @@ def test_a_skipping_step_is_its_reference(config):
         partly += ((count.amin(1) == 0) & (count.amax(1) > 0)).sum()
     assert uneven > 5 and empty > 5 and partly > 0   # All odd cases have occurred.
 
-def test_extreme_thresholds():
-    model, keeps = nag(), []
-    assert torch.equal(logits(model, IDX, decider=M.Threshold(-1.0)), logits(model, IDX))
-    assert not same_as_masking(model, M.Threshold(9e9)).any()
-    model(IDX, decider=M.Threshold(9e9, whole=[1, 2, 3, 4, 5, 7, 8]), keeps=keeps)   # of sublayer 6 alone
-    assert [keep is None for keep in keeps] == [True] * 5 + [False] + [True] * 2 and not keeps[5].any()
+def test_extreme_angles():
+    model = nag()
+    same(forward(model, decider=M.ByGain(model.config, 0.0))[0], logits(model, IDX), 1e-14)
+    assert not same_as_masking(model, M.ByGain(model.config, 99.0)).any()
 
 @pytest.mark.parametrize("rate", RATES)
 def test_decisions_are_causal_and_of_one_sequence(rate):
@@ -103,7 +107,7 @@ def test_cached_decoding_is_the_full_forward(what):
     model = models.get(what, nag)()
     for rate in RATES:
         if what == "exit":
-            decider = M.EarlyExit(model, rate / 8)   # a token's best probability is about 0.08
+            decider = M.EarlyExit(rate / 8)   # a token's best probability is about 0.08
         elif "router" in what:
             decider = M.Without({3, 8}, model.decider) if "removed" in what else None
         else:
@@ -115,42 +119,114 @@ def test_cached_decoding_is_the_full_forward(what):
         if what in ("without", "removed router"):   # Others decide still. (An MLP, if its attention can't.)
             assert not ran[3].all()
 
-@pytest.mark.parametrize("what", ["nag", "removed", "router", "repeated router", "layer drop", "random"])
-def test_executed_flops(what):
-    """By torch's counter: a token that skips an attention costs its key and value there (a router's or
-    LayerDrop's costs nothing), and one that skips an MLP nothing."""
-    for rate in (0.5, 0.95, 1.0):
-        model, decider, keeps = nag(), None, []
-        if what in ("nag", "removed"):
-            decider = at_rate(model, rate) if rate < 1 else M.Threshold(9e9)
-            decider = M.Without({2, 3, 8}, decider) if what == "removed" else decider
-        else:
-            repeat = "2:3" if "repeated" in what else ""
-            model = routed(rate / 3, repeat=repeat) if "router" in what else make(layer_drop=0.9 * rate)
-            model = make("nag", mod="random", mod_rate=0.9 * rate) if what == "random" else model
-            model.train()
+@pytest.mark.parametrize("residual, mod, decider", [
+    ("nag", "gain", None), ("nag", "gain", "removed"), ("nag", "coins", None), ("nag", "layerdrop", None),
+    ("pre", "layerdrop", None), ("pre", "router", None), ("pre", "repeated router", None),
+    ("nag", "all", "exit"), ("pre", "all", "exit"), ("review", "coins", None), ("review", "all", "exit"),
+    ("highway", "layerdrop", None), ("convex", "coins", None), ("x0", "coins", None)])
+def test_executed_flops(residual, mod, decider):
+    """By torch's counter: what deciders compute, the gains that they ask for, and the keys and values that
+    skippers make in attentions (none with a router, or if whole sequences skip)"""
+    for rate in (0.2, 0.5, 1.0):
+        options = dict(gain=f"below={rate}", coins=f"rate={0.9 * rate}", layerdrop=f"rate={0.9 * rate}")
+        name, options = mod.split()[-1], options.get(mod, f"rate={rate / 3:.3f}")
+        config = dict(mod=name if name == "all" else f"{name}:{options}", n_layer=4)
+        config |= dict(repeat="2:3") if "repeated" in mod else {}
+        model = (nag if residual == "nag" else partial(make, residual))(**config)
+        given = {"removed": M.Without({2, 3, 8}, model.decider), "exit": M.EarlyExit(rate / 8)}.get(decider)
+        model.train(decider != "exit")
+        runner = M.Runner(model, given)
         torch.manual_seed(0)
-        counted = count_flops(lambda: logits(model, IDX, decider=decider, keeps=keeps))
-        right = 48 * M.flops_per_token(model, 16, ran=M.ran_shares(keeps))
-        assert counted == pytest.approx(right, rel=1e-6)
+        counted = count_flops(lambda: logits(model, IDX, runner=runner))
+        assert counted == pytest.approx(48 * M.flops_per_token(model, 16, runner), rel=1e-6)
         torch.manual_seed(0)
-        assert count_flops(lambda: model(IDX, IDX, decider=decider)[1].backward()) <= 3 * counted
-    if what == "layer drop":   # What is left is the head.
-        assert M.flops_per_token(model, 16, ran=[0.0] * 6) == 2 * 16 * 64
+        assert count_flops(lambda: loss(model, given).backward()) <= 3 * counted
+        torch.manual_seed(0)
+        assert runner.skipped() == pytest.approx(1 - forward(model, decider=given)[1].double().mean().item())
 
 def test_compiled_and_checkpointed_blocks_skip_alike():
     model, counter = nag(), CompileCounter()
-    right = gradients(model, model(IDX, TARGETS, decider=M.Threshold(0.4))[1])
+    decider = M.ByGain(model.config, 0.4)
+    right = gradients(model, loss(model, decider))
     torch._dynamo.reset()
     M.compile_blocks(model, backend=counter, fullgraph=True)
     M.checkpoint_blocks(model)
-    same_gradients(gradients(model, model(IDX, TARGETS, decider=M.Threshold(0.4))[1]), right)
+    same_gradients(gradients(model, loss(model, decider)), right)
     assert 0 < counter.frame_count <= 4   # what all tokens run, and MLPs on kept ones
+
+def test_two_walks_in_turn_are_two_walks_one_after_the_other():
+    """What a walk remembers is its Runner's, and no Runner serves twice."""
+    other = (IDX + 5) % 64
+    for model, decider in [(nag(), M.ByGain(nag().config, 0.3)), (routed(), None),
+                           (make(n_layer=4), M.EarlyExit(0.06))]:
+        alone = [[after for _, _, after in model.walk(idx, runner=M.Runner(model, decider))]
+                 for idx in (IDX, other)]
+        walks = [model.walk(idx, runner=M.Runner(model, decider)) for idx in (IDX, other)]
+        for i, both in enumerate(zip(*walks)):
+            same([model.ends.as_tensor(after) for _, _, after in both],
+                 [model.ends.as_tensor(each[i]) for each in alone], 1e-14)
+        runner = M.Runner(model, decider)
+        model(IDX, runner=runner)
+        with pytest.raises(ValueError, match="one walk"):
+            model(IDX, runner=runner)
+
+# ----------------------------------------------------------------------------- paying for gain
+
+def paid(model):
+    """-> what --gain_cost 1 adds to the loss of a training, from the definition: the mean |gain| of all
+    tokens that there are"""
+    keeps = forward(model)[1]
+    total, stream = 0, next(model.walk(IDX))[1]
+    for (place, residual, f), keep in zip(model.sublayers(IDX), keeps):
+        total = total + residual.gain(stream).abs().mean() / len(keeps)
+        stream = choose(keep, residual(stream, f), stream)
+    return total
+
+@pytest.mark.parametrize("mod", ["all", "gain:below=0.5", "coins:rate=0.4"])
+@pytest.mark.parametrize("repeat", ["", "2:3"])
+def test_a_gain_is_paid_for_in_training_only(mod, repeat):
+    config = dict(mod=mod, repeat=repeat)
+    model, free = nag(gain_cost=2.0, **config).train(), nag(**config).train()
+    found = []
+    for each in (model, free):
+        torch.manual_seed(0)
+        found.append(loss(each))
+    torch.manual_seed(0)
+    price = 2 * paid(model)
+    same(found[0] - found[1], price)
+    torch.manual_seed(0)
+    rest = gradients(model, free_loss := F.cross_entropy(model(IDX)[0].flatten(0, 1), TARGETS.flatten()))
+    same(free_loss, found[1], 1e-12)
+    mine, his = gradients(model, found[0]), gradients(model, price)
+    same_gradients(mine, {name: rest[name] + his[name] for name in rest})
+    for name in "alpha", "beta", "votes", "preferred", "bias":   # The price moves all that make a gain.
+        assert his[f"blocks.0.mlp_residual.{name}"].abs().max() > 1e-6
+    if mod == "all":   # Who looks at a trained model hears of no price.
+        assert torch.equal(loss(model.eval()), loss(free.eval()))
+
+def test_a_high_price_makes_gains_fall():
+    gains = []
+    for cost in 0.0, 3.0:
+        model = make("nag", noise=0, dtype=torch.float32, gain_cost=cost).train()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for step in range(30):
+            runner = M.Runner(model)
+            model(IDX, TARGETS, runner=runner)[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(IDX, runner=(runner := M.Runner(model, M.ByGain(model.config, 0.0))))
+        gains.append(runner.mean_gain().item())
+    assert gains[1] < 0.6 * gains[0]
+
+def test_without_a_cost_nobody_asks_for_gains():
+    model = nag().train()
+    model(IDX, TARGETS, runner=(runner := M.Runner(model)))
+    assert runner.mean_gain() is None and runner.extra_loss() == 0.0
 
 # ----------------------------------------------------------------------------- routers, LayerDrop
 
 def routed(rate=0.25, **config):
-    return make("pre", mod="router", mod_rate=rate, n_layer=4, **config)
+    return make("pre", **(dict(mod=f"router:rate={rate}", n_layer=4) | config))
 
 def routed_by_hand(model, idx):
     """-> logits, the losses and the decisions of the routers, one for each run of a block that has one"""
@@ -161,7 +237,8 @@ def routed_by_hand(model, idx):
             weight = M.unit(x) @ model.decider.routers[number // 2].weight[0]
             keep = weight > 0
             if model.training:   # The largest weights of each sequence: rates of 25 and 12.5 % skip 50 and 25
-                number = max(1, round((1 - 2 * model.config.mod_rate) * idx.shape[1]))
+                rate = float(model.config.mod.split("=")[1])
+                number = max(1, round((1 - 2 * rate) * idx.shape[1]))
                 keep = weight >= weight.sort(1, descending=True).values[:, number - 1:number]
             losses.append(-(keep * weight.sigmoid().log() + ~keep * (-weight).sigmoid().log()).mean())
             decisions.append(keep)
@@ -185,13 +262,13 @@ def test_a_router_is_its_reference(rate, T, repeat, training):
     for number, both in zip(model.order, ran.split(2)):
         assert (both == (next(answers) if number % 2 == 1 else mask(None, idx))).all()
     assert len(losses) == len(decisions) == (4 if repeat else 2)
-    loss, reference = model(idx, targets)[1], F.cross_entropy(right.flatten(0, 1), targets.flatten())
+    mine, reference = model(idx, targets)[1], F.cross_entropy(right.flatten(0, 1), targets.flatten())
     if training:
         reference = reference + 0.01 * sum(losses) / len(losses)
         assert (ran[2::4].sum(-1) == max(1, round((1 - 2 * rate) * T))).all()
-    same(loss, reference, 1e-12)
+    same(mine, reference, 1e-12)
     his = gradients(model, reference)
-    same_gradients(gradients(model, loss), his)
+    same_gradients(gradients(model, mine), his)
     assert (his["decider.routers.0.weight"].abs().max() > 1e-8) == (training or decisions[0].any().item())
 
 def test_of_equal_weights_those_of_earlier_tokens_are_larger():
@@ -211,21 +288,22 @@ def test_a_router_reaches_its_rate_and_sees_the_future_in_training_only():
     for training in (True, False):
         earlier = (logits(model.train(training), IDX) - logits(model, other)).abs()[:, :-1].max()
         assert earlier > 1e-3 if training else earlier < 1e-12
-    same(logits(model, decider=M.all_run), logits(make(n_layer=4)), 1e-14)   # Nobody has asked the routers.
+    nobody_asks = M.Runner(model, M.Decider(model.config))
+    same(logits(model, runner=nobody_asks), logits(make(n_layer=4)), 1e-14)
     for n_layer in 2, 3, 5:   # The wanted share skips at any depth.
-        model = make(mod="router", mod_rate=0.25, n_layer=n_layer, block_size=96).train()
+        model = make(mod="router:rate=0.25", n_layer=n_layer, block_size=96).train()
         _, ran = forward(model, ids(2, 96))
         assert 1 - ran.double().mean() == pytest.approx(0.25, abs=0.01)
 
 @pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
-def test_random_skips_are_their_reference(residual):
+def test_coins_are_their_reference(residual):
     """A coin for each token and each sublayer, in training and after it, whatever the tokens are."""
-    model = make(residual, mod="random", mod_rate=0.3)
+    model = make(residual, mod="coins:rate=0.3")
     for training in True, False:
         model.train(training)
         torch.manual_seed(0)
         out, ran = forward(model, IDX)
-        same(out, logits(model, IDX, decider=by_places(ran)))
+        same(out, logits(model, IDX, runner=M.Runner(model, by_places(ran))))
         same_as_masking(model, by_places(ran))
         torch.manual_seed(0)
         assert torch.equal(forward(model, (IDX + 1) % 64)[1], ran)
@@ -235,23 +313,23 @@ def test_random_skips_are_their_reference(residual):
 @pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
 def test_layer_drop_is_its_reference(residual):
     """Whole sequences, a coin for each of them and each sublayer, and no rescaling. In training only."""
-    model, found = make(residual, layer_drop=0.5), []
+    model, found = make(residual, mod="layerdrop:rate=0.5"), []
     assert torch.equal(logits(model), logits(make(residual)))
     torch.manual_seed(0)
     _, ran = forward(model.train())
     assert (ran == ran[:, :, :1]).all()
     same_as_masking(model, by_places(ran))
-    right = gradients(model, model(IDX, TARGETS, decider=by_places(ran))[1])
+    right = gradients(model, loss(model, by_places(ran)))
     M.checkpoint_blocks(model)   # The backward pass runs blocks again, but nobody is asked again.
     for seed in (0, 1):
         torch.manual_seed(seed)
-        found.append(gradients(model, model(IDX, TARGETS)[1]))
+        found.append(gradients(model, loss(model)))
     same_gradients(found[0], right)
     assert not torch.equal(found[1]["wte.weight"], found[0]["wte.weight"])
 
 def test_layer_drop_coins_are_fair_and_independent():
     torch.manual_seed(0)
-    _, ran = forward(make(layer_drop=0.3, n_layer=2, n_embd=4).train(), ids(4000, 1))
+    _, ran = forward(make(mod="layerdrop:rate=0.3", n_layer=2, n_embd=4).train(), ids(4000, 1))
     coins = ran[..., 0].double()   # (2L, B)
     assert (coins.mean(1) - 0.7).abs().max() < 0.03
     assert (torch.corrcoef(coins) - torch.eye(4)).abs().max() < 0.06
@@ -260,7 +338,8 @@ def test_layer_drop_coins_are_fair_and_independent():
 
 @pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "attnres:group=4", "hyper", "siamese"])
 def test_removed_sublayers_do_not_run(residual):
-    model, ran, decider = make(residual, n_layer=5), [], M.Without({3, 8})
+    model, ran, decider = make(residual, n_layer=5), [], None
+    decider = M.Without({3, 8}, model.decider)
     for i, block in enumerate(model.blocks):
         block.attn.register_forward_hook(lambda *_, l=2 * i + 1: ran.append(l))
         block.mlp.register_forward_hook(lambda *_, l=2 * i + 2: ran.append(l))
@@ -278,80 +357,62 @@ def test_a_removed_block_is_no_source_of_denseformer():
         other.blocks[1].mlp.c_proj.weight.zero_()
         other.blocks[1].mlp_residual.weights.copy_(torch.tensor([0.0, 0.0, 1.0]))
         other.blocks[2].mlp_residual.weights[2] = 0.0
-    same(logits(model, decider=M.Without({3, 4})), logits(other))
+    without = M.Runner(model, M.Without({3, 4}, model.decider))
+    same(logits(model, runner=without), logits(other))
 
 @pytest.mark.parametrize("residual", ["pre", "nag"])
 def test_early_exit(residual):
     """A token leaves before the first block at which the head is sure, and keeps the stream it has there."""
     model, depth = make(residual, n_layer=5), []
     for confidence in (0.0, 0.05, 0.1, 0.3, 1.1):
-        out, inside = forward(model, decider=M.EarlyExit(model, confidence))
+        out, inside = forward(model, decider=M.EarlyExit(confidence))
         assert torch.equal(inside[::2], inside[1::2]) and inside[0].all()
         same(out, masked(model, by_places(inside))[0].detach())
-        walk = list(model.walk(IDX, decider=by_places(inside)))[2::2]
-        best = torch.stack([model.head(before).softmax(-1).amax(-1) for _, before, _, _ in walk])
+        walk = list(model.walk(IDX, runner=M.Runner(model, by_places(inside))))[2::2]
+        best = torch.stack([model.head(before).softmax(-1).amax(-1) for _, before, _ in walk])
         assert torch.equal(inside[2::2], ~(best >= confidence).cumsum(0).bool())   # Nobody comes back.
         depth.append(inside.double().mean().item())
     assert depth[0] == 0.2 and depth[-1] == 1 and depth == sorted(depth) and depth[1] < depth[3]
 
-# ----------------------------------------------------------------------------- who sets the thresholds
+# ----------------------------------------------------------------------------- what is asked for and can't be
 
-def test_training_reaches_the_wanted_share():
-    """By before_step and after_step alone. At first, and during a warm-up, nothing is skipped."""
-    model = make("nag:warmup=0.2", noise=0, dtype=torch.float32, mod_rate=0.4).train()
-    optimizer, skipped, steps = torch.optim.Adam(model.parameters(), 3e-3), [], 140
-    for step in range(steps):
-        model.before_step((step + 1) / steps)
-        assert (model.decider.threshold > 0) == (step + 1 > 0.25 * steps)   # 5 % of the training + warm-up
-        text, keeps = ids(2, 17, seed=step), []
-        model(text[:, :-1], text[:, 1:], keeps=keeps)[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.after_step(M.ran_shares(keeps))
-        skipped.append(1 - sum(M.ran_shares(keeps)) / len(keeps))
-    assert not any(skipped[:35]) and sum(skipped[-40:]) / 40 == pytest.approx(0.4, abs=0.04)
-    fresh = make("nag:warmup=0.2", noise=0, dtype=torch.float32, mod_rate=0.4, seed=7)
-    fresh.load_state_dict(model.state_dict())   # A resumed run and a sample skip alike.
-    for training in (True, False):
-        (out, ran), (out2, ran2) = forward(model.train(training)), forward(fresh.train(training))
-        assert torch.equal(out, out2) and torch.equal(ran, ran2) and 0.2 < 1 - ran.double().mean() < 0.6
-    assert torch.equal(fresh.decider.steps, model.decider.steps) and model.decider.steps == 105
-
-def run_by_all(model):
-    """Of each sublayer, whether nobody decided who runs it"""
-    keeps = []
-    model(IDX, keeps=keeps)
-    return [keep is None for keep in keeps]
-
-def test_attentions_that_few_tokens_would_skip_run_whole():
-    model, tried = make("nag", mod_rate=0.3, n_layer=2), []
-    model.before_step(0.5)
-    model.after_step([0.9, 0.9, 0.6, 0.4])
-    assert run_by_all(model) == run_by_all(model.train()) == [True, False, False, False]
-    before = model.decider.threshold.item()
-    model.after_step([1.0, 0.5, 0.3, 0.2])   # More skip than wanted.
-    assert 0.5 * before < model.decider.threshold < before and run_by_all(model)[0]
-    for step in range(3, 25):   # From time to time, training tries all of them again. Nobody else does.
-        model.after_step([1.0, 0.9, 0.5, 0.4])
-        assert run_by_all(model.eval()) == [True, False, False, False]
-        if run_by_all(model.train()) == [False] * 4:
-            tried.append(step)
-    assert tried == [10, 20]
-
-@pytest.mark.parametrize("rate", [0.0, 0.1, 0.5])
-def test_calibrate(rate):
-    model, batches = nag(shut=0.9, block_size=32), list(ids(6, 32).split(3))
-    decider = M.calibrate(model, batches, rate)
-    ran = torch.cat([forward(model, idx, decider)[1] for idx in batches], dim=1)
-    skipped = 1 - ran.double().mean((1, 2))
-    assert decider.whole <= {1, 3, 5, 7} and skipped.mean() == pytest.approx(rate, abs=0.01)
-    # An attention runs whole unless about a quarter of the tokens skip it.
-    assert all(share == 0 or share > 0.2 for share in skipped[::2])
-
-@pytest.mark.parametrize("residual, can", [("pre", "exit remove"), ("nag", "skip exit remove"),
-                                           ("hyper", "remove"), ("router", "remove")])
+@pytest.mark.parametrize("residual, can", [("pre", "exit coins router layerdrop"), ("hyper", ""),
+                                           ("nag", "gain exit coins layerdrop"), ("x0", "exit coins layerdrop")])
 def test_a_model_says_what_it_can_not(residual, can):
-    model = routed() if residual == "router" else make(residual)
-    for what in ("skip", "exit", "remove"):
-        sentence = M.why_not(model, what)
-        assert sentence is None if what in can else residual in sentence and "use a run" in sentence
+    config = make(residual).config
+    deciders = [M.ByGain(config), M.EarlyExit(0.9), M.Coins(config), M.Routers(config), M.LayerDrop(config)]
+    for name, decider in zip("gain exit coins router layerdrop".split(), deciders):
+        sentence = M.why_not(decider, config)
+        assert sentence is None if name in can.split() else residual in sentence and "use " in sentence
+
+@pytest.mark.parametrize("mod, says", [
+    ("gian", "choose from all, gain"), ("gain:blow=1", "no option 'blow'; its options are below=0.05"),
+    ("gain:below=-1", "from 0 to 100"), ("router:rate=0.5", "from 0.001 to 0.45"),
+    ("router:rate=0.4", "1 of 3 blocks have a router, so rate must be at most 0.30")])
+def test_wrong_deciders_get_a_sentence(mod, says):
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make("pre" if "router" in mod else "nag", mod=mod)
+
+def test_a_decider_of_ones_own(monkeypatch):
+    """A class and a key, and nothing else; a wrong answer is told."""
+    class EverySecond(M.Decider):
+        needs_skipping = True
+        def __init__(self, config, first=1):
+            super().__init__(config)
+            self.first = first
+
+        def decide(self, runner):
+            place = torch.arange(16).expand(len(runner.residual.as_tensor(runner.stream)), 16)
+            return place % 2 == self.first
+
+    class Wrong(M.Decider):
+        def decide(self, runner):
+            return runner.stream
+
+    monkeypatch.setitem(M.DECIDERS, "second", EverySecond)
+    monkeypatch.setitem(M.DECIDERS, "wrong", Wrong)
+    model = make(mod="second:first=0")
+    assert (forward(model)[1] == (torch.arange(16) % 2 == 0)).all()
+    same_as_masking(model, model.decider)
+    with pytest.raises(ValueError, match="Wrong.decide returned .*, not EVERYONE, REMOVED or bools"):
+        logits(make(mod="wrong"))
