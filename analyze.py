@@ -66,9 +66,8 @@ def stat(title, page="story", draw="lines", finding=None, **options):
         bars         {panel: {name: length}}
         and three drawings of one statistic each
 
-    NotHere says why a run can't have it. page: where it stands: in the story, under More, or
-    nowhere if nobody names it with --only. finding: a function from what it returned to a sentence
-    for the page. options: of the drawing."""
+    NotHere says why a run can't have it. page: does it stand in the story, or under More? finding:
+    a function from what it returned to a sentence for the page. options: of the drawing"""
     def add(measure):
         paragraphs = measure.__doc__.split("\n\n", 1)
         caption, definition = (" ".join(part.split()) for part in paragraphs)
@@ -82,7 +81,7 @@ class Run:
     """What a statistic gets: a run, and the ways through its model. windows: x, y (n, T)"""
     def __init__(self, model, config, history, args, windows, steps=None):
         self.model = model        # in eval mode
-        self.steps = steps        # what meta.json says of the steps text: table, cells, most; or None
+        self.steps = steps        # what meta.json says of the steps text; None: it is another text
         self.config = config      # config.json
         self.history = history    # step -> what metrics.jsonl says about it
         self.args = args
@@ -94,6 +93,7 @@ class Run:
     # others. Windows are in the order of the text, so both are from all over it.
     some = functools.cached_property(lambda self: every_fourth(self.batches, 0))
     others = functools.cached_property(lambda self: every_fourth(self.batches, 2))
+    right = functools.cached_property(lambda self: right_by_steps(self)[0])
     loss_of_some = functools.cached_property(lambda self: mean_loss(self.model, self.some))
 
     def streams(self, idx, decider=None):
@@ -122,7 +122,7 @@ class Run:
 
     def steps_text(self):
         if not self.steps:
-            raise NotHere("the depth of its text is not known; prepare.py steps makes one where it is")
+            raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
         return self.steps
 
     def mean(self, measure, batches=None):
@@ -171,7 +171,7 @@ def every_fourth(batches, first):
     return in_batches(*(torch.cat(part)[first::4] for part in zip(*batches)))
 
 def mean_loss(model, batches, decider=None):
-    losses = [model(idx, targets, runner=Runner(model, decider))[1].item() for idx, targets in batches]
+    losses = [model(*batch, runner=Runner(model, decider))[1].item() for batch in batches]
     return sum(losses) / len(losses)
 
 def by_kind(values):
@@ -235,8 +235,9 @@ def steps_found(result):
     wrong = [k for k, share in enumerate(right) if share < 0.95] + [len(right)]
     if wrong[0] == 0:
         return "it has not even learned to copy a line"
-    return (f"{steps_learned(right, guessing[0]):.1f} steps learned; up to {in_words(wrong[0] - 1)}, "
-            f"at least 95 % of the digits are right")
+    learned = steps_learned(right, guessing[0])
+    return (f"{learned:.1f} steps learned; up to {in_words(wrong[0] - 1)}, 95 % of the digits are "
+            f"right")
 
 @stat("How many steps it has learned", finding=steps_found, x="steps asked for", start=0)
 def steps(run):
@@ -245,13 +246,13 @@ def steps(run):
     Digits of the right half of a line, whose line before is in the window: each can be known. On
     the left, digits repeat soon, and can be guessed. Steps learned: the sum over 1, 2, .. steps of
     how far a share is above guessing, which is 1 / symbols."""
-    right, _ = right_by_steps(run)
-    guess = 1 / len(run.steps["table"])
-    return {"share of right digits": {"measured": right, "guessing": [guess] * len(right)}}
+    guess = 1 / len(run.steps_text()["table"])
+    guessing = [guess] * len(run.right)
+    return {"share of right digits": {"measured": run.right, "guessing": guessing}}
 
 def k_of(run):
     """Of which lines we look inside: --asked, or the most steps that the model has learned"""
-    return run.args.asked or max(1, most_learned(right_by_steps(run)[0]))
+    return run.args.asked or max(1, most_learned(run.right))
 
 def inside_found(result):
     told, known = [], 0
@@ -264,15 +265,15 @@ def inside_found(result):
 
 @stat("The lines inside: share of digits that a probe reads", draw="inside", finding=inside_found)
 def lines_inside(run):
-    """The text never has the lines between a line and its answer, but the model makes them: a linear
-    probe reads their digits in the stream. About .5 is not yet knowing: if the probe knows a digit
-    but not its left neighbour, two digits are left for the next step. In an untrained model it reads
-    what a token itself says, and no more; of digits shuffled between lines, it reads one in ten.
+    """The text never has the lines between a line and its answer, but the model makes them: a
+    linear probe reads their digits in the stream. About .5 is not yet knowing: if the probe knows a
+    digit but not its left neighbour, two digits are left for the next step. In an untrained model
+    it reads what a token itself says, and no more; of shuffled digits, it reads one in ten.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
-    share of right digits on other windows. Left: at the digits of the line. Middle: where the digits
-    of the answer are predicted. Right: one line, and the newest digits that can be read (share at
-    least .9). The lines ask for --asked steps, or for the most of which 90 % are right."""
+    share of right digits on other windows. Left: at the digits of the line. Middle: where the
+    answer's digits are predicted. Right: one line, and the newest digits that can be read (share at
+    least .9). Lines ask for --asked steps, or for the most of which 90 % are right."""
     text, k, (idx, targets) = run.steps_text(), k_of(run), run.batches[0]
     inside = inside_of(run.model, run.config["data"], text, k)
     letter, lines = chr(ord("a") + k), questions(idx.cpu(), targets.cpu(), text, k)[2][0]
@@ -305,11 +306,12 @@ def removal_by_steps_found(result):
     left = [sum(row) / len(row) for row in result[""]]
     best = left.index(max(left))
     worst = left.index(min(left))
-    return (f"it does best without block {best + 1} ({left[best]:.0%} of the digits are right, over "
-            f"all steps), and worst without block {worst + 1} ({left[worst]:.0%})")
+    return (f"without block {worst + 1}, {left[worst]:.0%} of all these digits are right; without "
+            f"block {best + 1}, which does least, {left[best]:.0%}")
 
 @stat("What breaks without a block", draw="heat", finding=removal_by_steps_found,
-      x="steps asked for", y="block left out", label="share of right digits", first_column=0, vmax=1)
+      x="steps asked for", y="block left out", label="share of right digits", first_column=0,
+      vmax=1)
 def removal_by_steps(run):
     """Right digits without one block. A bright row: the model hardly needs this block.
 
@@ -325,21 +327,22 @@ def sublayers_of(model, block):
             for place in (2 * i + 1, 2 * i + 2)}
 
 def gain_found(result):
-    rows = result[""]
-    spread = [max(row) - min(row) for row in rows]
-    most = spread.index(max(spread))
-    low, high = (f(range(len(rows[most])), key=rows[most].__getitem__) for f in (min, max))
-    return (f"sublayer {most + 1} knows best who needs it: {rows[most][low]:.2f} for {in_words(low)}, "
-            f"{rows[most][high]:.2f} for {in_words(high)}")
+    rises = [max(row) - row[0] for row in result[""]]
+    place = rises.index(max(rises))
+    row = result[""][place]
+    most = row.index(max(row))
+    return (f"sublayer {place + 1} tells digits apart best: its mean gain is {row[0]:.2f} for "
+            f"copies, and {row[most]:.2f} for {in_words(most)}")
 
-@stat("What turns, and for whom", draw="heat", finding=gain_found, x="steps asked for",
-      y="sublayer", label="mean gain", first_column=0, cmap="Blues", numbers=True, scale=1.2)
+@stat("What turns, and for whom: mean gain", draw="heat", finding=gain_found, x="steps asked for",
+      y="sublayer", label="mean gain", first_column=0, cmap="Blues")
 def gain_by_steps(run):
     """How much each sublayer turns the stream, by the steps that the digit asks for. A row of one
-    colour treats all digits alike; pale on the left, dark on the right: it turns for those who need it.
+    colour treats all digits alike. Pale on the left and dark on the right: it works for those who
+    need it. On the far right stands what the model has not learned.
 
-    Mean gain (the tangent of the angle) where the digit is predicted; without gains, |change| /
-    |stream|. Digits as in the first figure. A cost for gain (--gain_cost) makes rows differ."""
+    Mean gain (the tangent of the angle) where the digit is predicted; of residuals without gains,
+    |change| / |stream|. Digits as in the first figure. With a --gain_cost, rows differ."""
     return {"": by_steps(run, lambda idx, targets: run.writes(idx))}
 
 def who_skips_found(result):
@@ -370,22 +373,21 @@ ALL_RUN = Decider(None)
 # ======================================================================================= any text
 
 def skip_found(result):
-    (name, lines), = result.items()
-    dense = lines["by gain"][0][1]
-    best = max(lines["by gain"][1:3])   # below 0.02 or 0.05
-    n = lines["by gain"].index(best)
-    unit_name = "steps learned" if "steps" in name else "nats"
-    others = "; ".join(f"{control}: {lines[control][n][1]:.2f}" for control in list(lines)[1:3])
-    return (f"{best[0]:.0%} skipped for {best[1] - dense:+.3f} {unit_name} ({best[1]:.2f}); "
-            f"as much by {others}")
+    [(what, lines)] = result.items()
+    skipped, value = lines["by gain"][2]   # below 0.05
+    left = {control: f"{lines[control][2][1]:.2f}" for control in ("a fixed set", "coins")}
+    return (f"below 0.05, {skipped:.0%} of the sublayer runs are skipped; {what}: {value:.2f}, and "
+            f"{lines['by gain'][0][1]:.2f} if all run; with a fixed set {left['a fixed set']}, and "
+            f"with coins {left['coins']}")
 
 @stat("What skipping costs", finding=skip_found, x="share of the sublayer runs skipped")
 def skip_curve(run):
-    """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. A line that stays level
-    skips for nothing. Two controls skip as much: a fixed set of sublayers for all tokens, and coins.
+    """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. A line that stays
+    level skips for nothing. Two controls skip as much: a fixed set of sublayers, and coins.
 
-    Nothing is trained after it. Fixed set: the sublayers of lowest mean gain. Coins: each sublayer is
-    skipped by as many tokens as by gain, but by random ones. Steps learned as in the first figure."""
+    Nothing is trained after it. Fixed set: for all tokens, the sublayers of lowest mean gain.
+    Coins: each sublayer is skipped by as many tokens as by gain, but by random ones. Steps learned
+    as in the first figure."""
     model, twice_L = run.model, 2 * len(run.model.order)
     run.by_gain(0)   # says if there are no gains
     gains = run.mean(lambda idx: run.writes(idx, Runner(model, ALL_RUN)).mean((1, 2)), run.others)
@@ -422,21 +424,20 @@ def skip_point(run, decider):
     return [1 - sum(ran) / len(ran), value], ran
 
 KINDS = ("a blank after a blank", "another blank", "the first letter of a word", "a further letter",
-         "a digit", "anything else")
+         "a digit", "punctuation")
+BLANKS, DIGITS = " \t\r\n", "0123456789"
+LETTERS = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 def kind_of_character(before, here):
     """Bytes (B, T) -> numbers of KINDS (B, T)"""
     def among(x, characters):
         return torch.isin(x, torch.tensor([*characters.encode()], device=x.device))
-    blank, digit = (among(here, characters) for characters in (" \t\r\n", "0123456789"))
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    letters += letters.upper() + "_"
-    letter = among(here, letters)
-    in_word, after_blank = among(before, letters + "0123456789"), among(before, " \t\r\n")
-    kinds = torch.full_like(here, 5)
-    for number, is_it in enumerate((blank & after_blank, blank & ~after_blank, letter & ~in_word,
-                                    letter & in_word, digit)):
-        kinds[is_it] = number
+    kinds = torch.full_like(here, KINDS.index("punctuation"))
+    kinds[among(here, BLANKS)] = 1
+    kinds[among(here, BLANKS) & among(before, BLANKS)] = 0
+    kinds[among(here, LETTERS)] = 2
+    kinds[among(here, LETTERS) & among(before, LETTERS + DIGITS)] = 3
+    kinds[among(here, DIGITS)] = 4
     return kinds
 
 def deep_found(result):
@@ -446,10 +447,11 @@ def deep_found(result):
 
 @stat("Which characters run deep", draw="bars", finding=deep_found)
 def deep_characters(run):
-    """The share of the sublayers that run, by the kind of character that is predicted. Long bars on the
-    left and right together: depth goes where the loss is.
+    """The share of the sublayers that run, by the kind of character that is predicted, and the loss
+    of such characters: does depth go where the loss is?
 
-    Who skips: as in the figures above. On the right, the mean loss of such characters (with skipping)."""
+    A token skips what would turn it by less than --skip_below (0.05, which are 3 degrees), or as it
+    was trained. The mean loss is that with skipping."""
     if run.config["tokenizer"] != "bytes" or run.steps:
         raise NotHere("its tokens are no characters of an ordinary text")
     total = torch.zeros(3, len(KINDS), dtype=torch.double)
@@ -466,7 +468,7 @@ def deep_characters(run):
 
 def depth_by_loss_found(result):
     ran = result["share of the sublayers that run"]["tokens"]
-    return f"the easiest tenth of the tokens runs {ran[0]:.0%} of the sublayers, the hardest {ran[-1]:.0%}"
+    return f"the easiest tenth runs {ran[0]:.0%} of the sublayers, and the hardest {ran[-1]:.0%}"
 
 @stat("Do hard tokens run deep?", finding=depth_by_loss_found,
       x="tenth of the tokens, by rising loss")
@@ -474,7 +476,9 @@ def depth_by_loss(run):
     """The share of the sublayers that run, of tokens in ten groups by their loss. A line that rises
     spends depth on what is hard to predict.
 
-    Who skips: as in the figures above. The loss is that with all sublayers."""
+    Who skips: as in the figure of characters. The loss is that with all sublayers."""
+    if run.steps:
+        raise NotHere("on the steps text, the figure by steps says more")
     depths, losses = [], []
     for idx, targets in run.batches:
         depths.append(run.depths(idx)[0].flatten())
@@ -486,41 +490,46 @@ def depth_by_loss(run):
 @stat("What each sublayer writes for each token", draw="depth_map", y="sublayer", cmap="Blues",
       x="token (grey: it skips)", label="gain", columns=1)
 def depth_map(run):
-    """Dark: the sublayer turns the stream of this token much; grey: the token skips it.
+    """Dark: the sublayer turns the stream of this token much. Grey: the token skips it.
 
-    NAG's gain, or else |change| / |stream|. Who skips: as in the figures above; without gains, nobody.
-    The text is --text, or the start of a validation window. Source: NAG, arXiv:2606.16112, appendix A."""
+    NAG's gain, or else |change| / |stream|. Who skips: as in the figure of characters; without
+    gains, nobody. The text is --text, or the start of a validation window: of the first eight, that
+    in which depth varies most. Source: NAG, arXiv:2606.16112, appendix A."""
     if run.steps and not run.args.text:
-        raise NotHere("on the steps text, the figures by steps say more; --text makes a map of yours")
-    encoding, idx = prepare.get_tokenizer(run.config["tokenizer"]), run.batches[0][0][:1, :64]
+        raise NotHere("on the steps text, the figures by steps say more; --text makes a map")
+    encoding, idx = prepare.get_tokenizer(run.config["tokenizer"]), run.batches[0][0][:, :72]
+    try:
+        decider = run.skipping
+        idx = idx[run.depths(idx)[0].std(1).argmax()][None]
+    except NotHere:
+        decider, idx = ALL_RUN, idx[:1]
     if run.args.text:
         tokens = encoding.encode_ordinary(run.args.text[:10_000])[:run.model.config.block_size]
         idx = idx.new_tensor([tokens])
-    try:
-        runner = Runner(run.model, run.skipping)
-    except NotHere:
-        runner = Runner(run.model)
-    writes, tokens = run.writes(idx, runner)[:, 0].tolist(), []
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character's last token shows it.
+    runner, tokens = Runner(run.model, decider), []
+    size = run.writes(idx, runner)[:, 0].tolist()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
     for token in idx[0].tolist():
         tokens.append(decoder.decode(encoding.decode_single_token_bytes(token)))
-    return dict(tokens=tokens, size=writes,
-                ran=[mask_of(keep, idx)[0].tolist() for keep in runner.keeps])
+    ran = [mask_of(keep, idx)[0].tolist() for keep in runner.keeps]
+    return dict(tokens=tokens, size=size, ran=ran)
 
 # ------------------------------------------------------------------------- the stream, under More
 
 def update_found(result):
     turned = result["turned by (degrees)"]["MLP"][-1]
-    size = result["length of the stream"]["stream"]
-    return f"the last MLP turns the stream by {turned:.0f} degrees; its length grows by {size[-1] / size[0]:.1f}"
+    length = [y for _, y in result["length of the stream"]["stream"]]
+    return (f"the last MLP turns the stream by {turned:.0f} degrees; at the end, the stream is "
+            f"{length[-1] / length[0]:.1f} times as long as at its start")
 
-@stat("What a sublayer changes", page="more", finding=update_found, x="block", log=True)
+@stat("What a sublayer changes", page="more", finding=update_found, x="block",
+      log="|change| / |stream|")
 def update(run):
-    """How far each sublayer turns the stream, and how long that gets. In PreNorm a long stream makes
-    equal updates a smaller part; NAG's gains are parts.
+    """How far each sublayer turns the stream, and how long that gets. In PreNorm, in a long stream
+    equal updates are a smaller part; NAG's gains are parts.
 
     Means over tokens of |after - before| / |before|, of the angle between before and after, and of
-    |x| / sqrt(C) before each block and at the end. NAG turns by atan|gain|. Sources:
+    |x| / sqrt(C) at the start (0) and after each block. NAG turns by atan|gain|. Sources:
     arXiv:2505.13898; NAG, arXiv:2606.16112, figure 3."""
     def measure(idx):
         x = run.streams(idx)
@@ -528,24 +537,25 @@ def update(run):
         return torch.stack((relative(x[1:], x[:-1]), angles(x[1:], x[:-1]).rad2deg(), size[1:],
                             size[:-1])).mean((2, 3))
     change, angle, size, before = run.mean(measure)
+    lengths = list(enumerate([before[0].item(), *size[1::2].tolist()]))
     return {"|change| / |stream|": by_kind(change), "turned by (degrees)": by_kind(angle),
-            "length of the stream": {"stream": [before[0].item(), *size[1::2].tolist()]}}
+            "length of the stream": {"stream": lengths}}
 
 def relative(after, before):
     return (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-30)
 
 def angles(x, y):
-    """Between vectors (..., C), in radians. The arc cosine would lose half of a small angle's digits."""
+    """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
 @stat("What the head can read after each block", page="more", x="blocks run", start=0)
 def logit_lens(run):
-    """The loss if the head read the stream after each block. A high line can't be read yet by the head,
-    which was trained to read the last block; that does not mean that nothing is there.
+    """The loss if the head read the stream after each block. Where it is high, the head can't read
+    yet. But it was trained to read the last block, so something else may be there.
 
-    Final norm and head, applied to the stream after each block (0: to the embedding). Source: the logit
-    lens, as in arXiv:2505.13898."""
+    Final norm and head, applied to the stream after each block (0: to the embedding). Source: the
+    logit lens, as in arXiv:2505.13898."""
     losses = torch.zeros(len(run.model.order) + 1)
     for idx, targets in run.batches:
         for i, stream in enumerate(ends_of_blocks(run.model, idx)):
@@ -564,9 +574,9 @@ def removal_found(result):
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
-    The stream passes what is removed unchanged, an outer norm (post) included. With attnres there is a
-    source less. A block that --repeat runs several times is removed wherever it runs. Nothing is
-    trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
+    The stream passes what is removed unchanged, an outer norm (post) included. With attnres there
+    is a source less. A block that --repeat runs several times is removed wherever it runs. Nothing
+    is trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
     places = range(1, 2 * len(run.model.order) + 1)
     one = [run.loss_without({place}) - run.loss for place in places]
     block = [run.loss_without(sublayers_of(run.model, i)) - run.loss
@@ -578,7 +588,7 @@ def norm_confidence(run):
     """Tokens in ten groups by the length of their last stream. Where the line falls, who is longer
     errs less.
 
-    Norm e^s of the stream that the head reads. Source: zyphra.com/our-work/norm-agnostic-residual-network."""
+    Norm of what the head reads. Source: zyphra.com/our-work/norm-agnostic-residual-network."""
     run.by_gain(0)   # says if there are no gains
     norms, losses = [], []
     for idx, targets in run.batches:
@@ -591,13 +601,14 @@ def norm_confidence(run):
 
 @stat("Loss while training", page="more", x="training tokens")
 def loss_curve(run):
-    """The loss on validation windows and on training batches, comparable between runs on the same data.
+    """The loss on validation windows and on training batches, to compare runs on the same data.
 
     As train.py has logged them. A training loss is that of a single step."""
-    tokens, history = run.config["batch_size"] * run.config["block_size"], run.history.items()
-    validation = [[step * tokens, entry["val_loss"]] for step, entry in history if "val_loss" in entry]
-    training = [[step * tokens, entry["loss"]] for step, entry in history if "loss" in entry]
-    return {"loss (nats per token)": {"validation": validation, "training": training}}
+    tokens = run.config["batch_size"] * run.config["block_size"]
+    found = {"validation": "val_loss", "training": "loss"}
+    return {"loss (nats per token)": {
+        name: [[step * tokens, entry[key]] for step, entry in run.history.items() if key in entry]
+        for name, key in found.items()}}
 
 def block_scores(run):
     """{method: a score for each block}. The lowest is to go first."""
@@ -617,8 +628,8 @@ def block_scores(run):
 
 def gradient_sums(run):
     """Gradient norm of each block, summed over the training, as last noted. []: not known."""
-    sums = [entry["grad_norms"] for entry in run.history.values()
-            if any(entry.get("grad_norms", [])) and len(entry["grad_norms"]) == len(run.model.blocks)]
+    sums = [entry.get("grad_norms", []) for entry in run.history.values()]
+    sums = [each for each in sums if len(each) == len(run.model.blocks) and any(each)]
     return sums[-1] if sums else []
 
 # ======================================================================================= drawings
@@ -626,49 +637,50 @@ def gradient_sums(run):
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 STYLES = ["o-", "s--", "^:", "v-."]
 
-def new_figure(stat, rows, columns, size, **options):
-    """-> a figure and its axes (rows, columns). size: width and height of each, in inches"""
-    from matplotlib.figure import Figure
+def new_figure(stat, panels, columns, size, **options):
+    """-> a figure, and the axes of its panels. size: width and height of a panel, in inches"""
+    from matplotlib.figure import Figure   # not pyplot, which would choose a backend
+    columns = min(panels, columns)
+    rows = math.ceil(panels / columns)
     width, height = max(5.6, size[0] * columns), size[1] * rows + 0.9
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(stat.title, x=0.01, ha="left", fontweight="bold")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+    grid = figure.subplots(rows, columns, squeeze=False, **options).flatten()
+    for axes in grid[panels:]:
+        axes.set_axis_off()
+    return figure, grid[:panels]
+
+def all_keys(dicts):
+    """The keys of all of them, once each, in their order"""
+    return list(dict.fromkeys(key for each in dicts for key in each))
 
 def draw_lines(stat, results, colors):
     """A panel per group of lines. The colour says which run, the dashes which line."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
-    how = stat.options
-    panels = list(dict.fromkeys(title for result in results.values() for title in result))
-    names = list(dict.fromkeys(name for result in results.values() for group in result.values()
-                               for name in group))
+    how, titles = stat.options, all_keys(results.values())
+    names = all_keys(group for result in results.values() for group in result.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
-    rows = math.ceil(len(panels) / 3)
-    figure, grid = new_figure(stat, rows, min(3, len(panels)), (4.2, 3.2),
-                              sharey=how.get("same_y", False))
-    for axes in grid.flat[len(panels):]:
-        axes.set_axis_off()
-    for axes, title in zip(grid.flat, panels):
-        shares_y = "ylabel" in how
-        axes.set(title=title if shares_y or len(panels) > 1 else "", xlabel=how["x"],
-                 ylabel=how.get("ylabel", title if len(panels) == 1 else ""))
+    figure, grid = new_figure(stat, len(titles), 3, (4.2, 3.2))
+    for axes, title in zip(grid, titles):
+        axes.set(xlabel=how["x"], ylabel=how.get("ylabel", title), title=title * ("ylabel" in how))
         for run, result in results.items():
             for name, line in result.get(title, {}).items():
-                if line and not isinstance(line[0], list):
+                if line and not isinstance(line[0], (list, tuple)):
                     line = list(enumerate(line, how.get("start", 1)))
                 x, y = zip(*line) if line else ((), ())
                 width = 3 if names.index(name) == 0 < len(names) - 1 else 1.3
                 axes.plot(x, y, styles[name], color=colors[run], ms=3.5, lw=width, alpha=0.85)
         if "limits" in how:
             axes.set_ylim(how["limits"])
+        if how.get("log") in (True, title):   # like a logarithm, but it goes through 0
+            axes.set_yscale("asinh", linear_width=0.01)
+            axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
         if how["x"].startswith("share"):
             axes.xaxis.set_major_formatter("{x:.0%}")
         elif axes.dataLim.x1 >= 1e4:
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))   # 5M
         else:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if how.get("log"):
-            axes.set_yscale("asinh", linear_width=0.01)   # like a logarithm, and goes through 0
-            axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y == 0 or abs(y) >= 0.01 else "")
         axes.grid(alpha=0.25)
     entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
     if len(names) > 1:
@@ -677,109 +689,104 @@ def draw_lines(stat, results, colors):
     return figure
 
 def draw_heat(stat, results, colors):
-    """A panel per run and matrix, the lowest number at the lower left. Small maps have their numbers
-    in them."""
-    found = [(run, *each) for run, result in results.items() for each in result.items()]
-    columns = min(len(found), stat.options.get("columns", 2))
-    figure, grid = new_figure(stat, math.ceil(len(found) / columns), columns, (4.6, 3.6))
-    for axes in grid.flat[len(found):]:
-        axes.set_axis_off()
-    for axes, (run, title, matrix) in zip(grid.flat, found):
-        image = heat(axes, matrix, **stat.options)
-        axes.set_title(f"{run} {title}".strip(), color=colors[run])
-        if "vmax" not in stat.options:
-            figure.colorbar(image, ax=axes, label=stat.options["label"])
-    if "vmax" in stat.options:   # All panels have one scale.
-        figure.colorbar(image, ax=list(grid.flat), label=stat.options["label"])
+    """A panel per run and matrix, the lowest number at the lower left"""
+    how, found = stat.options, [(run, *each) for run in results for each in results[run].items()]
+    figure, grid = new_figure(stat, len(found), how.get("columns", 2), (4.6, 3.6))
+    for axes, (run, title, matrix) in zip(grid, found):
+        image = heat(axes, matrix, **how)
+        axes.set_title(f"{run} {title}", color=colors[run])
+        if "vmax" not in how:
+            figure.colorbar(image, ax=axes, label=how["label"])
+    if "vmax" in how:   # All panels have one scale.
+        figure.colorbar(image, ax=list(grid), label=how["label"])
     return figure
 
 def heat(axes, matrix, x, y, first_row=1, first_column=1, step=1, vmin=0, vmax=None, cmap="viridis",
          **_):
-    """A matrix as colours; None is grey, and small ones get their numbers, .73 for 0.73"""
+    """A matrix as colours. None is grey, and a small one gets its numbers: .73 for 0.73"""
     from matplotlib.ticker import MaxNLocator
-    values = torch.tensor([[math.nan if value is None else value for value in row] for row in matrix])
+    values = torch.tensor([[math.nan if x is None else x for x in row] for row in matrix])
     rows, columns = values.shape
     xs, ys = [first_column + step * i for i in range(columns)], range(first_row, first_row + rows)
     image = axes.pcolormesh(xs, ys, values.numpy(), vmin=vmin, vmax=vmax, cmap=cmap)
     axes.set(xlabel=x, ylabel=y, facecolor="0.85")
-    axes.yaxis.set_major_locator(MaxNLocator(16, integer=True, steps=[1, 2, 5, 10]))
-    if step == 1 and rows * columns <= 260:
+    axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
+    if step == 1 and columns <= 16:
         axes.set_xticks(xs)
-        for (row, column), value in zip(itertools.product(range(rows), range(columns)),
-                                        values.flatten().tolist()):
+        for place, value in zip(itertools.product(ys, xs), values.flatten().tolist()):
             if value == value:   # not nan
-                red, green, blue, _ = image.cmap(image.norm(value))
-                is_dark = 0.3 * red + 0.6 * green + 0.1 * blue < 0.5
-                axes.text(xs[column], ys[row], f"{value:.2f}".removeprefix("0"), ha="center",
-                          va="center", fontsize=7, color="white" if is_dark else "black")
+                *rgb, _ = image.cmap(image.norm(value))
+                axes.text(*place[::-1], f"{value:.2f}".removeprefix("0"), ha="center", va="center",
+                          fontsize=7, color="white" if sum(rgb) < 1.5 else "black")
     return image
 
 def draw_inside(stat, results, colors):
-    """A row of three panels per run: what can be read where the line stands, where the answer is
-    predicted, and the digits of one line that can be read"""
-    figure, grid = new_figure(stat, len(results), 3, (4.2, 3.4), sharey="row",
-                              width_ratios=[1, 1, 1.3])
-    for (line, answer, digits), (run, result) in zip(grid, results.items()):
-        for axes, name, title in ((line, "line", "where the line stands"),
-                                  (answer, "answer", "where the answer is predicted")):
-            heat(axes, result[name], "the line after so many steps",
-                 "blocks run" if name == "line" else "", 0, 0, vmax=1)
-            axes.set_title(title)
+    """Three panels per run: what can be read where the line stands, and where the answer is
+    predicted, and one line's digits that can be read"""
+    figure, grid = new_figure(stat, 3 * len(results), 3, (4.2, 3.4), width_ratios=[1, 1, 1.3])
+    for i, (run, result) in enumerate(results.items()):
+        line, answer, digits = grid[3 * i:3 * i + 3]
+        labels = "the line after so many steps", "blocks run"
+        heat(line, result["line"], *labels, first_row=0, first_column=0, vmax=1)
+        heat(answer, result["answer"], *labels, first_row=0, first_column=0, vmax=1)
         line.set_title(f"{run}: where the line stands", color=colors[run])
+        answer.set_title("where the answer is predicted")
         draw_digits(digits, result["examples"][0])
     return figure
 
 def draw_digits(axes, example):
     """One line, a row a block: the newest digits that can be read, coloured by steps"""
     from matplotlib import colormaps
-    blocks, cells = example["blocks"], len(example["true"])
-    most = ord(example["line"][0]) - ord("a")
+    blocks, n, most = example["blocks"], len(example["true"]), ord(example["line"][0]) - ord("a")
     for block, row in enumerate(blocks):
         if row is None:
-            axes.text(cells / 2 - 0.5, block, "nothing that a probe can read", ha="center", va="center",
-                      color="0.5")
+            axes.text(n / 2, block, "nothing to be read yet", ha="center", va="center", color="0.5")
             continue
-        share = row["steps"] / max(1, most)
-        axes.barh(block, cells, left=-0.5, height=1, color=colormaps["YlGnBu"](0.05 + 0.6 * share))
+        color = colormaps["YlGnBu"](0.05 + 0.55 * row["steps"] / max(1, most))
+        axes.barh(block, n, left=-0.5, height=1, color=color)
         for x, (digit, true) in enumerate(zip(row["digits"], row["true"])):
-            axes.text(x, block, digit, ha="center", va="center", color="black" if digit == true else "red")
-        here = "" if row["place"] == "answer" else ", in the line"
-        axes.text(cells, block, in_words(row["steps"]) + here, va="center", fontsize=9)
-    axes.set(title=f"{example['line']}: the newest digits that can be read", xlim=(-0.5, cells + 4),
-             xticks=range(cells), ylim=(-0.5, len(blocks) - 0.5))
-    axes.set_xticklabels(example["answer"])
+            color = "black" if digit == true else "red"
+            axes.text(x, block, digit, ha="center", va="center", color=color)
+        where = ", in the line" * (row["place"] == "line")
+        axes.text(n - 0.2, block, in_words(row["steps"]) + where, va="center", fontsize=9)
+    axes.set(title=f"{example['line']}: the newest digits that can be read", xlim=(-0.5, n + 5),
+             ylim=(-0.5, len(blocks) - 0.5), xticks=range(n), xticklabels=example["answer"])
     axes.set_xlabel("the model's answer", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
 
 def draw_bars(stat, results, colors):
-    """A panel per group of bars, which all have the same names; a bar per run"""
-    panels = list(next(iter(results.values())))
-    names = list(dict.fromkeys(name for result in results.values() for name in result[panels[0]]))
-    figure, grid = new_figure(stat, 1, len(panels), (4.6, 0.3 * len(names) * (1 + len(results)) / 2 + 1),
-                              sharey=True)
-    height = 0.8 / len(results)
-    for axes, panel in zip(grid.flat, panels):
+    """A panel per group of bars; a bar per name and run"""
+    titles = all_keys(results.values())
+    names = all_keys(result[titles[0]] for result in results.values())
+    size, thickness = (4.6, 0.25 * len(names) * (1 + len(results)) + 0.5), 0.8 / len(results)
+    figure, grid = new_figure(stat, len(titles), 2, size, sharey=True)
+    for axes, title in zip(grid, titles):
         for i, (run, result) in enumerate(results.items()):
-            values = [result[panel].get(name, math.nan) for name in names]
-            places = [row + (i - (len(results) - 1) / 2) * height for row in range(len(names))]
-            bars = axes.barh(places, values, height, color=colors[run], label=run)
+            values = [result[title].get(name, math.nan) for name in names]
+            places = [row + i * thickness for row in range(len(names))]
+            bars = axes.barh(places, values, thickness, color=colors[run], label=run)
             axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
-        axes.set(title=panel, yticks=range(len(names)), yticklabels=names)
+        middle = 0.4 - thickness / 2
+        axes.set_yticks([row + middle for row in range(len(names))], names)
+        axes.set_title(title)
         axes.margins(x=0.15)
-    grid.flat[0].invert_yaxis()
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower left", ncols=3,
-                  frameon=False)
+    axes.invert_yaxis()
+    entries = axes.get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower left", ncols=3, frameon=False)
     return figure
 
 def draw_depth_map(stat, results, colors):
     """A heat map per run, of what was not skipped, with the tokens below"""
+    from matplotlib.colors import PowerNorm
     maps = {run: {"": [[size if ran else None for size, ran in zip(*rows)]
                        for rows in zip(result["size"], result["ran"])]}
             for run, result in results.items()}
     figure = draw_heat(stat, maps, colors)
     figure.set_figwidth(12)
     for axes, result in zip(figure.axes, results.values()):
-        tokens = [repr(token)[1:-1].replace("\\n", "↵") for token in result["tokens"]]   # no line ends
+        image = axes.collections[0]
+        image.set_norm(PowerNorm(0.5, *image.get_clim()))   # so that small gains differ, too
+        tokens = [repr(token)[1:-1].replace("\\n", "↵") for token in result["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
                         rotation=90 if max(map(len, tokens)) > 2 else 0)
     return figure
@@ -794,10 +801,11 @@ def main(argv=None):
         print("\n".join(f"{name:18}{stat.caption}" for name, stat in STATS.items()))
         return
     [args] = parse((AnalyzeConfig,), argv, __doc__, positional=("runs",))
-    named = {*args.only.split(",")} if args.only else set()
-    for name in named - {*STATS}:
-        refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
-    wanted = [name for name, stat in STATS.items() if name in named or not named and stat.page != "only"]
+    named = args.only.split(",") if args.only else list(STATS)
+    for name in named:
+        if name not in STATS:
+            refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
+    wanted = [name for name in STATS if name in named]   # in the order of the page
     args.text = prepare.text_or_file(args.text)
     runs = open_runs(args)
     refuse_if_taken(Path(args.out))   # now, not after minutes of measuring
@@ -810,17 +818,18 @@ def main(argv=None):
                 results[name][run_name] = STATS[name].measure(run)
             except NotHere as why:
                 results[name][run_name] = str(why)
-                if named:   # Else it is on the page, beside all the others.
+                if args.only:   # Else it is on the page, beside all the others.
                     print(printable(f"{run_name}: {name}: {why}"), file=sys.stderr)
     save(Path(args.out), runs, results)
     say(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def refuse_if_taken(out):
-    """Makes the folder. SystemExit if it can't be written to, or has files of our names that we have
-    not made"""
+    """Makes the folder. SystemExit if it can't be written to, or has files of our names that we
+    have not made"""
+    ours = {"index.html", "numbers.json", *(f"{name}.png" for name in STATS)}
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        found = {"index.html", "numbers.json", *(f"{name}.png" for name in STATS)} & {*os.listdir(out)}
+        found = ours & {*os.listdir(out)}
         if not os.access(out, os.W_OK):
             raise PermissionError("you may not write there")
         if found and not are_our_numbers(out / "numbers.json"):
@@ -851,7 +860,7 @@ def open_runs(args):
     return runs
 
 def colors_of(runs):
-    """A colour for each run. The first of PreNorm, and the first of NAG, look alike on all pages."""
+    """A colour for each run. The first PreNorm and the first NAG have the same on all pages."""
     found, free = {}, COLORS[2:] + COLORS[:2]
     for name, run in runs.items():
         own = {"pre": COLORS[0], "nag": COLORS[1]}.get(run.config["residual"].partition(":")[0])
@@ -861,8 +870,7 @@ def colors_of(runs):
 
 def save(out, runs, results):
     """Figures, numbers and page"""
-    import matplotlib
-    colors = colors_of(runs)
+    colors, page = colors_of(runs), {}
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
@@ -871,23 +879,30 @@ def save(out, runs, results):
     numbers = json.dumps(dict(runs=about, statistics=results), indent=1)
     # `refuse_if_taken` looks for it.
     write_file(out / "numbers.json", lambda f: f.write(numbers.encode()))
-    page = {}
-    for name in results:
+    for name, found in results.items():
         stat = STATS[name]
-        measured = {run: result for run, result in results[name].items() if not isinstance(result, str)}
-        found = {run: stat.finding(result) for run, result in measured.items()} if stat.finding else {}
-        page[name] = vars(stat) | dict(measure=None, finding=found, results=results[name], image="",
-                                       width=0)
-        if measured and stat.draw in DRAWINGS:
-            with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name or text.
-                figure, png = DRAWINGS[stat.draw](stat, measured, colors), io.BytesIO()
-                figure.savefig(png, format="png", dpi=130)
-            data = base64.b64encode(png.getvalue()).decode()
-            page[name] |= dict(width=figure.get_figwidth() * 80, image="data:image/png;base64," + data)
-            write_file(out / f"{name}.png", lambda f: f.write(png.getvalue()))
+        found = {run: result for run, result in found.items() if not isinstance(result, str)}
+        says = {run: stat.finding(result) for run, result in found.items()} if stat.finding else {}
+        page[name] = dict(title=stat.title, page=stat.page, caption=stat.caption, finding=says,
+                          definition=stat.definition, results=results[name], image="", width=0)
+        if found and stat.draw in DRAWINGS:
+            png, width = as_png(stat, found, colors)
+            write_file(out / f"{name}.png", lambda f: f.write(png))
+            image = "data:image/png;base64," + base64.b64encode(png).decode()
+            page[name] |= dict(image=image, width=80 * width)
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
-    report = json.dumps(dict(runs=about, statistics=page)).replace("<", "\\u003c")   # ends no script
+    # Without a <, no text ends a script.
+    report = json.dumps(dict(runs=about, statistics=page)).replace("<", "\\u003c")
     write_file(out / "index.html", lambda f: f.write(template.replace("REPORT", report).encode()))
+
+def as_png(stat, found, colors):
+    """-> bytes of a figure, and its width in inches"""
+    import matplotlib
+    png = io.BytesIO()
+    with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name, or of a text.
+        figure = DRAWINGS[stat.draw](stat, found, colors)
+        figure.savefig(png, format="png", dpi=130)
+    return png.getvalue(), figure.get_figwidth()
 
 if __name__ == "__main__":
     start(main)

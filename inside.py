@@ -71,7 +71,7 @@ def with_one(features):
 
 def questions(idx, targets, text, k):
     """All lines in windows that ask for k steps, and whose answer is in the window, too -> window
-    (N,), letter (N,): where the answer begins, and lines (k + 1, N, cells): after 0, 1, .. k steps"""
+    (N,); letter (N,): where the answer begins; lines (k + 1, N, cells): after 0, 1, .. k steps"""
     cells = text["cells"]
     asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
     begins = (asked == k) & (cell == 0)
