@@ -263,7 +263,7 @@ def inside_found(result):
     asked = in_words(result["asked"])
     return f"of lines that ask for {asked}, a probe can read " + ("; ".join(told) or "nothing new")
 
-@stat("The lines inside: share of digits that a probe reads", draw="inside", finding=inside_found)
+@stat("The lines inside, which nobody wrote", draw="inside", finding=inside_found)
 def lines_inside(run):
     """The text never has the lines between a line and its answer, but the model makes them: a
     linear probe reads their digits in the stream. About .5 is not yet knowing: if the probe knows a
@@ -334,7 +334,7 @@ def gain_found(result):
     return (f"sublayer {place + 1} tells digits apart best: its mean gain is {row[0]:.2f} for "
             f"copies, and {row[most]:.2f} for {in_words(most)}")
 
-@stat("What turns, and for whom: mean gain", draw="heat", finding=gain_found, x="steps asked for",
+@stat("What turns, and for whom", draw="heat", finding=gain_found, x="steps asked for",
       y="sublayer", label="mean gain", first_column=0, cmap="Blues")
 def gain_by_steps(run):
     """How much each sublayer turns the stream, by the steps that the digit asks for. A row of one
@@ -637,14 +637,13 @@ def gradient_sums(run):
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 STYLES = ["o-", "s--", "^:", "v-."]
 
-def new_figure(stat, panels, columns, size, **options):
+def new_figure(panels, columns, size, **options):
     """-> a figure, and the axes of its panels. size: width and height of a panel, in inches"""
     from matplotlib.figure import Figure   # not pyplot, which would choose a backend
     columns = min(panels, columns)
     rows = math.ceil(panels / columns)
-    width, height = max(5.6, size[0] * columns), size[1] * rows + 0.9
+    width, height = max(5.6, size[0] * columns), size[1] * rows + 0.6
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(stat.title, x=0.01, ha="left", fontweight="bold")
     grid = figure.subplots(rows, columns, squeeze=False, **options).flatten()
     for axes in grid[panels:]:
         axes.set_axis_off()
@@ -660,7 +659,7 @@ def draw_lines(stat, results, colors):
     how, titles = stat.options, all_keys(results.values())
     names = all_keys(group for result in results.values() for group in result.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
-    figure, grid = new_figure(stat, len(titles), 3, (4.2, 3.2))
+    figure, grid = new_figure(len(titles), 3, (4.2, 3.2))
     for axes, title in zip(grid, titles):
         axes.set(xlabel=how["x"], ylabel=how.get("ylabel", title), title=title * ("ylabel" in how))
         for run, result in results.items():
@@ -691,7 +690,7 @@ def draw_lines(stat, results, colors):
 def draw_heat(stat, results, colors):
     """A panel per run and matrix, the lowest number at the lower left"""
     how, found = stat.options, [(run, *each) for run in results for each in results[run].items()]
-    figure, grid = new_figure(stat, len(found), how.get("columns", 2), (4.6, 3.6))
+    figure, grid = new_figure(len(found), how.get("columns", 2), (4.6, 3.6))
     for axes, (run, title, matrix) in zip(grid, found):
         image = heat(axes, matrix, **how)
         axes.set_title(f"{run} {title}", color=colors[run])
@@ -723,14 +722,14 @@ def heat(axes, matrix, x, y, first_row=1, first_column=1, step=1, vmin=0, vmax=N
 def draw_inside(stat, results, colors):
     """Three panels per run: what can be read where the line stands, and where the answer is
     predicted, and one line's digits that can be read"""
-    figure, grid = new_figure(stat, 3 * len(results), 3, (4.2, 3.4), width_ratios=[1, 1, 1.3])
+    figure, grid = new_figure(3 * len(results), 3, (4.2, 3.4), width_ratios=[1, 1, 1.3])
     for i, (run, result) in enumerate(results.items()):
         line, answer, digits = grid[3 * i:3 * i + 3]
         labels = "the line after so many steps", "blocks run"
         heat(line, result["line"], *labels, first_row=0, first_column=0, vmax=1)
         heat(answer, result["answer"], *labels, first_row=0, first_column=0, vmax=1)
-        line.set_title(f"{run}: where the line stands", color=colors[run])
-        answer.set_title("where the answer is predicted")
+        line.set_title(f"{run}: share read where the line stands", color=colors[run])
+        answer.set_title("share read where the answer is predicted")
         draw_digits(digits, result["examples"][0])
     return figure
 
@@ -759,7 +758,7 @@ def draw_bars(stat, results, colors):
     titles = all_keys(results.values())
     names = all_keys(result[titles[0]] for result in results.values())
     size, thickness = (4.6, 0.25 * len(names) * (1 + len(results)) + 0.5), 0.8 / len(results)
-    figure, grid = new_figure(stat, len(titles), 2, size, sharey=True)
+    figure, grid = new_figure(len(titles), 2, size, sharey=True)
     for axes, title in zip(grid, titles):
         for i, (run, result) in enumerate(results.items()):
             values = [result[title].get(name, math.nan) for name in names]
