@@ -252,7 +252,10 @@ def steps(run):
 
 def k_of(run):
     """Of which lines we look inside: --asked, or the most steps that the model has learned"""
-    return run.args.asked or max(1, most_learned(run.right))
+    k, most = run.args.asked or max(1, most_learned(run.right)), run.steps_text()["most"]
+    if k > most:
+        raise NotHere(f"its lines ask for {in_words(most)} at most, not for --asked {k}")
+    return k
 
 def inside_found(result):
     told, known = [], 0

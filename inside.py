@@ -157,8 +157,6 @@ class Inside:
 
 def inside_of(model, data, text, k):
     """-> Inside, from the validation windows in the folder `data`. SystemExit if there are none"""
-    if k > text["most"]:
-        raise NotHere(f"its lines ask for {in_words(text['most'])} at most, not for {k}")
     windows = prepare.val_windows(data, model.config.block_size, WINDOWS)
     return Inside(model, text, windows, k)
 

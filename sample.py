@@ -37,7 +37,8 @@ class SampleConfig:
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; if not given: as trained", -1, 100,
                              group="depth")
-    exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never", 0, 1)
+    exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never",
+                       0, 1)
     remove: str = flag("", "blocks to remove, from 1, as analyze.py numbers them: 9,10,11")
     depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
     inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
@@ -74,13 +75,16 @@ def places_of(blocks, n_blocks):
     numbers = {str(block): block for block in range(1, n_blocks + 1)}
     named = {*blocks.split(",")} if blocks else set()
     if not named < numbers.keys():
-        raise SystemExit(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
+        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
     return {place for block in named for place in (2 * numbers[block] - 1, 2 * numbers[block])}
 
 # --------------------------------------------------------------------------------------------- show
 
 # Of a terminal's 256 colours: name, background, text. From few sublayers to all, in fifths.
-PALETTE = [("navy", 17, 231), ("blue", 26, 231), ("teal", 37, 16), ("green", 113, 16), ("yellow", 227, 16)]
+PALETTE = [("navy", 17, 231), ("blue", 26, 231), ("teal", 37, 16), ("green", 113, 16),
+           ("yellow", 227, 16)]
+
+RED = "\033[38;5;231;48;5;160m"
 
 def show(text, share=None, style="plain"):
     """Prints text at once. share: of the sublayers that ran for it. style: plain, colours or
@@ -126,48 +130,44 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
 
 # --------------------------------------------------------------------------------- the lines inside
 
-def show_inside(model, settings, line):
-    """Shows what a probe reads in the stream, block by block, and then the answer. See inside.py."""
-    text = prepare.load_meta(settings["data"]).get("steps")
+def show_inside(model, data, line):
+    """Shows what a probe reads in the stream, block by block, and then the answer: see inside.py.
+    data: the folder of the steps text; line: such as f314159265358"""
+    text = prepare.load_meta(data).get("steps")
     if not text:
-        refuse("--inside: is for a run on the steps text, where we know what to look for; see "
-               "prepare.py steps")
-    letters, cells, n = "abcdefghijklmnopqrstuvwxyz", text["cells"], len(text["table"])
-    letters = letters[:text["most"] + 1]
-    if not re.fullmatch(f"[{letters}][0-{n - 1}]{{{cells}}}", line):
+        refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
+    letters, cells = "abcdefghijklmnopqrstuvwxyz"[:text["most"] + 1], text["cells"]
+    last = len(text["table"]) - 1
+    if not re.fullmatch(f"[{letters}][0-{last}]{{{cells}}}", line):
         refuse(f"--inside: needs a --prompt of one line: a letter from a to {letters[-1]}, and "
-               f"{cells} digits from 0 to {n - 1}")
+               f"{cells} digits from 0 to {last}")
     k = letters.index(line[0])
     try:
-        found = inside_of(model, settings["data"], text, k).example(line)
+        found = inside_of(model, data, text, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
           f"lines between. A probe reads them:\n")
-    for block, row in enumerate(found["blocks"]):
-        if block == 0:
-            continue   # the embedding
-        if row is None:
-            print(f"    after block {block:<3} {' '.join(cells * '.')}   nothing to be read yet")
-            continue
-        steps = f"the line after {in_words(row['steps'])}" if row["steps"] else "the line itself"
-        where = ", where it stands" if row["place"] == "line" else ""
-        print(f"    after block {block:<3} {marked(row['digits'], row['true'], row['steps'] / k)}   "
-              f"{steps + where:<40} ({row['share']:.0%} right on other lines)")
+    for block, row in list(enumerate(found["blocks"]))[1:]:   # Row 0 is that of the embedding.
+        digits, says = " ".join("." * cells) + " ", "nothing to be read yet"
+        if row:
+            digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
+            says = f"the line after {in_words(row['steps'])}" if row["steps"] else "the line itself"
+            says += ", where it stands" if row["place"] == "line" else ""
+            says = f"{says:<38}  ({row['share']:.0%} right on other lines)"
+        print(f"    after block {block:<3} {digits}  {says}")
     wrong = sum(a != b for a, b in zip(found["answer"], found["true"]))
     verdict = f"right, all {cells} digits" if wrong == 0 else f"{wrong} of {cells} digits are wrong"
-    print(f"\n    the answer      {marked(found['answer'], found['true'])}   {verdict}\n")
+    print(f"\n    the answer      {marked(found['answer'], found['true'])}  {verdict}\n")
 
-def marked(digits, true, share=None):
-    """Digits with blanks between; wrong ones are red, or in a file have a ! behind them. share: of
-    the steps that are done, which a terminal shows as a colour"""
+def marked(digits, true, share=0.0):
+    """Digits with blanks between. A terminal shows the share of the steps that are done as a
+    colour, and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
+    pairs = list(zip(digits, true))
     if not sys.stdout.isatty():
-        pairs = zip(digits, true)
-        return "".join(digit + (" " if digit == right else "!") for digit, right in pairs)[:-1]
-    ground = "" if share is None else painted(" ", share).partition(" ")[0]
-    shown = [digit if digit == right else f"\033[38;5;231;48;5;160m{digit}\033[0m{ground}"
-             for digit, right in zip(digits, true)]
-    return ground + " ".join(shown) + "\033[0m"
+        return "".join(digit + (" " if digit == right else "!") for digit, right in pairs)
+    return "".join(painted(digit + " ", share) if digit == right else f"{RED}{digit} \033[0m"
+                   for digit, right in pairs)
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
@@ -180,7 +180,7 @@ def main(argv=None):
     decider = Without(removed, pick_decider(model, config))
     if config.inside:
         model.decider = decider
-        show_inside(model, settings, config.prompt.strip())
+        show_inside(model, settings["data"], config.prompt.strip())
         return
     generator = torch.Generator(model.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)   # --mod random draws coins from torch's own generator.
