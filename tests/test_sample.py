@@ -15,7 +15,7 @@ import runs as folders
 import sample
 import train
 from conftest import ROOT, ids, make, same
-from model import ByGain, EarlyExit, KVCache, Runner, Without, flops_per_token
+from model import EarlyExit, KVCache, Runner, Without, flops_per_token
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
