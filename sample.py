@@ -147,18 +147,17 @@ def show_inside(model, data, line):
     except NotHere as why:
         refuse(f"--inside: {why}")
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
-          f"lines between. A probe reads them:\n")
+          f"lines between.\nA probe reads them in the stream (%: how often it is right, on other "
+          f"lines):\n")
     for block, row in list(enumerate(found["blocks"]))[1:]:   # Row 0 is that of the embedding.
-        digits, says = " ".join("." * cells) + " ", "nothing to be read yet"
+        digits, says = ". " * cells, "nothing to be read yet"
         if row:
             digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
-            says = f"the line after {in_words(row['steps'])}" if row["steps"] else "the line itself"
-            says += ", where it stands" if row["place"] == "line" else ""
-            says = f"{says:<38}  ({row['share']:.0%} right on other lines)"
-        print(f"    after block {block:<3} {digits}  {says}")
+            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['place']}"
+        print(f"  after block {block:<3} {digits} {says}")
     wrong = sum(a != b for a, b in zip(found["answer"], found["true"]))
     verdict = f"right, all {cells} digits" if wrong == 0 else f"{wrong} of {cells} digits are wrong"
-    print(f"\n    the answer      {marked(found['answer'], found['true'])}  {verdict}\n")
+    print(f"\n  the answer      {marked(found['answer'], found['true'])} {verdict}\n")
 
 def marked(digits, true, share=0.0):
     """Digits with blanks between. A terminal shows the share of the steps that are done as a

@@ -243,8 +243,8 @@ def test_inside_on_a_terminal(trained, capsys, monkeypatch):
     piped = told("--prompt", "b3141")
     lines = piped.splitlines()
     assert lines[1] == "b3141" and "after one step" in lines[2]
-    assert [line.split("   ")[0] for line in lines if "after block" in line] == ["", ""]
-    assert "after block 1 " in lines[4] and "after block 2 " in lines[5]
+    assert lines[5].startswith("  after block 1 ") and lines[6].startswith("  after block 2 ")
+    assert max(map(len, lines)) <= 80
     assert re.search(r"the answer +([\d?][ !]){4} +([1-4] of 4 digits are wrong|right, all 4)", piped)
     assert "\033" not in piped and told("--prompt", "b3141\n") == piped
     assert told("--prompt", "b3141", "--remove", "2") != piped
