@@ -22,30 +22,30 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               (block_size is something else, the longest context. nanoGPT calls it so.)
+               (block_size has nothing to do with it: nanoGPT calls the longest context so.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, the model, sampling, first weights
-    2  residuals   NAG and all the others; which one runs is the flag --residual
-    3  skipping    who decides which tokens run a sublayer, and how only these are computed
-    4  tools       KV cache, norms, widths, compiling, FLOPs, checks
+    1  a GPT       config, attention, MLP, PreNorm, first weights, the model, sampling
+    2  residuals   all the other rules; which one runs is the flag --residual
+    3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
+    4  tools       norms, widths, order, compiling, FLOPs, checks
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
-when you need them. The few things that part 1 takes from them are marked, such as "(part 4)". Trust
-them on a first reading. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm,
-normalised queries and keys, no biases, no dropout, and a cache in sampling. To try a rule of your
-own, copy class Template, and add it to RESIDUALS (end of part 2).
+when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
+queries and keys, no biases, no dropout, and a cache in sampling. To try a rule of your own, copy
+class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
-import functools
+import difflib
 import itertools
 import math
 import re
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Literal
 
@@ -61,8 +61,8 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """Each field is a flag of train.py: flag(default, help, lowest, highest). Where there is a
-    `group`, --help begins a new section."""
+    """Each field is a flag of train.py. flag(default, help, lowest, highest) is a field of a
+    dataclass that has a help text, too (flags.py)."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -71,20 +71,18 @@ class GPTConfig:
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream (part 4)")
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # Leave these as they are at first: other widths and another order of the blocks (part 4)
-    taper: Literal["none", "linear", "cosine"] = flag("none", "widths, from taper_start to _end",
-                                                      group="depth and width")
+    # Leave the following as they are at first.
+    taper: Literal["none", "linear", "cosine"] = flag(
+        "none", "how MLPs change in width, from taper_start to _end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
-    repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
+    repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 of four blocks runs 1 2 3 2 3 4")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    # Who runs what, and what it costs (part 3)
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
     gain_cost: float = flag(0.0, "training: loss + gain_cost x mean |gain|, so turning is paid for",
@@ -92,37 +90,38 @@ class GPTConfig:
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
-        return config_problems(self)   # (part 4)
+        return config_problems(self)   # in part 4
 
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1, so with norm sqrt(number of channels)"""
+    """x / rms(x): the direction of x, with rms 1 (and norm sqrt(channels))"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def rotation_table(config):
-    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size). This
-    has the cosines and sines for all positions: (block_size, 1, head_size / 2, 2)"""
+    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size).
+    -> cosine and sine of each angle, (block_size, 1, head_size / 2, 2)"""
     head_size = config.n_embd // config.n_head
     speed = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
     angle = torch.outer(torch.arange(config.block_size), speed)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]
 
 def rotate(x, rotation):
-    """Turns x (..., n_head, head_size). Channels 2i and 2i + 1 are a point in the plane, so a
-    complex number, and rotation (..., 1, head_size / 2, 2) holds the number to multiply it with."""
+    """Turns x (..., n_head, head_size): channels 2i and 2i + 1 are read as a complex number, and
+    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2)."""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys are normalised to rms 1 here, so q @ k is at most head_size. With the usual
-# scale, 1 / sqrt(head_size), no score could exceed sqrt(head_size): 11.3 in a head of 128, but 5.7
-# in one of 32, too little to pick one token of many. With SHARPNESS / head_size, all reach 11.3.
+# The largest score, q @ k times a scale. Queries and keys have rms 1 here, so q @ k is at most
+# head_size. The usual scale 1 / sqrt(head_size) would cap a score at sqrt(head_size): 11.3 for
+# heads of 128, but 5.7 for heads of 32, too flat to pick one token of many. With the scale
+# SHARPNESS / head_size, the cap is 11.3 for every head size.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
-    """Q queries of each sequence, (B, Q, n_head, head_size), look at S keys and their values,
-    (B, S, n_head, head_size) -> what they find, with the shape of q. seen: bools (B or 1, Q, S),
-    which keys a query sees. None: S is Q, and each sees its own key and all earlier ones"""
+    """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> what the queries find, shaped
+    like q. seen: bools (B or 1, Q, S), True where a query sees a key; None: all earlier ones, and
+    its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
     scale = SHARPNESS / q.shape[-1]
@@ -131,45 +130,26 @@ def attend(q, k, v, seen=None):
 
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys"""
-    def __init__(self, config, n_head):
+    def __init__(self, config):
         super().__init__()
-        self.n_head, self.head_size = n_head, config.n_embd // config.n_head
-        self.width = n_head * self.head_size   # n_embd, unless the number of heads is tapered
-        self.c_attn = nn.Linear(config.n_embd, 3 * self.width, bias=False)   # makes q, k and v
-        self.c_proj = nn.Linear(self.width, config.n_embd, bias=False)
-        # One residual of part 2, nGPT, puts learned factors here.
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
+        self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT has learned factors here.
 
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.project(x, self.c_attn.weight)   # all rows: see project
-        return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, self.head_size)).unbind(-3)
+        return self.scale_q(rotate(unit(q), rotation)), self.scale_k(rotate(unit(k), rotation)), v
 
-    # The next three are apart because a token that skips (part 3) needs only k and v, not q.
-
-    def project(self, x, weight):
-        """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> what they
-        make of x: q, k and v, or some of them, (..., n_head, head_size) each"""
-        x = F.linear(x, weight)                                  # (..., 3 * width), or less
-        x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
-        return x.unbind(-3)
-
-    def prepare_q(self, q, rotation):
-        """Normalises queries, and turns them by their positions."""
-        return self.scale_q(rotate(unit(q), rotation))
-
-    def prepare_k(self, k, rotation):
-        return self.scale_k(rotate(unit(k), rotation))
-
-    def forward(self, x, rotation, layer_cache=None):
-        """x (B, T, C) -> (B, T, C). layer_cache: in sampling, it has the keys and values that this
-        attention has made of earlier tokens (part 4). If tokens skip, part 3 has another way."""
+    def forward(self, x, rotation, append=None):
+        """x (B, T, C) -> (B, T, C). append: in sampling, a function that puts k and v into a cache
+        -> those of all tokens so far, and which of them a new token sees"""
         q, k, v = self.qkv(x, rotation)
         seen = None
-        if layer_cache is not None:
-            # Now k and v are those of all tokens so far. seen: which of them each query sees
-            k, v, seen = layer_cache.append(k, v)
+        if append:
+            k, v, seen = append(k, v)
         return self.c_proj(attend(q, k, v, seen).flatten(-2))
 
 class MLP(nn.Module):
@@ -180,7 +160,7 @@ class MLP(nn.Module):
         rows = 2 * hidden if config.activation == "swiglu" else hidden
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()   # nGPT puts learned factors here, too.
+        self.scale = nn.Identity()   # nGPT has learned factors here, too.
 
     def forward(self, x):
         """x (..., C) -> (..., C)"""
@@ -196,21 +176,22 @@ class MLP(nn.Module):
 
 # -------------------------------------------------------------------------------------- residuals
 
-class Residual(nn.Module):
-    """The rule that makes the next stream from the stream and a sublayer f. This class is PreNorm,
-    the rule of GPT-2 and of most models since. The other rules of part 2 replace its methods.
+class PreNorm(nn.Module):
+    """The rule of GPT-2 and of most models since: stream + f(norm(stream)). Other rules replace
+    some of these methods.
 
-    Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
-    called model.ends. It has no sublayer, and its forward is never called. Its start makes the
-    first stream, and its finish ends the last one. So its norm is the final norm of the model."""
-    has_norm = True   # False in rules that need no norm, or make their own, and their own `finish`
+    Sublayer l has residual l, with l = 1 .. 2L. model.ends is one more, number 2L + 1, which has no
+    sublayer. It only makes the first stream (start), and closes the last one (finish): so its norm
+    is what GPT-2 calls ln_f."""
+    norms = ("norm",)       # names of the norms of residuals 1 .. 2L
+    end_norms = ("norm",)   # names of the norms of model.ends
 
     def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
-        if self.has_norm:
-            self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
+        for name in self.end_norms if self.is_end else self.norms:
+            setattr(self, name, make_norm(config))   # nn.RMSNorm, or what --norm says (part 4)
 
     def start(self, x):
         """The embedding (B, T, C) -> the first stream"""
@@ -218,67 +199,19 @@ class Residual(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. (If some tokens skip, x has only the N that don't, (N, C): part 3.)"""
+        tokens."""
         return x + f(self.norm(x))
 
-    def finish(self, stream):
+    def finish(self, x):
         """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(self.as_tensor(stream))
-
-    def as_tensor(self, stream):
-        """One vector a token, (B, T, C). In some rules a stream is a tuple, and this is a part."""
-        return stream[0] if isinstance(stream, tuple) else stream
+        return self.norm(x)
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        """Once, after the weights are drawn. module: the attention or MLP that belongs to this
-        residual. May rescale its weights."""
+        """Once, after the weights are drawn: may rescale those of module, an attention or MLP."""
         # As in GPT-2. c_proj is the last matrix of each sublayer. The updates of 2L sublayers are
-        # added up (more with --repeat), so each starts with a variance that is 2L times smaller.
+        # added up, so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
-    # reading, go on with Template.
-
-    def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
-        return weight
-
-    def constrain(self, module):
-        """After the weights are drawn, and after each step: may change the weights of module, say
-        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
-
-    # What skipping (part 3), tools (part 4) and train.py ask
-    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
-    stream_grows = False   # True: the stream has more and more tensors with depth.
-    own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
-    allowed = {}           # Range of each option. In Template: {"first": (0.0, 2.0)}, say
-
-    def read(self, stream):
-        """What f would get. If a token skips an attention, its key and value are made of this."""
-        return input_of_f(self, stream)   # (part 3)
-
-    def flops(self):
-        """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
-        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
-
-class Template(Residual):
-    """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
-
-    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
-    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
-    trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
-    large as all other matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are
-    drawn anew after __init__."""
-    def __init__(self, config, l, first=1.0):
-        """first: the value of b before training"""
-        super().__init__(config, l)
-        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
-            self.b = nn.Parameter(torch.tensor(float(first)))
-
-    def forward(self, x, f):
-        return x + self.b * f(self.norm(x))
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -287,22 +220,20 @@ class Block(nn.Module):
     sublayers one by one."""
     def __init__(self, config, number):
         super().__init__()
-        n_head, hidden = block_widths(config)[number]   # the same for all, unless --taper (part 4)
-        self.attn = Attention(config, n_head)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # by default PreNorm (part 2)
-        self.mlp = MLP(config, hidden)
+        self.attn = Attention(config)
+        self.attn_residual = make_residual(config, 2 * number + 1)   # PreNorm, unless --residual
+        self.mlp = MLP(config, hidden_units(config)[number])         # the same for all, or a taper
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: what an attention needs besides
-    x, its rotation and layer_cache; an MLP needs nothing. (An object in place of a closure, because
-    part 3 asks it for its parts, if tokens skip.)
+    """The f that residuals get: f(x) = module(x, *others). others: of an attention its rotation
+    and, in sampling, `append`; an MLP needs nothing.
 
-    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. The stream
-    stays float32, because rounding errors would add up over the depth"""
+    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. Only f is
+    computed in it. The stream stays float32, because rounding errors would add up over the depth"""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -316,15 +247,109 @@ def products_in(dtype, x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
 
+# ---------------------------------------------------------------------------------- first weights
+
+# The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
+#
+#                  --init width            --init gpt2
+#     embedding    3                       0.02
+#     head         0.8 / sqrt(n_embd)      0.02
+#     all others   1 / sqrt(columns)       0.02
+#
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, a token's embedding is longer than
+# what its first sublayers add to it. And the first logits have a standard deviation of about 0.8,
+# so the first loss is little above ln(V). (With --tie it is 2 or 3 nats above: a token's own logit
+# is large, because its row of the head is its own embedding.)
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
+
+def first_stds(config):
+    """-> the first standard deviations of embedding and head"""
+    if config.init == "gpt2":
+        return 0.02, 0.02
+    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
+
+def seeded(config, name):
+    """A random generator for the weights of this name alone: two models that have the same layer
+    start it with the same weights, which makes comparisons fair."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+
+@torch.no_grad()
+def init_weights(model):
+    config = model.config
+    embedding_std, head_std = first_stds(config)
+    if config.tie:
+        # A head needs small numbers, an embedding larger ones. So their one matrix is drawn as a
+        # head, below, and the model multiplies each embedding by the ratio.
+        model.embedding_scale = embedding_std / head_std
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        if module is model.wte:
+            std = embedding_std
+        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
+            std = head_std
+        elif config.init == "gpt2":
+            std = 0.02
+        else:
+            std = module.weight.shape[1] ** -0.5
+        module.weight.normal_(generator=seeded(config, name)).mul_(std)
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.init_sublayer(module)
+
 # -------------------------------------------------------------------------------------- the model
 
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def pick(logits, temperature=1.0, top_k=None, generator=None):
+    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
+    if temperature < 1e-6:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        best = logits.topk(min(top_k, logits.shape[-1]))
+        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+class KVCache:
+    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
+    def __init__(self, model, batch_size, size):
+        """size: how many tokens it has room for, block_size at most"""
+        self.start = self.length = 0   # The newest tokens are start .. length - 1.
+        n_embd, n_head = model.config.n_embd, model.config.n_head
+        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
+        dtype = model.dtype or model.wte.weight.dtype
+        # One for each attention, in the order of running
+        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+
+    def begin(self, n):
+        """n new tokens are coming."""
+        self.start, self.length = self.length, self.length + n
+
+    def append(self, i, k, v, there=True):
+        """Stores the k, v (B, T, n_head, head_size) that attention i = 0, 1, .. has made of the new
+        tokens. there: True, or bools (B, T), which of them have any, in case that tokens skip
+
+        -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
+        new = slice(self.start, self.length)
+        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
+        seen = causal(self.length - self.start, self.length, k.device)
+        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
+        return k, v, seen & self.there[i, :, None, :self.length]
+
+def causal(new, length, device):
+    """The causal mask of the `new` last of `length` tokens: (1, new, length)"""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
+
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
-    wrong"""
+    """Decoder-only Transformer. ValueError, with a sentence for each problem of the config"""
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if config.problems():
-            raise ValueError("\n".join(config.problems()))
+        if problems := config.problems():
+            raise ValueError("\n".join(problems))
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
@@ -334,44 +359,44 @@ class GPT(nn.Module):
         if config.tie:   # One matrix for both. init_weights changes the scale then.
             self.wte.weight = self.lm_head.weight
         self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        self.decider = make_decider(config)   # By default all tokens run all sublayers (part 3).
+        self.order = block_order(config)      # [0, 1, 2, ...], or what --repeat says
+        self.decider = make_decider(config)   # By default all tokens run all sublayers.
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
+        constrain_weights(self)               # only nGPT does
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
         each sublayer it yields its place, and the stream before and after it."""
-        runner = runner or Runner(self)   # runs each sublayer for all tokens, or for some (part 3)
+        runner = runner or Runner(self)   # It runs a sublayer for all tokens, or for some (part 3).
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
-            stream = runner.run(place, residual, f, stream)   # residual(stream, f)
+            stream = runner.run(place, stream, residual, f)   # residual(stream, f)
             yield place, before, stream
 
     def sublayers(self, idx, cache=None):
-        """Yields (place, residual, f) in the order of running. place is odd at an attention.
-        cache: a KVCache (part 4)"""
+        """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
+        place counts runs, l counts weights. They differ only with --repeat."""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
         length = past + idx.shape[1]
         if length > self.config.block_size:
             raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.set_length(length)   # before the loop, because a caller may stop the walk early
+            cache.begin(idx.shape[1])
         rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            # One cache for each run of a block: with --repeat, a block has several.
-            layer_cache = None if cache is None else cache.layers[i]
-            attention = SublayerFunction(self.dtype, block.attn, rotation, layer_cache)
+            append = None if cache is None else partial(cache.append, i)
+            attention = SublayerFunction(self.dtype, block.attn, rotation, append)
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, None without targets:
-        the mean cross entropy in nats. In training, the runner (part 3) may add to it."""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
+        (None without targets). In training, the runner may add to it."""
         runner = runner or Runner(self)
         losses = []   # one, unless there is --deep_supervision
         every_block = self.config.deep_supervision and self.training and targets is not None
@@ -394,11 +419,10 @@ class GPT(nn.Module):
     def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                    decider=None, n_vocab=None):
         """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        runner (part 3) of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The
-        head may have more rows, because train.py rounds vocab_size up.)"""
+        runner of the pass that led to it. decider: who skips (part 3). n_vocab: how many tokens the
+        tokenizer has. (The head may have more rows, because train.py rounds vocab_size up.)"""
         size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
-        # new: the tokens that the cache doesn't have yet, at first the whole text. It keeps their
-        # keys and values (part 4).
+        # new: the tokens that the cache doesn't have yet, at first the whole text
         new, cache = idx[:, -size:], KVCache(self, len(idx), size)
         for _ in range(max_new_tokens):
             runner = Runner(self, decider, compiled=False)
@@ -407,7 +431,7 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
             yield token, runner
             new = token
-            if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
+            if cache.length == size:   # It is full: a new one starts with the newer half.
                 new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
 
     def generate(self, idx, max_new_tokens, **options):
@@ -422,81 +446,73 @@ class GPT(nn.Module):
     def device(self):
         return self.rotation.device
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+# ================================================================================ part 2: residuals
 
-def pick(logits, temperature=1.0, top_k=None, generator=None):
-    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
-    if temperature < 1e-6:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        best = logits.topk(min(top_k, logits.shape[-1]))
-        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+class Residual(PreNorm):
+    """PreNorm, and the hooks that a rule may need besides. All others are derived from this. Most
+    of them leave most of it as it is."""
+    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
+    stream_grows = False   # True: the stream has more and more tensors with depth.
+    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
+    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
 
-# ---------------------------------------------------------------------------------- first weights
+    def as_tensor(self, stream):
+        """One vector a token, (B, T, C). If a stream is a tuple: its first tensor"""
+        return stream[0] if isinstance(stream, tuple) else stream
 
-# The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
-#
-#                  --init width            --init gpt2
-#     embedding    3                       0.02
-#     head         0.8 / sqrt(n_embd)      0.02
-#     all others   1 / sqrt(columns)       0.02
-#
-# PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
-# is longer than what its first sublayers add to it. And the first logits have a standard deviation
-# of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V).
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
+    def finish(self, stream):
+        return self.norm(self.as_tensor(stream))
 
-def first_stds(config):
-    """-> the first standard deviations of embedding and head"""
-    if config.init == "gpt2":
-        return 0.02, 0.02
-    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
+    def head_weight(self, weight):
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        return weight
 
-@torch.no_grad()
-def init_weights(model):
-    config = model.config
-    embedding_std, head_std = first_stds(config)
-    if config.tie:
-        # A head needs small numbers, an embedding larger ones. So their one matrix is drawn as a
-        # head, below, and GPT.walk multiplies each embedding by the ratio.
-        model.embedding_scale = embedding_std / head_std
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue
-        if module is model.wte:
-            std = embedding_std
-        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
-            std = head_std
-        elif config.init == "gpt2":
-            std = 0.02
-        else:
-            std = module.weight.shape[1] ** -0.5
-        module.weight.normal_(generator=seeded(config, name)).mul_(std)
-    for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.init_sublayer(module)
-    constrain_weights(model)
+    def constrain(self, module):
+        """After the weights are drawn, and after each step: may change the weights of module, say
+        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
 
-def seeded(config, name):
-    """A random generator for the weights of this name alone: wherever two models have the same
-    parts, they have the same draws. This makes comparisons fair."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+    def read(self, stream):
+        """What f would get: the residual runs with a stand-in for f, which notes its input. If a
+        token skips an attention, its key and value are made of this."""
+        notes = []
+        def stand_in(x):
+            notes.append(x)
+            return torch.zeros_like(x)
+        self(stream, stand_in)
+        return notes[0]
+
+    def flops(self):
+        """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
+        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Lets residuals bring weights back to where they must be. Only nGPT does: see part 2."""
+    """Calls constrain of each residual. train.py does it after each step."""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
     model.ends.constrain(model.wte)
     model.ends.constrain(model.lm_head)
 
-# ================================================================================ part 2: residuals
+# Each class below stands alone (but DeepNorm is a Post). Read those that you care about.
 
-# Each class stands alone. Read those that you care about, in any order.
+class Template(Residual):
+    """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
+
+    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
+    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
+    trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
+    large as all other matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are
+    drawn anew after __init__. With first=0 this is SkipInit (arXiv:2002.10444), with a norm."""
+    def __init__(self, config, l, first=1.0):
+        """first: the value of b before training"""
+        super().__init__(config, l)
+        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
+            self.b = nn.Parameter(torch.tensor(float(first)))
+
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x))
 
 def centred(x):
     return x - x.mean(-1, keepdim=True)
@@ -514,7 +530,7 @@ class NAG(Residual):
 
     The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
     would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3)."""
-    has_norm = False
+    norms = end_norms = ()
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
     allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"))
@@ -556,7 +572,9 @@ class NAG(Residual):
         if gain is None:
             gain = self.gain(stream)
         update = f(direction)
-        if use_triton(update, self.config.kernels):   # On a GPU, one kernel does what follows.
+        is_usual = type(self).side is NAG.side   # not of a class that is derived from this
+        if is_usual and use_triton(update, self.config.kernels):
+            # On a GPU, one kernel does what follows.
             return nag_write(direction, log_length, update, gain, self.config.kernels)
         side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
@@ -603,101 +621,127 @@ def first_log_scale(config, power, temp, cosine_head):
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
 
-class Additive(Residual):
-    """PreNorm and its relatives, which differ in their norms and constant factors:
+class Post(Residual):
+    """PostNorm, the Transformer of 2017. The norm of the last sublayer is the final norm."""
+    end_norms = ()
 
-        x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
+    def forward(self, x, f):
+        return self.norm(x + f(x))
 
-    Each is a row of ADDITIVE: a function of C, L, l, and perhaps of options, that returns a dict.
-    What it does not name is left out of the equation.
+    def finish(self, x):
+        return x
 
-        norm_in, norm_update, norm_out         True: there is this norm
-        norm_embedding, norm_final             of the first stream (default: no), the last one (yes)
-        scale_in, scale_stream, scale_update   constants
-        learned                                the first value of a scale_update that is learned
-        first_c_proj, first_values             factors of first weights: of c_proj (default:
-                                               (2L)^-1/2), of an attention's values or an MLP's c_fc
-        unscale                                divide the last stream by the embedding's std"""
-    has_norm = False   # It has up to three.
-    allowed = dict(alpha=(0, 1))   # an option of mixln
-    def __init__(self, config, l, row, **options):
+class Peri(Residual):
+    """Peri-LN (arXiv:2502.02732): the update is normalised, too."""
+    norms = "norm", "norm_update"
+
+    def __init__(self, config, l, embed=False):
+        """embed: normalise the embedding, too, as the paper does"""
         super().__init__(config, l)
-        self.row = row(config.n_embd, config.n_layer, l, **options)
-        ends, others = ("norm_embedding", "norm_final"), ("norm_in", "norm_update", "norm_out")
-        for name in ends if self.is_end else others:
-            there = self.row.get(name, name == "norm_final")
-            setattr(self, name, make_norm(config) if there else nn.Identity())
-        # The constants are tensors: with numbers, torch.compile would make a graph for each l.
-        for name in "scale_in", "scale_stream", "scale_update":
-            constant = torch.tensor(float(self.row[name])) if name in self.row else None
-            self.register_buffer(name, constant, persistent=False)
-        if "learned" in self.row and not self.is_end:   # in place of the constant
-            self.scale_update = nn.Parameter(self.row["learned"])
+        self.norm_embedding = make_norm(config) if embed and self.is_end else nn.Identity()
 
     def start(self, x):
         return self.norm_embedding(x)
 
     def forward(self, x, f):
-        update = f(times(self.scale_in, self.norm_in(x)))
-        update = times(self.scale_update, self.norm_update(update))
-        return self.norm_out(times(self.scale_stream, x) + update)
+        return x + self.norm_update(f(self.norm(x)))
 
-    def finish(self, x):
-        x = self.norm_final(x)
-        return x / first_stds(self.config)[0] if "unscale" in self.row else x
+class Reordered(Residual):
+    """OLMo 2 (arXiv:2501.00656): only the update is normalised."""
+    def forward(self, x, f):
+        return x + self.norm(f(x))
+
+class LayerNormScaling(Residual):
+    """LayerNorm Scaling (arXiv:2502.05795): 1 / sqrt(block), in place of a small c_proj. In an
+    attention it reaches the values alone, because queries and keys are normalised anyway."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        # A tensor: with a number, torch.compile would make a graph for each l.
+        self.register_buffer("scale", torch.tensor(block_of(l) ** -0.5), persistent=False)
+
+    def forward(self, x, f):
+        return x + f(self.scale * self.norm(x))
+
+    def init_sublayer(self, module):
+        pass
+
+def block_of(l):
+    """Sublayers 1 and 2 are block 1, sublayers 3 and 4 block 2, ..."""
+    return (l + 1) // 2
+
+class DeepNorm(Post):
+    """DeepNorm (arXiv:2203.00555): PostNorm with a larger stream. Updates stay bounded if c_proj,
+    and what makes values and hidden units, starts small."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.scale = (2 * config.n_layer) ** 0.25
+
+    def forward(self, x, f):
+        return self.norm(self.scale * x + f(x))
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        module.c_proj.weight.mul_(self.row.get("first_c_proj", (2 * self.config.n_layer) ** -0.5))
-        value_weight(module).mul_(self.row.get("first_values", 1.0))
+        small = (8 * self.config.n_layer) ** -0.25
+        module.c_proj.weight.mul_(small)
+        if isinstance(module, Attention):
+            module.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
+        else:
+            module.c_fc.weight.mul_(small)
 
-def times(factor, x):
-    return x if factor is None else factor * x
+class MixLN(Residual):
+    """Mix-LN (arXiv:2412.13795): the first blocks are PostNorm, the others PreNorm."""
+    allowed = dict(alpha=(0, 1))
 
-def value_weight(module):
-    """What decides how large a sublayer's update is, besides c_proj"""
-    if isinstance(module, Attention):
-        return module.c_attn.weight[2 * module.width:]
-    return module.c_fc.weight
+    def __init__(self, config, l, alpha=0.25):
+        """alpha: share of the blocks that are PostNorm, rounded down"""
+        super().__init__(config, l)
+        self.is_post = block_of(l) <= int(alpha * config.n_layer + 1e-9)
+        if self.is_end and alpha == 1:   # The last block has a norm at its end already.
+            self.norm = nn.Identity()
 
-def deepnorm(C, L, l):
-    # Updates stay bounded if c_proj, and what makes values and hidden units, starts small.
-    small = (8 * L) ** -0.25
-    return dict(scale_stream=(2 * L) ** 0.25, norm_out=True, norm_final=False,
-                first_c_proj=small, first_values=small)
+    def forward(self, x, f):
+        return self.norm(x + f(x)) if self.is_post else x + f(self.norm(x))
 
-def mixln(C, L, l, alpha=0.25):
-    """alpha: share of the blocks, from the first on, that are PostNorm; the others are PreNorm"""
-    block = (l + 1) // 2   # 1 .. L
-    if block <= int(alpha * L + 1e-9):
-        return dict(norm_out=True)
-    return dict(norm_in=True, norm_final=alpha < 1)
+class ReZero(Residual):
+    """ReZero (arXiv:2003.04887): no norm, and a learned number b that starts at 0. (Here each
+    sublayer has its own. In the paper, both of a block share one.)"""
+    norms = end_norms = ()
 
-# x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
-# What the words mean: see class Additive.
-ADDITIVE = {
-    # PreNorm itself would be dict(norm_in=True).
-    # PostNorm, the Transformer of 2017. The norm_out of the last sublayer is the final norm.
-    "post": lambda C, L, l: dict(norm_out=True, norm_final=False),
-    # Peri-LN (arXiv:2502.02732). embed: normalise the embedding, too, as the paper does.
-    "peri": lambda C, L, l, embed=False: dict(norm_in=True, norm_update=True, norm_embedding=embed),
-    # OLMo 2 (arXiv:2501.00656): only the update is normalised.
-    "reordered": lambda C, L, l: dict(norm_update=True),
-    # LayerNorm Scaling (arXiv:2502.05795): by 1 / sqrt(block), in place of a small c_proj. In an
-    # attention it reaches the values alone, because queries and keys are normalised anyway.
-    "lns": lambda C, L, l: dict(norm_in=True, scale_in=((l + 1) // 2) ** -0.5, first_c_proj=1.0),
-    "deepnorm": deepnorm,   # arXiv:2203.00555
-    "mixln": mixln,         # Mix-LN, arXiv:2412.13795
-    # ReZero (arXiv:2003.04887): no norm. Here each sublayer has a number, there each block has.
-    "rezero": lambda C, L, l: dict(learned=torch.tensor(0.0), norm_final=False, unscale=True),
-    # SkipInit (arXiv:2002.10444), with a norm
-    "skipinit": lambda C, L, l: dict(norm_in=True, learned=torch.tensor(0.0)),
-    # LayerScale (arXiv:2103.17239): a learned number per channel
-    "layerscale": lambda C, L, l, init=0.1: dict(norm_in=True, learned=torch.full((C,), init)),
-    # CompleteP (arXiv:2505.01618), but for its rule for AdamW's eps: a learning rate that is tuned
-    # at 6 blocks fits all depths.
-    "completep": lambda C, L, l: dict(norm_in=True, scale_update=6 / L, first_c_proj=12 ** -0.5),
-}
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        if not self.is_end:
+            self.b = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x, f):
+        return x + self.b * f(x)
+
+    def finish(self, x):
+        return x / first_stds(self.config)[0]   # so that it starts with a std of 1
+
+class LayerScale(Residual):
+    """LayerScale (arXiv:2103.17239): a learned number per channel"""
+    def __init__(self, config, l, init=0.1):
+        """init: its first value"""
+        super().__init__(config, l)
+        if not self.is_end:
+            self.b = nn.Parameter(torch.full((config.n_embd,), init))
+
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x))
+
+class CompleteP(Residual):
+    """CompleteP (arXiv:2505.01618), but for its rule for AdamW's eps: a learning rate that is tuned
+    at 6 blocks fits all depths."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.scale = 6 / config.n_layer
+
+    def forward(self, x, f):
+        return x + self.scale * f(self.norm(x))
+
+    @torch.no_grad()
+    def init_sublayer(self, module):
+        module.c_proj.weight.mul_(12 ** -0.5)   # PreNorm's factor at 6 blocks
 
 # ------------------------------------------------------------------------ reading earlier sublayers
 
@@ -724,6 +768,7 @@ class AttnRes(Residual):
     stream_grows = True
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
     allowed = dict(group=(1, 10000))
+
     def __init__(self, config, l, group=1):
         """group: how many updates make a source; 1 is Full AttnRes"""
         super().__init__(config, l)
@@ -772,6 +817,7 @@ class DenseFormer(Residual):
     a block (0: the embedding) to its output. Blocks that are removed have no output."""
     can_skip = False
     stream_grows = True
+
     def __init__(self, config, l):
         super().__init__(config, l)
         self.block = l // 2 if l % 2 == 0 else None   # the block that ends with this sublayer
@@ -826,6 +872,7 @@ class Gated(Residual):
 
     W starts at zero, so gates start at sigmoid(bias)."""
     allowed = dict(inputs=("hu", "h", "u"))
+
     def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
         """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
         first value"""
@@ -838,12 +885,12 @@ class Gated(Residual):
 
     def forward(self, h, f):
         u = f(self.norm(h))
-        seen = {"h": h, "u": u}
-        products = [F.linear(unit(seen[name], eps=1e-5), weight) for name, weight in self.W.items()]
+        inputs = {"h": h, "u": u}
+        products = [F.linear(unit(inputs[name], eps=1e-5), W) for name, W in self.W.items()]
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
-    def read(self, h):
+    def read(self, h):   # what Residual.read finds, but without computing the gate
         return self.norm(h)
 
 # -------------------------------------------------------------------------- several streams at once
@@ -856,9 +903,10 @@ class Hyper(Residual):
 
     All weights depend on the token. res is doubly stochastic, so mixing keeps the streams' sum. It
     is a mixture of the n! permutations for kind=lite (arXiv:2601.05732), and made by 20 Sinkhorn
-    steps for kind=mhc (arXiv:2512.24880). At first every stream is that of PreNorm."""
+    steps for kind=mhc (arXiv:2512.24880). At first every stream is nearly that of PreNorm."""
     can_skip = False   # A token that skips would miss the mixing by res.
     allowed = dict(kind=("lite", "mhc"), n=(1, 64))
+
     def __init__(self, config, l, kind="lite", n=4):
         """kind: lite or mhc; n: number of streams, at most 5 for lite"""
         super().__init__(config, l)
@@ -927,12 +975,11 @@ class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
     only 1 / sqrt(2 i) of an update is added to x."""
-    has_norm = False   # It has three.
+    norms = end_norms = "norm_x", "norm_y", "norm_in"
     can_skip = False   # A token that skips would miss the norm of x.
+
     def __init__(self, config, l):
         super().__init__(config, l)
-        self.norm_x, self.norm_y = make_norm(config), make_norm(config)
-        self.norm_in = make_norm(config)
         twice_the_block = l + l % 2
         self.register_buffer("scale", torch.tensor(twice_the_block ** -0.5), persistent=False)
 
@@ -961,7 +1008,7 @@ class NGPT(Residual):
     weights can't learn a length, so queries, keys, hidden units and logits get learned factors.
     `unit` gives the norm sqrt(C) where the paper has 1, so the MLP needs no factor sqrt(C). (Scores
     start as cosines times SHARPNESS, as in all our models, in the paper times sqrt(head_size).)"""
-    has_norm = False
+    norms = end_norms = ()
 
     def __init__(self, config, l):
         super().__init__(config, l)
@@ -988,8 +1035,8 @@ class NGPT(Residual):
     def init_sublayer(self, module):
         n_embd = self.config.n_embd
         if isinstance(module, Attention):
-            module.scale_q = LearnedScale(module.width, n_embd, (module.n_head, module.head_size))
-            module.scale_k = LearnedScale(module.width, n_embd, (module.n_head, module.head_size))
+            module.scale_q = LearnedScale(n_embd, n_embd, (module.n_head, module.head_size))
+            module.scale_k = LearnedScale(n_embd, n_embd, (module.n_head, module.head_size))
         else:
             module.scale = LearnedScale(module.c_fc.out_features, n_embd)
 
@@ -1015,46 +1062,51 @@ class LearnedScale(nn.Module):
 
 # -------------------------------------------------------------------------------------- --residual
 
-# What --residual can be: a class, and arguments that belong to the name. Yours goes here.
-RESIDUALS = {"pre": (Residual, {})}
-RESIDUALS |= {name: (Additive, dict(row=row)) for name, row in ADDITIVE.items()}
-RESIDUALS |= {
-    "nag": (NAG, {}), "attnres": (AttnRes, {}), "denseformer": (DenseFormer, {}), "x0": (X0, {}),
-    "review": (Gated, {}), "convex": (Gated, dict(convex=True)),
-    "highway": (Gated, dict(inputs="h")), "hyper": (Hyper, {}), "siamese": (Siamese, {}),
-    "ngpt": (NGPT, {}), "template": (Template, {})}
+# What --residual can be: a class, or a partial of one, with some options. Yours goes here, too:
+# RESIDUALS["mine"] = Mine
+RESIDUALS = {
+    "pre": Residual, "template": Template, "nag": NAG,
+    # PreNorm and its relatives
+    "post": Post, "peri": Peri, "reordered": Reordered, "lns": LayerNormScaling,
+    "deepnorm": DeepNorm, "mixln": MixLN, "rezero": ReZero,
+    "skipinit": partial(Template, first=0.0), "layerscale": LayerScale, "completep": CompleteP,
+    # reading earlier sublayers
+    "attnres": AttnRes, "denseformer": DenseFormer, "x0": X0,
+    # gates
+    "review": Gated, "convex": partial(Gated, convex=True), "highway": partial(Gated, inputs="h"),
+    # several streams, and a sphere
+    "hyper": Hyper, "siamese": Siamese, "ngpt": NGPT}
+
+def choose(flag_name, registry, text):
+    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2") -> Hyper with these options: a partial, whose
+    .func is the class. ValueError, with a sentence, if there is no such thing"""
+    name, _, options = text.partition(":")
+    if name not in registry:
+        raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
+    kind = partial(registry[name])   # so that all have a .func
+    try:
+        return partial(kind, **read_options(options, option_defaults(kind), kind.func.allowed))
+    except ValueError as error:
+        raise ValueError(f"{flag_name} {text}: {name}: {error}") from None
+
+def residual_kind(config):
+    """-> the class that --residual names, with its options"""
+    return choose("--residual", RESIDUALS, config.residual)
 
 def make_residual(config, l):
-    kind, arguments = read_residual(config.residual)
-    return kind(config, l, **arguments)
-
-def read_residual(text):
-    """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2). How options are read: flags.py"""
-    name, _, options = text.partition(":")
-    if name not in RESIDUALS:
-        raise ValueError(f"--residual {name}: unknown; choose from {', '.join(RESIDUALS)}")
-    kind, given = RESIDUALS[name]
-    try:
-        return kind, given | read_options(options, options_of(name), kind.allowed)
-    except ValueError as error:
-        raise ValueError(f"--residual {text}: {name}: {error}") from None
-
-def options_of(name):
-    """The options of a residual and their defaults: keyword arguments of its class or row"""
-    kind, given = RESIDUALS[name]
-    own = {key: value for key, value in given.items() if key != "row"}
-    return option_defaults(given.get("row", kind)) | own
+    return residual_kind(config)(config, l)
 
 # ================================================================================= part 3: skipping
 
 # Mixture-of-Depths: not every token needs every sublayer. In each walk through the depth, a Runner
-# runs the sublayers. Before each one it asks a decider, which answers with one of these:
-EVERYONE = None   # All tokens run it.
-REMOVED = False   # Nobody does, as if there were no such sublayer.
-# or with bools (B, T): True where a token runs it. All others keep their stream as it is.
+# runs the sublayers. Before each one it asks a decider. Its answer is EVERYONE, REMOVED, or bools
+# (B, T): True where a token runs the sublayer. Who doesn't run it keeps its stream.
+EVERYONE = None
+REMOVED = False   # Nobody runs it, as if there were no such sublayer.
 
 def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. (A function, so that train.py can compile it.)"""
+    """residual(stream, f), a function so that train.py can compile it. gain: residual.gain(stream),
+    if a decider or --gain_cost has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 class Runner:
@@ -1062,8 +1114,9 @@ class Runner:
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
 
         place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
-        residual   and the stream before it
-        gain       how much it will change each token, (B, T, 1); None if the residual can't tell
+        residual   its residual
+        stream     the stream before it, and shape, its (B, T)
+        gain()     how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the walk is over"""
     def __init__(self, model, decider=None, compiled=True):
         """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
@@ -1071,60 +1124,80 @@ class Runner:
         self.model, self.decider = model, decider or model.decider
         self.run_all = model.run if compiled else run_sublayer
         self.notes = SimpleNamespace()
-        self.keeps = []          # the decider's answers
-        self.gains_asked = []    # of each sublayer: was the gain of all tokens asked for?
-        self.mean_gains = []     # and their mean |gain|
-        self.other_flops = 0.0   # what deciders have computed, per token
+        self.keeps = []            # the decider's answers
+        self.gains = []            # mean |gain| of all tokens, or None where nobody asked
+        self.decider_flops = 0.0   # what deciders have computed, per token
         self.decider.begin(self)
 
-    def run(self, place, residual, f, stream):
+    def run(self, place, stream, residual, f):
         """-> the next stream: residual(stream, f), for the tokens that run it"""
         if place <= len(self.keeps):
             raise ValueError("a Runner is for one walk; make a new one")
-        self.place, self.residual, self.stream, self.known_gain = place, residual, stream, None
+        if place == 1:
+            self.shape = residual.as_tensor(stream).shape[:2]
+        self.place, self.residual, self.stream = place, residual, stream
+        self.known_gain = None
         keep = self.decider.decide(self)
-        if keep is not REMOVED and self.model.training and self.model.config.gain_cost > 0:
-            self.gain   # computes it: all tokens pay
-        if keep is not EVERYONE and keep is not REMOVED:
-            check_keep(self, keep)
+        if keep is not REMOVED and self.must_pay():
+            self.gain()   # All tokens pay, whether they run or skip.
         self.keeps.append(keep)
-        self.gains_asked.append(self.known_gain is not None)
+        self.gains.append(None if self.known_gain is None else self.known_gain.abs().mean())
         if keep is EVERYONE:
             stream = self.run_all(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
+            check_keep(self, keep)
             stream = run_some(self, f, keep)
         return self.decider.after(self, stream)
 
-    @property
+    def must_pay(self):
+        return self.model.training and self.model.config.gain_cost > 0
+
     def gain(self):
-        if self.known_gain is None and self.residual.knows_gain:   # once a sublayer
+        if not self.residual.knows_gain:
+            raise ValueError(f"{type(self.residual).__name__} knows no gain; use --residual nag")
+        if self.known_gain is None:   # It is computed once a sublayer.
             self.known_gain = self.residual.gain(self.stream)
-            self.mean_gains.append(self.known_gain.abs().mean())
         return self.known_gain
 
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
-        return sum(self.mean_gains) / len(self.mean_gains) if self.mean_gains else None
+        known = [gain for gain in self.gains if gain is not None]
+        return sum(known) / len(known) if known else None
 
     def extra_loss(self):
-        """What a training adds to the loss. With --gain_cost, turning is paid for: as the ponder
-        cost of arXiv:1603.08983, but of angles. (NAG's paper has no such cost, as far as we know.)
-        """
+        """What a training adds to the loss. With --gain_cost, turning has a price, as pondering has
+        in arXiv:1603.08983. (NAG's paper has none, as far as we know.)"""
         if not self.model.training:
             return 0.0
         loss = self.decider.loss(self)
-        if self.model.config.gain_cost > 0:
+        if self.must_pay():
             loss = loss + self.model.config.gain_cost * self.mean_gain()
         return loss
 
     def ran(self, last=False):
         """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
         token of each sequence only"""
-        masks = [keep[:, -1:] if last else keep for keep in self.keeps if torch.is_tensor(keep)]
-        # All at once, because a number from a GPU makes the CPU wait.
-        means = iter(torch.stack([keep.float().mean() for keep in masks]).tolist() if masks else [])
-        return [next(means) if torch.is_tensor(keep) else float(keep is EVERYONE)
+        return self.shares(lambda keep: (keep[:, -1:] if last else keep).float().mean())
+
+    def shares(self, measure):
+        """-> of each sublayer 1.0 if everyone ran it, 0.0 if nobody did, or measure(keep)"""
+        masks = [measure(keep) for keep in self.keeps if torch.is_tensor(keep)]
+        if not masks:   # Then nothing waits for a GPU.
+            return [float(keep is EVERYONE) for keep in self.keeps]
+        measured = iter(torch.stack(masks).tolist())
+        return [next(measured) if torch.is_tensor(keep) else float(keep is EVERYONE)
                 for keep in self.keeps]
+
+    def work(self):
+        """For flops_per_token -> of each sublayer four shares of the tokens: those that ran it;
+        whose queries were computed, with padding (see attend_kept); that made keys; whose gain was
+        computed"""
+        found = []
+        queries = self.shares(lambda keep: keep.float().mean(1).amax())
+        for keep, ran, padded, gain in zip(self.keeps, self.ran(), queries, self.gains):
+            all_make_keys = keep is not REMOVED and self.decider.skippers_make_keys
+            found.append((ran, padded, 1.0 if all_make_keys else ran, ran if gain is None else 1.0))
+        return found
 
     def skipped(self, last=False):
         """-> the share of all sublayer runs that were skipped, or removed"""
@@ -1132,7 +1205,7 @@ class Runner:
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
-    shape = tuple(runner.residual.as_tensor(runner.stream).shape[:2])
+    shape = tuple(runner.shape)
     if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
         raise ValueError(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
@@ -1142,13 +1215,13 @@ class Decider(nn.Module):
     """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
     methods. Options are keyword arguments of __init__, as those of a residual."""
     allowed = {}            # the range of each option
-    needs_gain = False      # of the residual: that it knows gains
-    needs_skipping = False  # that a token can pass by a sublayer
-    needs_tensor = False    # that its stream is one tensor
+    needs_gain = False      # Must the residual know gains?
+    needs_skipping = False  # Must its tokens be able to skip?
+    needs_tensor = False    # Must its stream be one tensor?
     # Does a token that skips an attention still make its key and value, for later tokens to see?
     skippers_make_keys = True
 
-    def __init__(self, config):
+    def __init__(self, config=None):
         super().__init__()
 
     def begin(self, runner):
@@ -1167,9 +1240,9 @@ class Decider(nn.Module):
         return 0.0
 
 class ByGain(Decider):
-    """--mod gain:below=0.05: a token that would turn by less passes by, in training and after it.
-    A gain is the tangent of an angle, and 0.05 are 3 degrees. Without a --gain_cost, few gains are
-    so small. (How NAG's paper decides we know from summaries only.)"""
+    """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
+    after it. A gain is the tangent of an angle: 0.05 is 3 degrees. Without a --gain_cost, few gains
+    are so small. (How NAG's paper decides we know from summaries only.)"""
     allowed = dict(below=(0, 100))
     needs_gain = needs_skipping = True
 
@@ -1179,7 +1252,7 @@ class ByGain(Decider):
 
     def decide(self, runner):
         # The comparison has no gradient: gains learn from the tokens that run, and from their cost.
-        return runner.gain.detach().abs().squeeze(-1) >= self.below
+        return runner.gain().detach().abs().squeeze(-1) >= self.below
 
 class Coins(Decider):
     """--mod coins:rate=0.25: a coin for each token and each sublayer, in training and after it.
@@ -1192,28 +1265,24 @@ class Coins(Decider):
         self.rate = rate
 
     def decide(self, runner):
-        x = runner.residual.as_tensor(runner.stream)
-        return torch.rand(x.shape[:2], device=x.device) >= self.rate
+        return torch.rand(runner.shape, device=runner.model.device) >= self.rate
 
 class LayerDrop(Decider):
     """--mod layerdrop:rate=0.1 (arXiv:1909.11556): in training, a coin for each sequence and each
     sublayer says whether it runs. Updates are not rescaled."""
     allowed = dict(rate=(0, 0.95))
     needs_skipping = True
+    skippers_make_keys = False   # Whole sequences skip, so nobody would see them.
 
     def __init__(self, config, rate=0.1):
         super().__init__(config)
         self.rate = rate
 
-    @property
-    def skippers_make_keys(self):   # Whole sequences skip, so nobody would see them.
-        return not self.training
-
     def decide(self, runner):
-        if not self.training:
+        if not runner.model.training:
             return EVERYONE
-        x = runner.residual.as_tensor(runner.stream)
-        return (torch.rand(len(x), 1, device=x.device) >= self.rate).expand(x.shape[:2])
+        runs = torch.rand(runner.shape[0], 1, device=runner.model.device) >= self.rate
+        return runs.expand(runner.shape)
 
 class Routers(Decider):
     """--mod router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). In every second block a
@@ -1230,14 +1299,17 @@ class Routers(Decider):
     loss_weight = 0.01
 
     def __init__(self, config, rate=0.25):
-        """rate: of all sublayer runs. Blocks with a router skip the share of the others, too."""
+        """rate: share of all sublayer runs to skip. Only every second block has a router, so these
+        skip about twice that."""
         super().__init__(config)
         self.order, n_routers = block_order(config), config.n_layer // 2
-        self.share_that_runs = 1 - rate * config.n_layer / max(1, n_routers)
-        if n_routers == 0 or self.share_that_runs < 0.0999:   # 0.1, and rounding
-            most = 0.9 * n_routers / config.n_layer
+        if n_routers == 0:
+            raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
+        self.share_that_runs = 1 - rate * config.n_layer / n_routers
+        if self.share_that_runs < 0.0999:   # 0.1, and rounding
+            most = math.floor(90 * n_routers / config.n_layer) / 100
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
-                             f"router, so rate must be at most {most:.2f}")
+                             f"router, so rate must be at most {most}")
         routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
         self.routers = nn.ModuleList(routers)
 
@@ -1256,13 +1328,14 @@ class Routers(Decider):
     def ask(self, router, runner):
         x, notes = runner.stream, runner.notes
         weight = router(unit(x)).squeeze(-1)   # (B, T)
-        runner.other_flops += 2 * x.shape[-1]
+        runner.decider_flops += 2 * x.shape[-1]
         keep = weight > 0
-        if self.training:
-            number = max(1, round(self.share_that_runs * x.shape[1]))
-            # Of weights that are equal but for rounding, those of earlier tokens count as larger.
+        if runner.model.training:
+            count = max(1, round(self.share_that_runs * x.shape[1]))
+            # Rounded, so that weights that differ by rounding errors are equal (nearly always). Of
+            # equal ones, that of the earlier token counts as larger.
             rounded = weight.detach().float().mul(2 ** 16).round()
-            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :number]
+            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :count]
             keep = torch.zeros_like(keep).scatter(1, largest, True)
         notes.losses.append(F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype)))
         notes.keep, notes.before, notes.weight = keep, x, weight[..., None]
@@ -1287,13 +1360,13 @@ DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins,
 class ByFunction(Decider):
     """A decider that is one function: ByFunction(lambda runner: keep)"""
     def __init__(self, decide):
-        super().__init__(None)
+        super().__init__()
         self.decide = decide
 
 class Without(Decider):
     """The sublayers at these places are removed. Of the others, another decider decides."""
     def __init__(self, places, decider):
-        super().__init__(None)
+        super().__init__()
         self.places, self.decider = places, decider
 
     @property
@@ -1317,78 +1390,61 @@ class EarlyExit(Decider):
 
     def __init__(self, confidence):
         """confidence: the probability from which on a prediction is sure"""
-        super().__init__(None)
+        super().__init__()
         self.confidence = confidence
 
     def begin(self, runner):
-        runner.notes.inside = EVERYONE
+        runner.notes.inside = None
 
     def decide(self, runner):
-        notes, head = runner.notes, runner.model.lm_head.weight
-        nobody = notes.inside is not EVERYONE and not notes.inside.any()
-        if runner.place % 2 == 1 and runner.place > 1 and not nobody:
-            sure = runner.model.head(runner.stream).softmax(-1).amax(-1) >= self.confidence
-            notes.inside = ~sure if notes.inside is EVERYONE else notes.inside & ~sure
-            runner.other_flops += 2 * head.numel()
+        notes, model = runner.notes, runner.model
+        if notes.inside is None:
+            notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=model.device)
+        elif runner.place % 2 == 1 and notes.inside.any():
+            probability = model.head(runner.stream).softmax(-1).amax(-1)   # (B, T)
+            notes.inside = notes.inside & (probability < self.confidence)
+            runner.decider_flops += 2 * model.lm_head.weight.numel()
         return notes.inside
 
 def make_decider(config):
     """The decider that --mod asks for"""
-    kind, options = read_decider(config.mod)
-    return kind(config, **options)
-
-def read_decider(text):
-    """gain:below=0.1 -> ByGain, dict(below=0.1)"""
-    name, _, options = text.partition(":")
-    if name not in DECIDERS:
-        raise ValueError(f"--mod {name}: unknown; choose from {', '.join(DECIDERS)}")
-    kind = DECIDERS[name]
-    try:
-        return kind, read_options(options, option_defaults(kind), kind.allowed)
-    except ValueError as error:
-        raise ValueError(f"--mod {text}: {name}: {error}") from None
+    return choose("--mod", DECIDERS, config.mod)(config)
 
 def why_not(decider, config):
-    """decider: a class or an object -> None, or a sentence why this model can't have it"""
-    kind, _ = read_residual(config.residual)
-    with torch.device("meta"):   # shapes without numbers
-        ends = make_residual(config, 2 * config.n_layer + 1)
-        stream = ends.start(torch.empty(1, 1, config.n_embd))
-    one_tensor = torch.is_tensor(stream) and stream.dim() == 3
+    """-> None, or a sentence why a model of this config can't have this decider"""
+    kind = residual_kind(config).func
     if decider.needs_gain and not kind.knows_gain:
         return f"--residual {config.residual} knows no gain; use nag"
     if decider.needs_skipping and not kind.can_skip:
         return f"tokens can't skip with --residual {config.residual}; use pre or nag"
-    if decider.needs_tensor and not one_tensor:
+    if decider.needs_tensor and not has_one_tensor(config):
         return f"the stream of --residual {config.residual} isn't one tensor; use pre"
     return None
 
-# ---------------------------------------------------------------------------------- how it is done
+def has_one_tensor(config):
+    with torch.device("meta"):   # shapes without numbers
+        ends = make_residual(config, 2 * config.n_layer + 1)
+        stream = ends.start(torch.empty(1, 1, config.n_embd))
+    return torch.is_tensor(stream) and stream.dim() == 3
 
-def input_of_f(residual, stream):
-    """What a residual gives to its sublayer: it is called with a stand-in for f, which notes it."""
-    notes = []
-    def stand_in(x):
-        notes.append(x)
-        return torch.zeros_like(x)
-    residual(stream, stand_in)
-    return notes[0]
+# ---------------------------------------------------------------------------------- how it is done
 
 def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
     computed, and put back. One that skips costs its gain, if that was asked, and in an attention
     its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, gain, run = runner.residual, runner.stream, runner.known_gain, runner.run_all
+    residual, stream, run = runner.residual, runner.stream, runner.run_all
+    gain = runner.known_gain
     tokens = KeptTokens(keep)
     if len(tokens.index) == keep.numel():
         return run(stream, residual, f, gain)
     is_attention, keys = isinstance(f.module, Attention), None
-    if is_attention and runner.decider.skippers_make_keys:   # If there is a cache, they go there.
-        keys = keys_of_all(f, residual.read(stream))
+    if is_attention and runner.decider.skippers_make_keys:
+        keys = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
     if len(tokens.index) == 0:
         return stream
     if is_attention:
-        f = functools.partial(attention_of_kept, f, tokens=tokens, keys=keys)
+        f = partial(attention_of_kept, f, tokens=tokens, keys=keys)
         run = run_sublayer   # Shapes vary too much for a compiled one.
     if gain is not None:
         gain = tokens.gather(gain)
@@ -1422,96 +1478,56 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
+def heads(attn, x, rows):
+    """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
+    list of tensors (..., n_head, head_size)"""
+    x = F.linear(x, attn.c_attn.weight[rows])
+    return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
+
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
-    attn, (rotation, layer_cache) = f.module, f.others
+    attn, (rotation, append) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = attn.project(x, attn.c_attn.weight[attn.width:])
-        k = attn.prepare_k(k, rotation)
-        return with_older(layer_cache, k, v)
+        k, v = heads(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
+        return with_older(append, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, layer_cache) = f.module, f.others
+    attn, (rotation, append) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if keys is None:
             q, k, v = attn.qkv(x, rotation)
-            keys = with_older(layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
+            keys = with_older(append, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = attn.project(x, attn.c_attn.weight[:attn.width])
-            q = attn.prepare_q(q, rotation)
+            q, = heads(attn, x, slice(0, x.shape[-1]))
+            q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(layer_cache, k, v, there=None):
-    """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
-    keys (None: all) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
-    if layer_cache is not None:
-        return layer_cache.append(k, v, there)
+def with_older(append, k, v, there=True):
+    """k, v (B, T, n_head, head_size) of the newest tokens, and there, which of them have any: True,
+    or bools (B, T) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
+    if append:
+        return append(k, v, there)
     seen = causal(k.shape[1], k.shape[1], k.device)
-    return k, v, seen if there is None else seen & there[:, None]
+    return k, v, seen if there is True else seen & there[:, None]
 
 def attend_kept(q, k, v, seen, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). seen: (B or 1, T, S)"""
-    batch = len(tokens.count)
-    seen = seen.expand(batch, -1, -1)
-    if q.device.type == "cpu":   # One call per sequence, as each keeps another number of tokens.
-        found = []
-        queries, positions = q.split(tokens.count), tokens.position.split(tokens.count)
-        for i in range(batch):
-            if len(positions[i]):
-                rows = seen[i:i + 1, positions[i]]
-                found.append(attend(queries[i][None], k[i:i + 1], v[i:i + 1], rows)[0])
-        return torch.cat(found)
-    # A GPU is faster with one call. It needs a rectangle, with a row per sequence and padding at
-    # its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with none, a softmax
-    # is nan), and what comes out of it is not used.
-    sequence = tokens.index // tokens.keep.shape[1]
+    # It is one call for all sequences. For this they need a rectangle, with a row per sequence and
+    # padding at its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with
+    # none, a softmax is nan), and what comes out of it is not used.
+    B, T = tokens.keep.shape
+    sequence = tokens.index // T
     column = torch.cat([torch.arange(count, device=q.device) for count in tokens.count])
     longest = max(tokens.count)
-    queries = q.new_zeros(batch, longest, *q.shape[1:]).index_put((sequence, column), q)
-    rows = seen.new_ones(batch, longest, k.shape[1])
-    rows = rows.index_put((sequence, column), seen[sequence, tokens.position])
+    queries = q.new_zeros(B, longest, *q.shape[1:]).index_put((sequence, column), q)
+    rows = seen.new_ones(B, longest, k.shape[1])
+    rows = rows.index_put((sequence, column), seen.expand(B, -1, -1)[sequence, tokens.position])
     return attend(queries, k, v, rows)[sequence, column]
 
 # ==================================================================================== part 4: tools
-
-class KVCache:
-    """Keys and values of all tokens so far, so that sampling computes only the newest token."""
-    def __init__(self, model, batch_size, size):
-        """size: how many tokens it has room for, block_size at most"""
-        self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size, size)
-                       for number in model.order]
-
-    def set_length(self, length):
-        """The next tokens begin. With them there are `length` in all."""
-        self.start, self.length = self.length, length
-
-class LayerCache:
-    """The part of a KVCache that belongs to one attention, at one place in the order"""
-    def __init__(self, cache, model, attn, batch_size, size):
-        shape = batch_size, size, attn.n_head, attn.head_size
-        dtype = model.dtype or model.wte.weight.dtype
-        self.cache = cache
-        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
-        # Tokens that skip may have no key here.
-        self.there = torch.zeros(shape[:2], dtype=torch.bool, device=model.device)
-
-    def append(self, k, v, there=None):
-        """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
-        keys (None: all) -> k, v of all S tokens so far, and seen (B, T, S), who sees whom"""
-        start, length = self.cache.start, self.cache.length
-        self.keys[:, start:length], self.values[:, start:length] = k, v
-        self.there[:, start:length] = True if there is None else there
-        seen = causal(length - start, length, k.device) & self.there[:, None, :length]
-        return self.keys[:, :length], self.values[:, :length], seen
-
-def causal(new, length, device):
-    """(1, new, length): whether a query, one of the `new` last of all tokens, may see a key"""
-    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 # ------------------------------------------------------------------------------------------- norms
 
@@ -1549,26 +1565,23 @@ class DynamicTanh(nn.Module):
 
 # -------------------------------------------------------------------------------- widths and order
 
-def block_widths(config):
-    """(attention heads, hidden units) of each block. With --taper they go from taper_start to
-    taper_end, and keep their sum. cosine: arXiv:2606.23670. linear: after CascadeFormer
-    (arXiv:2606.26538), whose own widths are not known."""
+def hidden_units(config):
+    """The hidden units of each block's MLP, a list. With --taper, those of the first and the last
+    block are as taper_start to taper_end, and their mean stays (but for rounding). cosine:
+    arXiv:2606.23670. linear: after CascadeFormer (arXiv:2606.26538), whose own widths are unknown.
+    """
     n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
         hidden = round(hidden * 2 / 3)
     hidden = max(1, int(hidden))
     if config.taper == "none":
-        return [(config.n_head, hidden)] * n_layer
+        return [hidden] * n_layer
     depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
     if config.taper == "cosine":
         depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
     widths = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
     widths = [width * n_layer / sum(widths) for width in widths]   # Their mean is 1 now.
-    heads = [config.n_head] * n_layer
-    if config.taper_on == "both":
-        heads = [max(1, round(width * config.n_head)) for width in widths]
-    units = [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
-    return list(zip(heads, units))
+    return [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
 
 def block_order(config):
     """The blocks, numbered from 0, in the order in which they run. See --repeat."""
@@ -1592,12 +1605,12 @@ def compile_blocks(model, **options):
         return
     call = torch.compile(SublayerFunction.__call__, **options)
     def run(stream, residual, f, gain=None):
-        return residual(stream, functools.partial(call, f))
+        return residual(stream, partial(call, f))
     model.run = run
 
 def checkpoint_blocks(model):
     """Saves memory: sublayers run again in the backward pass. Call it after compile_blocks."""
-    model.run = functools.partial(checkpoint, model.run, use_reentrant=False,
+    model.run = partial(checkpoint, model.run, use_reentrant=False,
                                   preserve_rng_state=False)
 
 def num_params(model):
@@ -1606,12 +1619,8 @@ def num_params(model):
 def fewest_weights(model_config):
     """A number of weights that a model has at least, found without making it, before memory is
     taken"""
-    hidden = sum(units for _, units in block_widths(model_config))
-    with torch.device("meta"):   # shapes without numbers
-        first = make_residual(model_config, 1)   # The others may have more.
-    residual = sum(p.numel() for p in first.parameters())
     width, n_layer = model_config.n_embd, model_config.n_layer
-    return (model_config.vocab_size + hidden) * width + n_layer * (width ** 2 + residual)
+    return (model_config.vocab_size + sum(hidden_units(model_config)) + n_layer * width) * width
 
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
@@ -1621,19 +1630,14 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    ran = runner.ran() if runner else [1.0] * len(pairs)
-    for i, (residual, module) in enumerate(pairs):
-        if runner and runner.keeps[i] is REMOVED:
-            continue
-        gains_of_all = runner and runner.gains_asked[i]
-        total += residual.flops() * (1.0 if gains_of_all else ran[i])
-        share = ran[i]
+    work = runner.work() if runner else [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
+    for (residual, module), (ran, queries, keys, gains) in zip(pairs, work):
+        total += gains * residual.flops()
         if isinstance(module, Attention):
-            total += share * 4 * T * module.width   # scores, and sums of values
-            if runner and runner.decider.skippers_make_keys:
-                share = (1 + share) / 2   # The half that makes keys and values runs for all tokens.
-        total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
-    return total + (runner.other_flops if runner else 0.0)
+            total += queries * 4 * T * config.n_embd   # scores, and sums of values
+            ran = (ran + keys) / 2                     # Half of its weights make keys and values.
+        total += ran * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
+    return total + (runner.decider_flops if runner else 0.0)
 
 # ------------------------------------------------------------------------------------------ checks
 
@@ -1641,27 +1645,23 @@ def config_problems(config):
     """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
     bad = field_problems(config)
     try:
-        kind, _ = read_residual(config.residual)
+        kind = residual_kind(config).func
     except ValueError as error:
         bad.append(str(error))
     if bad:   # What follows needs values that are in their ranges.
         return bad
     try:
         order = block_order(config)
+        look_for_mistakes(config.residual, kind)
         with torch.device("meta"):   # shapes without numbers, so without memory
-            # With RMSNorms, in which we look for a norm that --norm could choose. nag has none.
-            with_rms = replace(config, norm="rms")
-            first, ends = (make_residual(with_rms, l) for l in (1, 2 * config.n_layer + 1))
-            decider = make_decider(config)
+            misfit = why_not(make_decider(config), config)
     except ValueError as error:
         return [str(error)]
-    name, has_norms = config.residual, any(isinstance(m, nn.RMSNorm)
-                                           for m in [*first.modules(), *ends.modules()])
-    misfit = why_not(decider, config)
+    name = config.residual
     rules = [   # (is it wrong, why, and what to do)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
-        (config.norm != "rms" and not has_norms,
+        (config.norm != "rms" and not (kind.norms or kind.end_norms),
          f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
         (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (len(order) > config.n_layer and kind.stream_grows,
@@ -1671,3 +1671,69 @@ def config_problems(config):
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
+
+# What follows is for residuals of your own: a mistake is told before a training, in a sentence.
+
+@lru_cache   # once for each residual
+@torch.enable_grad()
+def look_for_mistakes(residual, kind):
+    """residual: as --residual names it. kind: its class. ValueError, if it has a misspelt name or
+    changes nothing, returns a wrong shape, sees later tokens (as far as its first weights show
+    that), or has a parameter that nothing uses. A tiny model of it is made and run."""
+    name = kind.__name__
+    known = [each for each in {**vars(PreNorm), **vars(Residual)} if not each.startswith("_")]
+    look_for_misspelt_names(kind, known)
+    changes = [each for each in known if getattr(kind, each) is not getattr(Residual, each)]
+    if kind is not Residual and not changes:
+        raise ValueError(f"{name} has no forward of its own, so it would be PreNorm")
+    config = TrialConfig(residual, n_layer=2, n_head=1, n_embd=8, block_size=4, vocab_size=8)
+    try:
+        model = GPT(config)
+    except AttributeError as error:
+        if "__init__() call" not in str(error):
+            raise
+        raise ValueError(f"{name}.__init__ must begin with super().__init__(config, l)") from None
+    names = {parameter for each in model.residuals() for parameter, _ in each.named_parameters()}
+    for gate in kind.own_lr:
+        if gate not in names:
+            raise ValueError(f"{name}.own_lr names {gate!r}, and there is no such parameter; there "
+                             f"are {', '.join(sorted(names))}")
+    look_at_shapes(model, name)
+    idx = torch.arange(4)[None]
+    logits, loss = model(idx, idx)
+    other, _ = model(torch.tensor([[0, 1, 2, 7]]))
+    if (logits - other)[:, :3].abs().max() > 1e-5:
+        raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
+                         f"ones predict. Only f may look at other tokens")
+    loss.backward()
+    for parameter, p in model.named_parameters():
+        if p.grad is None:
+            raise ValueError(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
+                             f"it; make it only where it is used (self.is_end says: model.ends)")
+
+class TrialConfig(GPTConfig):
+    def problems(self):   # config_problems itself makes this model.
+        return []
+
+def look_for_misspelt_names(kind, known):
+    for name in vars(kind):
+        near = difflib.get_close_matches(name, known, 1, 0.85)
+        if near and name not in known and not name.startswith(near[0]):
+            raise ValueError(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
+    options = option_defaults(kind)
+    for option in kind.allowed:
+        if option not in options:
+            raise ValueError(f"{kind.__name__}.allowed names {option!r}; the options are "
+                             f"{', '.join(options) or 'none'}")
+
+def look_at_shapes(model, name):
+    for _, before, after in model.walk(torch.zeros(2, 3, dtype=torch.long)):
+        wanted, found = shapes_of(before), shapes_of(after)
+        if wanted != found and not model.ends.stream_grows:
+            raise ValueError(f"{name}.forward returned {found}, expected {wanted}")
+
+def shapes_of(stream):
+    """The shape of a stream's tensor, or of each, as text"""
+    if isinstance(stream, tuple):
+        return "(" + ", ".join(shapes_of(part) for part in stream) + ")"
+    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from flags import environment, flag, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
-                   constrain_weights, flops_per_token, num_params, options_of)
+                   constrain_weights, flops_per_token, num_params, option_defaults)
 from processes import check_memory, join_processes, note_signals, pick_device, pick_threads
 from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, optimizer_state,
                   read_checkpoint, read_metrics, read_settings, restore_optimizers)
@@ -379,7 +379,7 @@ class Training:
             micro_loss = micro_loss / config.grad_accum
             micro_loss.backward()
             loss += (micro_loss - runner.extra_loss() / config.grad_accum).detach()
-            if runner.mean_gains:
+            if runner.mean_gain() is not None:
                 mean_gain += runner.mean_gain().detach() / config.grad_accum
             found = [runner.skipped(), flops_per_token(model, runner=runner)]
             counts += torch.tensor(found, dtype=torch.float64) / config.grad_accum
@@ -615,7 +615,7 @@ def residual_list():
     """For --help: all residuals with their options"""
     lines = ["residuals, with their options:"]
     for name in RESIDUALS:
-        options = ",".join(f"{key}={default}" for key, default in options_of(name).items())
+        options = ",".join(f"{key}={default}" for key, default in option_defaults(RESIDUALS[name]).items())
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
