@@ -359,7 +359,7 @@ def who_skips(run):
     return {"share of the sublayers that run": {"measured": ran},
             "share of right digits": {"measured": right, "if all run": full}}
 
-ALL_RUN = Decider(None)
+ALL_RUN = Decider()
 
 # ======================================================================================= any text
 
@@ -396,8 +396,7 @@ def skip_curve(run):
 
 def flip(ran, runner):
     """A decider's answer, by coins: each sublayer has its own share of tokens that run"""
-    x = runner.residual.as_tensor(runner.stream)
-    return torch.rand(x.shape[:2], device=x.device) < ran[runner.place - 1]
+    return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
 
 def skip_point(run, decider):
     """-> [share skipped, steps learned or loss], and the share that ran each sublayer"""

@@ -60,7 +60,7 @@ def test_early_exit(residual):
         ran = [place for place, share in enumerate(runners[-1].ran(last=True), 1) if share]
         assert ran == [place for block in blocks for place in (2 * block - 1, 2 * block)]
         looks = 1 if confidence == 0 else len(blocks) - 1   # a piece: then all of it is out
-        assert runners[-1].other_flops == 2 * looks * model.lm_head.weight.numel()
+        assert runners[-1].decider_flops == 2 * looks * model.lm_head.weight.numel()
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
