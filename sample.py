@@ -19,7 +19,7 @@ import torch
 import prepare
 from flags import flag, parse, printable, refuse, start
 from inside import NotHere, in_words, inside_of
-from model import ByGain, EarlyExit, Without, flops_per_token, why_not
+from model import ByGain, EVERYONE, EarlyExit, Without, flops_per_token, why_not
 from processes import pick_device, pick_threads
 from runs import open_run
 
@@ -80,30 +80,40 @@ def places_of(blocks, n_blocks):
 
 # --------------------------------------------------------------------------------------------- show
 
-# Of a terminal's 256 colours: name, background, text. From few sublayers to all, in fifths.
-PALETTE = [("navy", 17, 231), ("blue", 26, 231), ("teal", 37, 16), ("green", 113, 16),
-           ("yellow", 227, 16)]
-
+# Of a terminal's 256 colours: background and text, from pale (few sublayers) to dark (many)
+PALETTE = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
 RED = "\033[38;5;231;48;5;160m"
 
-def show(text, share=None, style="plain"):
+def show(text, share=None, style="plain", span=(0.0, 1.0)):
     """Prints text at once. share: of the sublayers that ran for it. style: plain, colours or
-    numbers. A terminal gets no characters that could do something to it, whatever a model says."""
+    numbers. span: the shares that are palest and darkest. A terminal gets no characters that could
+    do something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
     if style == "numbers":
         text = f"{'' if share is None else f'{share:.0%}':>4} {text!r}\n"
     elif style == "colours" and share is not None and text.strip():
-        text = painted(text, share)
+        low, high = span
+        text = painted(text, (share - low) / max(1e-9, high - low))
     print(text, end="", flush=True)
 
-def painted(text, share):
-    _, background, foreground = PALETTE[min(4, int(5 * share))]
+def painted(text, shade):
+    """shade: from 0, pale, to 1, dark"""
+    tone = min(len(PALETTE) - 1, max(0, int(shade * len(PALETTE))))
+    background, foreground = PALETTE[tone]
     return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
 
-def legend():
-    fifths = [painted(f" {name}: from {20 * i}% ", i / 5) for i, (name, _, _) in enumerate(PALETTE)]
-    return "share of the sublayers that ran for a token: " + "".join(fifths)
+def legend(span):
+    low, high = span
+    tones = [painted(f" {low + (high - low) * i / 6:.0%} ", i / 6) for i in range(7)]
+    return "share of the sublayers that ran for a token: " + "".join(tones)
+
+def depths(runner):
+    """-> for each token of a pass of one sequence, the share of the sublayers that ran for it"""
+    ran = torch.zeros(runner.shape[1])
+    for keep in runner.keeps:
+        ran += keep[0].cpu() if torch.is_tensor(keep) else keep is EVERYONE
+    return (ran / len(runner.keeps)).tolist()
 
 # ----------------------------------------------------------------------------------------- sampling
 
@@ -116,17 +126,35 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
                               generator, decider, tokenizer.n_vocab)
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    show(config.prompt, style=style)
+    span = None   # the least and the most depth in the prompt, when the first pass has read it
+    if style == "plain":
+        show(config.prompt)
     try:
         for token, runner in tokens:
             skipped = runner.skipped(last=True)
             yield skipped, flops_per_token(model, runner=runner)
+            if style != "plain" and span is None:
+                span = show_prompt(config.prompt, runner, style)
             if token.item() == tokenizer.eot_token:
                 break
             text = decoder.decode(tokenizer.decode_single_token_bytes(token.item()))
-            show(text, 1 - skipped, style)
+            show(text, 1 - skipped, style, span)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", style=style)
+
+def show_prompt(text, runner, style):
+    """Shows a prompt with its depths, if each of its tokens is a letter -> their span. What
+    predicts a letter is the token before it, so its depth is the letter's."""
+    shares = depths(runner)
+    span = min(shares), max(shares)
+    if style == "colours":
+        print(legend(span), file=sys.stderr)
+    if len(text) != len(shares):
+        show(text, style=style)
+        return span
+    for letter, share in zip(text, [None] + shares):
+        show(letter, share, style, span)
+    return span
 
 # --------------------------------------------------------------------------------- the lines inside
 
@@ -182,10 +210,8 @@ def main(argv=None):
         show_inside(model, settings["data"], config.prompt.strip())
         return
     generator = torch.Generator(model.device).manual_seed(config.seed)
-    torch.manual_seed(config.seed)   # --mod random draws coins from torch's own generator.
+    torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.
     style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
-    if style == "colours":
-        print(legend(), file=sys.stderr)
     passes, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
         passes += sample(model, tokenizer, config, decider, generator, style)
