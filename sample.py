@@ -37,9 +37,8 @@ class SampleConfig:
     remove: str = flag("", "blocks to remove, from 1, as analyze.py numbers them: 9,10,11")
     depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
 
-    which: Literal["ckpt.pt", "best.pt"] = flag("ckpt.pt", "the last checkpoint, or the best one",
-                                                group="machine")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
+                                                  group="machine")
 
     def problems(self):
         if self.skip_below >= 0 and self.exit < 1:
@@ -121,7 +120,7 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     device = pick_device(config.device)
-    model, settings = open_run(config.run, device, config.which)
+    model, settings = open_run(config.run, device)
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     removed = places_of(config.remove, len(model.order))
