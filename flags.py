@@ -16,7 +16,6 @@ A value may have options of its own, such as hyper:kind=mhc,n=2: see read_option
 import argparse
 import dataclasses
 import difflib
-import errno
 import inspect
 import os
 import sys
@@ -62,9 +61,8 @@ def start(main):
         mute_stdout()
         status = 0
     except OSError as error:
-        mute_stdout()   # It may be full. What is left to print would fail again.
-        remedy = "; make room" if error.errno == errno.ENOSPC else ""
-        status = f"{sys.argv[0]}: {error}{remedy}"
+        mute_stdout()   # It may be on a full disk. What is left to print would fail again.
+        status = f"{sys.argv[0]}: {error}"
     except (MemoryError, RuntimeError) as error:
         status = sentence_about(error)
     if isinstance(status, str):

@@ -177,15 +177,11 @@ class RunFolder:
         if not {"residual", "n_layer", "n_embd", "tokenizer"} <= self.saved_settings().keys():
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
-        if self.overwrite:
-            return
-        if "ckpt.pt" in names:
+        # A run that was killed before its first step has nothing to lose.
+        is_early = names <= {"config.json", "metrics.jsonl"} and not any(read_metrics(self.out))
+        if not self.overwrite and not is_early:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
-        # A run that was killed before its first step may begin anew.
-        if not names <= {"config.json", "metrics.jsonl"} or any(read_metrics(self.out)):
-            refuse(f"--out {self.out}: holds a run without a checkpoint; --overwrite replaces it, "
-                   f"another --out keeps it")
 
     def saved_settings(self):
         """config.json as a dict, or {} if it is missing or broken"""

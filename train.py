@@ -48,7 +48,7 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in --out")
 
     max_iters: int = flag(420, "steps of the optimizer", 0, 1e9, group="length of the run")
-    max_flops: float = flag(0.0, "in place of max_iters: matmul FLOPs; who skips has none", 0, 1e27)
+    max_flops: float = flag(0.0, "FLOPs of the matmuls that run, in place of max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
@@ -86,8 +86,6 @@ class TrainConfig:
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
              f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
-            (self.schedule == "wsd" and self.warmup > 0.8,
-             f"--warmup {self.warmup}: with --schedule wsd at most 0.8; the rate falls after that"),
             (self.batch_size % n_parts,
              f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
              f"{n_parts}")]
@@ -96,31 +94,31 @@ class TrainConfig:
 # --------------------------------------------------------------------------------------------- data
 
 def open_data(config, gpt, processes):
-    """-> the text of a run: shards of training tokens, val windows, and what is known of them"""
+    """-> what a run reads: shards of training tokens, and windows for validation"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first process may still be writing the data.
-    meta = prepare.load_meta(folder)
+    meta = prepare.load_meta(folder)   # meta.json
     return SimpleNamespace(
-        folder=folder, tokenizer=meta["tokenizer"], n_vocab=meta["vocab_size"], meta=meta,
+        folder=folder, meta=meta,
         shards=prepare.open_split(folder, "train", gpt.block_size),
         val=prepare.val_windows(folder, gpt.block_size, config.eval_windows),   # x, y: (n, T)
         # If meta.json or the shards are others one day, in name or size, --resume notices it.
         fingerprint=prepare.fingerprint(folder, meta))
 
 def get_batch(data, gpt, batch_size, step, part=0, n_parts=1, device="cpu"):
-    """A batch is cut into n_parts -> one of them: x, y (batch_size / n_parts, T). It depends on
-    seed, step and part only, so there is no random state to save: any number of processes, and a
-    run that is resumed, see the same batches."""
+    """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
+    part only, so there is no random state to save: any number of processes, and a run that is
+    resumed, see the same batches."""
     T = gpt.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((gpt.seed, step)).integers(0, n_windows, batch_size)
     x, y = prepare.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
-    if max(x.max(), y.max()) >= data.n_vocab:
-        refuse(f"--data {data.folder}: has a token beyond the {data.n_vocab} of its tokenizer; "
-               f"prepare it anew")
+    if max(x.max(), y.max()) >= data.meta["vocab_size"]:
+        refuse(f"--data {data.folder}: has a token beyond the {data.meta['vocab_size']} of its "
+               f"tokenizer; prepare it anew")
     if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
         x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
     return x, y
@@ -251,7 +249,7 @@ def train(gpt, config, data, folder, processes, signals):
     gpt, config: the settings of the model and of its training; data: see open_data; folder: a
     RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
     model, ckpt = begin_or_resume(gpt, config, data, folder)   # A new run has ckpt = {}.
-    call_model = prepare_model(model, config, processes)
+    call_model = compile_and_wrap(model, config, processes)
     optimizers = make_optimizers(model, config)
     if config.resume:
         restore_optimizers(model, optimizers, ckpt["optimizers"])
@@ -261,9 +259,7 @@ def train(gpt, config, data, folder, processes, signals):
     # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
     block_norms = ckpt.get("grad_norms", torch.zeros(gpt.n_layer, dtype=torch.float64))
     block_norms = block_norms.to(model.device)
-    del ckpt   # It takes as much memory as the model and its moments.
-
-    token_bytes = prepare.token_bytes(data.meta, gpt.vocab_size)
+    # How far it goes
     n_parts = config.grad_accum * processes.count   # of each batch
     tokens_per_step = config.batch_size * gpt.block_size
     n_steps = config.max_iters
@@ -277,6 +273,7 @@ def train(gpt, config, data, folder, processes, signals):
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
         next_lr = config.lr * lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
         say(f"from here on: {what}; the learning rate was {lr:.2e} and goes on at {next_lr:.2e}")
+    token_bytes = prepare.token_bytes(data.meta, gpt.vocab_size)
     loss = norm = torch.zeros(())   # of the last step
     clock, clock_step = time.perf_counter(), step
 
@@ -294,7 +291,6 @@ def train(gpt, config, data, folder, processes, signals):
                                                    config.batch_size // n_parts)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
                     f"{skipped:.1%} skipped")
-                refuse_if_not_finite(step, folder, model, val_loss)
                 best_loss = min(best_loss, val_loss)
                 folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
                            grad_norms=block_norms.tolist())
@@ -394,15 +390,15 @@ def begin_or_resume(gpt, config, data, folder):
     if not config.init_from:
         return GPT(gpt), {}
     tokenizer = read_settings(config.init_from, dict(tokenizer=""), strict=False)["tokenizer"]
-    if tokenizer != data.tokenizer:
-        refuse(f"--init_from {config.init_from}: knows the tokens of {tokenizer}, and --data "
-               f"{data.folder} has those of {data.tokenizer}; prepare that with --tokenizer "
+    if tokenizer != data.meta["tokenizer"]:
+        refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and --data "
+               f"{data.folder} has {data.meta['tokenizer']}; prepare that with --tokenizer "
                f"{tokenizer}")
     ckpt, model = read_checkpoint(Path(config.init_from) / "ckpt.pt", gpt, may_differ=FREE)
     folder.settings["init_step"] = ckpt["step"]   # goes into config.json
     return model, {}
 
-def prepare_model(model, config, processes):
+def compile_and_wrap(model, config, processes):
     """Brings the model to its device, and compiles it, if need be -> what training calls: the
     model, or, for several processes, its DDP wrapper"""
     model.to(processes.device)
@@ -515,9 +511,9 @@ def main(argv=None):
     with torch_as_it_was(processes.device):
         pick_threads(gpt, processes.device, processes.count)
         data = open_data(config, gpt, processes)
-        rows = math.ceil(data.n_vocab / 64) * 64   # of the head: multiples of 64 are fast
+        rows = math.ceil(data.meta["vocab_size"] / 64) * 64   # Multiples of 64 are fast.
         gpt.vocab_size = max(gpt.vocab_size, rows)
-        settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.tokenizer)
+        settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
         settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
         # attnres:group=4 -> runs/attnres-group4
         out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))

@@ -143,7 +143,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
 
 def test_batches_depend_on_seed_and_step_only():
     shards = [np.arange(100, 200, dtype=np.uint16), np.arange(220, 250, dtype=np.uint16)]
-    data = SimpleNamespace(folder="", shards=shards, n_vocab=257)
+    data = SimpleNamespace(folder="", shards=shards, meta=dict(vocab_size=257))
     def batches(n_parts=1, step=3, seed=1):
         gpt = GPTConfig(**TINY | dict(block_size=8, seed=seed))
         return [train.get_batch(data, gpt, 12, step, part, n_parts) for part in range(n_parts)]
@@ -190,10 +190,11 @@ def test_steps_by_hand(data, tmp_path):
     go(data, tmp_path, *flags.split(), "--grad_accum", 2, "--max_iters", 6)
     ckpt, sums = load(tmp_path), torch.zeros(2)
     model = GPT(GPTConfig(**ckpt["model_config"]))
-    shards = SimpleNamespace(shards=prepare.open_split(data, "train", 32), n_vocab=257)
+    train_shards = prepare.open_split(data, "train", 32)
+    text = SimpleNamespace(shards=train_shards, meta=dict(vocab_size=257))
     for step in range(6):
         model.zero_grad()
-        model(*train.get_batch(shards, model.config, 4, step))[1].backward()
+        model(*train.get_batch(text, model.config, 4, step))[1].backward()
         sums += torch.tensor([torch.nn.utils.get_total_norm(p.grad for p in block.parameters())
                               for block in model.blocks])
         norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
@@ -354,7 +355,7 @@ def test_init_from(data, copy, tmp_path):
     assert begin(tmp_path / "y", "--mod", "coins", "--max_iters", 2) == 0
     (copy / "config.json").write_text(json.dumps(
         json.loads((copy / "config.json").read_text()) | dict(tokenizer="gpt2")))
-    with pytest.raises(SystemExit, match="knows the tokens of gpt2.*--tokenizer gpt2"):
+    with pytest.raises(SystemExit, match="its tokens are those of gpt2.*--tokenizer gpt2"):
         begin(tmp_path / "x")
 
 def test_data_that_are_elsewhere(copy, tmp_path, monkeypatch):
@@ -532,7 +533,7 @@ def test_resume_on_another_machine_after_a_crash(copy):
     path.write_text("\n".join(lines))
     assert runs.read_metrics(copy) == {1: dict(step=1, loss=4, val_loss=3, grad_norms=[1, 2])}
 
-def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch, at_step):
+def test_nothing_that_is_not_finite_is_saved(data, tmp_path, at_step):
     """A weight gets infinite in step 8: a status line finds it in step 9, a checkpoint at once."""
     def poison(model):
         model.blocks[1].mlp.c_proj.weight.data[0, 0] = math.inf
@@ -543,9 +544,6 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch, at_ste
             go(data, tmp_path / run, "--max_iters", 12, *intervals)
     run = tmp_path / "pause"
     assert load(run)["step"] == 4 and resume(run) == 0 and metrics(run)[12]["val_loss"] > 0
-    monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, 1.0, 0.0))
-    with pytest.raises(SystemExit, match="iteration 12: .*not finite"):
-        resume(run, "--max_iters", 16)
 
 # --------------------------------------------------------------------------------- run folders
 
@@ -633,12 +631,12 @@ def test_what_a_new_run_may_find(data, tmp_path):
     alien = json.dumps(dict(model_type="llama", hidden_size=4096)).encode()
     for held, what in ((whole, "holds a run already"), ({"notes": b"mine"}, "no run folder"),
                        ({"config.json": alien, "ckpt.pt": b"weights"}, "no run folder"),
-                       (early | {"best.pt": b""}, "without a checkpoint"),
-                       (early | {"metrics.jsonl": whole["metrics.jsonl"]}, "without a checkpoint")):
+                       (early | {"best.pt": b""}, "holds a run already"),
+                       (early | {"metrics.jsonl": whole["metrics.jsonl"]}, "holds a run already")):
         put(held)
         for more in [], ["--overwrite"] if what == "no run folder" else []:
             assert what in refused("--data", data, *SIZE, "--out", run, *flags, *more)
-            assert content(run) == held | {"lock": b""} if "lock" in held else held
+            assert content(run) == held
     for free in early, {}, {"lock": b""}:
         put(free)
         assert go(data, run, *flags) == 0 and not any(run.glob(HALF))
