@@ -2,10 +2,10 @@
 Run folders: how they are locked, written, read, and opened as a model.
 
     config.json      the settings that the run began with: the flags of train.py, and the tokenizer;
-                     and what --resume has changed, and when: "changes": {"200": {"lr": 0.01}}
+                     and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, best_loss, lr, grad_norms, data (fingerprint)
+                     flops, best_loss, grad_norms, data (fingerprint)
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on. So no code in one is run, and no link is followed. What is wrong gets
@@ -82,7 +82,7 @@ def read_settings(path, defaults, strict=True, with_changes=True):
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        found = read_json(path)
+        found = without_retired(read_json(path))
         changes = found.pop("changes", {})
         for change in changes.values() if with_changes else ():
             found |= change

@@ -253,10 +253,10 @@ def train(gpt, config, data, folder, processes, signals):
     optimizers = make_optimizers(model, config)
     if config.resume:
         restore_optimizers(model, optimizers, ckpt["optimizers"])
-    # How far the run is
-    step, flops, lr = ckpt.get("step", 0), ckpt.get("flops", 0.0), ckpt.get("lr", 0.0)
+    # How far the run is. block_norms: of each block's gradient, summed over the steps (analyze.py
+    # ranks blocks by them)
+    step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
     best_loss = ckpt.get("best_loss", math.inf)
-    # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
     block_norms = ckpt.get("grad_norms", torch.zeros(gpt.n_layer, dtype=torch.float64))
     block_norms = block_norms.to(model.device)
     # How far it goes
@@ -271,8 +271,8 @@ def train(gpt, config, data, folder, processes, signals):
     changes = folder.begin(step)   # From here on, files are written.
     if changes:   # by flags beside --resume
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
-        next_lr = config.lr * lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
-        say(f"from here on: {what}; the learning rate was {lr:.2e} and goes on at {next_lr:.2e}")
+        factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
+        say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
     token_bytes = prepare.token_bytes(data.meta, gpt.vocab_size)
     loss = norm = torch.zeros(())   # of the last step
     clock, clock_step = time.perf_counter(), step
@@ -297,8 +297,7 @@ def train(gpt, config, data, folder, processes, signals):
             # This is all. Batches, coins and learning rates follow from the settings and the step.
             folder.save(dict(model=model.state_dict(), model_config=asdict(gpt),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
-                             lr=lr, best_loss=best_loss, grad_norms=block_norms,
-                             data=data.fingerprint))
+                             best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
             clock, clock_step = time.perf_counter(), step
         if ends:
             break
@@ -333,7 +332,6 @@ def train(gpt, config, data, folder, processes, signals):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         # The rate of a step is that at its end: at its beginning, the first one would be 0.
         factor = lr_factor(config, done + 1 / n_steps)
-        lr = config.lr * factor
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -347,10 +345,11 @@ def train(gpt, config, data, folder, processes, signals):
         # --- Report
         if step % config.log_interval == 0:
             refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
-            loss, gain, skipped = (processes.mean(float(x)) for x in (loss, gain, skipped))
+            loss, gain, skipped = map(processes.mean, (loss.item(), gain.item(), skipped))
             now = time.perf_counter()
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
+            lr = config.lr * factor
             folder.log(step=step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=speed,
                        tokens=step * tokens_per_step, flops=flops, skip_rate=skipped,
                        mean_gain=gain)

@@ -315,8 +315,8 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     beginning, and says so."""
     before = json.loads((copy / "config.json").read_text())
     assert resume(copy, "--max_iters", 12, "--lr", 0.003) == 0
-    lr = 0.003 * train.lr_factor(train.TrainConfig(), 9 / 12)   # It was a tenth of 0.006.
-    said = f"max_iters 12, lr 0.003; the learning rate was 6.00e-04 and goes on at {lr:.2e}"
+    share = train.lr_factor(train.TrainConfig(), 9 / 12)   # It was at 10%.
+    said = f"max_iters 12, lr 0.003; the learning rate is at {share:.0%} of its peak"
     assert said in capsys.readouterr().out
     assert resume(copy) == 0   # with what was changed
     assert metrics(copy)[12]["val_loss"] and load(copy)["step"] == 12
@@ -839,6 +839,8 @@ def test_a_run_of_the_third_edition(copy, tmp_path):
     assert resume(copy, "--max_iters", 9) == 0 and load(copy)["step"] == 9
     edited(lambda c: c.update(max_iters=0, max_tokens=1000.0))(copy / "config.json")
     assert train.defaults_for(dict(config=str(copy)))["max_iters"] == 8   # of 4 x 32 tokens
+    edited(lambda c: c["changes"].update({"8": dict(max_iters=9)}))(copy / "config.json")
+    assert train.defaults_for(dict(resume=True, out=str(copy)))["max_iters"] == 9
     for change in dict(mod_rate=0.25), dict(layer_drop=0.1), dict(residual="nag:warmup=0.1"):
         edited(lambda c: c.update(old | change))(copy / "config.json")
         assert "git checkout 7cf98d5" in refused("--out", copy, "--resume")
