@@ -31,21 +31,22 @@ The file has four parts:
     1  a GPT       config, attention, MLP, PreNorm, the model, sampling, first weights
     2  residuals   NAG and all the others; which one runs is the flag --residual
     3  skipping    who decides which tokens run a sublayer, and how only these are computed
-    4  tools       KV cache, norms, widths, compiling, FLOPs, checks
+    4  tools       norms, widths, order, compiling, FLOPs, checks
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
-when you need them. The few things that part 1 takes from them are marked, such as "(part 4)". Trust
-them on a first reading. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm,
-normalised queries and keys, no biases, no dropout, and a cache in sampling. To try a rule of your
-own, copy class Template, and add it to RESIDUALS (end of part 2).
+when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
+queries and keys, no biases, no dropout, and a cache in sampling. To try a rule of your own, copy
+class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
+import difflib
 import functools
 import itertools
 import math
 import re
 import zlib
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Literal
 
@@ -71,20 +72,18 @@ class GPTConfig:
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream (part 4)")
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # Leave these as they are at first: other widths and another order of the blocks (part 4)
-    taper: Literal["none", "linear", "cosine"] = flag("none", "widths, from taper_start to _end",
+    # Leave the following as they are at first.
+    taper: Literal["none", "linear", "cosine"] = flag("none", "of MLPs, from taper_start to _end",
                                                       group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    taper_on: Literal["mlp", "both"] = flag("mlp", "taper hidden units only, or heads, too")
     repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    # Who runs what, and what it costs (part 3)
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
     gain_cost: float = flag(0.0, "training: loss + gain_cost x mean |gain|, so turning is paid for",
@@ -92,7 +91,7 @@ class GPTConfig:
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
-        return config_problems(self)   # (part 4)
+        return config_problems(self)   # in part 4
 
 # -------------------------------------------------------------------------------------- sublayers
 
@@ -129,29 +128,58 @@ def attend(q, k, v, seen=None):
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
 
+class KVCache:
+    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
+    def __init__(self, model, batch_size, size):
+        """size: how many tokens it has room for, block_size at most"""
+        self.start = self.length = 0   # The newest tokens are start .. length - 1.
+        n_embd, n_head = model.config.n_embd, model.config.n_head
+        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
+        dtype = model.dtype or model.wte.weight.dtype
+        # One for each attention, in the order of running
+        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+
+    def begin(self, n):
+        """The next n tokens begin."""
+        self.start, self.length = self.length, self.length + n
+
+    def append(self, i, k, v, there=True):
+        """k, v (B, T, n_head, head_size): those that attention i, from 0, has made of the newest
+        tokens. there (B, T): which of them have keys at all, if tokens skip -> k, v of all S tokens
+        so far, and seen (B, T, S), which of these each new token sees"""
+        new = slice(self.start, self.length)
+        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
+        seen = causal(self.length - self.start, self.length, k.device)
+        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
+        return k, v, seen & self.there[i, :, None, :self.length]
+
+def causal(new, length, device):
+    """(1, new, length): whether a query, one of the `new` last of all tokens, may see a key"""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
+
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys"""
-    def __init__(self, config, n_head):
+    def __init__(self, config):
         super().__init__()
-        self.n_head, self.head_size = n_head, config.n_embd // config.n_head
-        self.width = n_head * self.head_size   # n_embd, unless the number of heads is tapered
-        self.c_attn = nn.Linear(config.n_embd, 3 * self.width, bias=False)   # makes q, k and v
-        self.c_proj = nn.Linear(self.width, config.n_embd, bias=False)
-        # One residual of part 2, nGPT, puts learned factors here.
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
+        self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT has learned factors here.
 
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.project(x, self.c_attn.weight)   # all rows: see project
+        q, k, v = self.project(x, self.c_attn.weight)
         return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
 
-    # The next three are apart because a token that skips (part 3) needs only k and v, not q.
+    # The next three are apart because a token that skips needs only k and v, not q.
 
     def project(self, x, weight):
         """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> what they
         make of x: q, k and v, or some of them, (..., n_head, head_size) each"""
-        x = F.linear(x, weight)                                  # (..., 3 * width), or less
+        x = F.linear(x, weight)                                  # (..., 3C), or less
         x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
         return x.unbind(-3)
 
@@ -162,14 +190,13 @@ class Attention(nn.Module):
     def prepare_k(self, k, rotation):
         return self.scale_k(rotate(unit(k), rotation))
 
-    def forward(self, x, rotation, layer_cache=None):
-        """x (B, T, C) -> (B, T, C). layer_cache: in sampling, it has the keys and values that this
-        attention has made of earlier tokens (part 4). If tokens skip, part 3 has another way."""
+    def forward(self, x, rotation, cache=None, i=None):
+        """x (B, T, C) -> (B, T, C). cache, i: in sampling, a KVCache, and the number that this
+        attention has there"""
         q, k, v = self.qkv(x, rotation)
         seen = None
-        if layer_cache is not None:
-            # Now k and v are those of all tokens so far. seen: which of them each query sees
-            k, v, seen = layer_cache.append(k, v)
+        if cache is not None:
+            k, v, seen = cache.append(i, k, v)   # Now k and v are those of all tokens so far.
         return self.c_proj(attend(q, k, v, seen).flatten(-2))
 
 class MLP(nn.Module):
@@ -180,7 +207,7 @@ class MLP(nn.Module):
         rows = 2 * hidden if config.activation == "swiglu" else hidden
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()   # nGPT puts learned factors here, too.
+        self.scale = nn.Identity()   # nGPT has learned factors here, too.
 
     def forward(self, x):
         """x (..., C) -> (..., C)"""
@@ -203,14 +230,15 @@ class Residual(nn.Module):
     Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
     called model.ends. It has no sublayer, and its forward is never called. Its start makes the
     first stream, and its finish ends the last one. So its norm is the final norm of the model."""
-    has_norm = True   # False in rules that need no norm, or make their own, and their own `finish`
+    norms = "norm",       # names of the norms that each of the residuals 1 .. 2L has
+    end_norms = "norm",   # and model.ends
 
     def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
-        if self.has_norm:
-            self.norm = make_norm(config)   # nn.RMSNorm, or what --norm says (part 4)
+        for name in self.end_norms if self.is_end else self.norms:
+            setattr(self, name, make_norm(config))   # nn.RMSNorm, or what --norm says (part 4)
 
     def start(self, x):
         """The embedding (B, T, C) -> the first stream"""
@@ -218,7 +246,7 @@ class Residual(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. (If some tokens skip, x has only the N that don't, (N, C): part 3.)"""
+        tokens. (If some tokens skip, x has only the N that don't: (N, C).)"""
         return x + f(self.norm(x))
 
     def finish(self, stream):
@@ -238,7 +266,7 @@ class Residual(nn.Module):
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
-    # reading, go on with Template.
+    # reading, go on with Block.
 
     def head_weight(self, weight):
         """The weight of the head -> the matrix (V, C) that makes the logits"""
@@ -248,37 +276,24 @@ class Residual(nn.Module):
         """After the weights are drawn, and after each step: may change the weights of module, say
         to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
 
-    # What skipping (part 3), tools (part 4) and train.py ask
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
-    own_lr = ()            # Names of parameters that train with train.py's --gate_lr, not with --lr
-    allowed = {}           # Range of each option. In Template: {"first": (0.0, 2.0)}, say
+    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
+    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
 
     def read(self, stream):
         """What f would get. If a token skips an attention, its key and value are made of this."""
-        return input_of_f(self, stream)   # (part 3)
+        notes = []
+        def stand_in(x):
+            notes.append(x)
+            return torch.zeros_like(x)
+        self(stream, stand_in)
+        return notes[0]
 
     def flops(self):
         """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
-
-class Template(Residual):
-    """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
-
-    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
-    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
-    trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
-    large as all other matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are
-    drawn anew after __init__."""
-    def __init__(self, config, l, first=1.0):
-        """first: the value of b before training"""
-        super().__init__(config, l)
-        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
-            self.b = nn.Parameter(torch.tensor(float(first)))
-
-    def forward(self, x, f):
-        return x + self.b * f(self.norm(x))
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -287,10 +302,9 @@ class Block(nn.Module):
     sublayers one by one."""
     def __init__(self, config, number):
         super().__init__()
-        n_head, hidden = block_widths(config)[number]   # the same for all, unless --taper (part 4)
-        self.attn = Attention(config, n_head)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # by default PreNorm (part 2)
-        self.mlp = MLP(config, hidden)
+        self.attn = Attention(config)
+        self.attn_residual = make_residual(config, 2 * number + 1)   # a Residual: see --residual
+        self.mlp = MLP(config, hidden_units(config)[number])         # the same for all, or a taper
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def pairs(self):
@@ -298,7 +312,7 @@ class Block(nn.Module):
 
 class SublayerFunction:
     """The f that residuals get: f(x) = module(x, *others). others: what an attention needs besides
-    x, its rotation and layer_cache; an MLP needs nothing. (An object in place of a closure, because
+    x, its rotation, the cache and its number there; an MLP needs nothing. (It is an object, because
     part 3 asks it for its parts, if tokens skip.)
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. The stream
@@ -316,125 +330,6 @@ def products_in(dtype, x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
 
-# -------------------------------------------------------------------------------------- the model
-
-class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
-    wrong"""
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        if config.problems():
-            raise ValueError("\n".join(config.problems()))
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
-        self.ends = make_residual(config, 2 * config.n_layer + 1)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.embedding_scale = 1.0
-        if config.tie:   # One matrix for both. init_weights changes the scale then.
-            self.wte.weight = self.lm_head.weight
-        self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.order = block_order(config)      # [0, 1, 2, ...], unless --repeat (part 4)
-        self.decider = make_decider(config)   # By default all tokens run all sublayers (part 3).
-        self.run = run_sublayer               # train.py may compile it.
-        self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
-        init_weights(self)
-
-    def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields its place, and the stream before and after it."""
-        runner = runner or Runner(self)   # runs each sublayer for all tokens, or for some (part 3)
-        stream = self.ends.start(self.wte(idx) * self.embedding_scale)
-        for place, residual, f in self.sublayers(idx, cache):
-            before = stream
-            stream = runner.run(place, residual, f, stream)   # residual(stream, f)
-            yield place, before, stream
-
-    def sublayers(self, idx, cache=None):
-        """Yields (place, residual, f) in the order of running. place is odd at an attention.
-        cache: a KVCache (part 4)"""
-        past = 0 if cache is None else cache.length   # how many tokens came before idx
-        length = past + idx.shape[1]
-        if length > self.config.block_size:
-            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
-        if cache is not None:
-            cache.set_length(length)   # before the loop, because a caller may stop the walk early
-        rotation = self.rotation[past:length]
-        for i, number in enumerate(self.order):
-            block = self.blocks[number]
-            # One cache for each run of a block: with --repeat, a block has several.
-            layer_cache = None if cache is None else cache.layers[i]
-            attention = SublayerFunction(self.dtype, block.attn, rotation, layer_cache)
-            mlp = SublayerFunction(self.dtype, block.mlp)
-            yield 2 * i + 1, block.attn_residual, attention
-            yield 2 * i + 2, block.mlp_residual, mlp
-
-    def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, None without targets:
-        the mean cross entropy in nats. In training, the runner (part 3) may add to it."""
-        runner = runner or Runner(self)
-        losses = []   # one, unless there is --deep_supervision
-        every_block = self.config.deep_supervision and self.training and targets is not None
-        for place, _, stream in self.walk(idx, cache, runner):
-            if every_block and place % 2 == 0 and place < 2 * len(self.order):
-                losses.append(cross_entropy(self.head(stream), targets))
-        logits = self.head(stream)   # the stream after the last sublayer
-        if targets is None:
-            return logits, None
-        losses.append(cross_entropy(logits, targets))
-        return logits, sum(losses) / len(losses) + runner.extra_loss()
-
-    def head(self, stream):
-        """A stream -> logits (B, T, V)"""
-        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
-        with products_in(self.dtype, x):
-            return F.linear(x, weight).to(x.dtype)
-
-    @torch.no_grad()
-    def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
-                   decider=None, n_vocab=None):
-        """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        runner (part 3) of the pass that led to it. n_vocab: how many tokens the tokenizer has. (The
-        head may have more rows, because train.py rounds vocab_size up.)"""
-        size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
-        # new: the tokens that the cache doesn't have yet, at first the whole text. It keeps their
-        # keys and values (part 4).
-        new, cache = idx[:, -size:], KVCache(self, len(idx), size)
-        for _ in range(max_new_tokens):
-            runner = Runner(self, decider, compiled=False)
-            logits, _ = self(new, cache=cache, runner=runner)
-            token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
-            idx = torch.cat((idx, token), dim=1)
-            yield token, runner
-            new = token
-            if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
-                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
-
-    def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
-        new = [token for token, _ in self.new_tokens(idx, max_new_tokens, **options)]
-        return torch.cat([idx, *new], dim=1)
-
-    def residuals(self):
-        return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
-
-    @property
-    def device(self):
-        return self.rotation.device
-
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-def pick(logits, temperature=1.0, top_k=None, generator=None):
-    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
-    if temperature < 1e-6:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        best = logits.topk(min(top_k, logits.shape[-1]))
-        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
 # ---------------------------------------------------------------------------------- first weights
 
 # The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
@@ -446,7 +341,8 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 #
 # PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
 # is longer than what its first sublayers add to it. And the first logits have a standard deviation
-# of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V).
+# of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V). (With
+# --tie it is 2 or 3 nats above: a token's own logit is large, because the head knows its vector.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -487,16 +383,155 @@ def seeded(config, name):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Lets residuals bring weights back to where they must be. Only nGPT does: see part 2."""
+    """Lets residuals bring weights back to where they must be. train.py calls it after each step.
+    Only nGPT does anything then."""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
     model.ends.constrain(model.wte)
     model.ends.constrain(model.lm_head)
 
+# -------------------------------------------------------------------------------------- the model
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def pick(logits, temperature=1.0, top_k=None, generator=None):
+    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
+    if temperature < 1e-6:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        best = logits.topk(min(top_k, logits.shape[-1]))
+        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+def run_sublayer(stream, residual, f, gain=None):
+    """One round of the loop over the depth. gain: residual.gain(stream), if it is known already.
+    (This is a function so that train.py can compile it.)"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
+
+class GPT(nn.Module):
+    """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
+    wrong"""
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        if config.problems():
+            raise ValueError("\n".join(config.problems()))
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
+        self.ends = make_residual(config, 2 * config.n_layer + 1)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.embedding_scale = 1.0
+        if config.tie:   # One matrix for both. init_weights changes the scale then.
+            self.wte.weight = self.lm_head.weight
+        self.register_buffer("rotation", rotation_table(config), persistent=False)
+        self.order = block_order(config)      # [0, 1, 2, ...], or what --repeat says
+        self.decider = make_decider(config)   # By default all tokens run all sublayers.
+        self.run = run_sublayer               # train.py may compile it.
+        self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
+        init_weights(self)
+
+    def walk(self, idx, cache=None, runner=None):
+        """The one loop over the depth: training, sampling and all measurements go through it. After
+        each sublayer it yields its place, and the stream before and after it."""
+        runner = runner or Runner(self)   # It runs a sublayer for all tokens, or for some (part 3).
+        stream = self.ends.start(self.wte(idx) * self.embedding_scale)
+        for place, residual, f in self.sublayers(idx, cache):
+            before = stream
+            stream = runner.run(place, residual, f, stream)   # residual(stream, f)
+            yield place, before, stream
+
+    def sublayers(self, idx, cache=None):
+        """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
+        It is the same as l, unless blocks run repeatedly."""
+        past = 0 if cache is None else cache.length   # how many tokens came before idx
+        length = past + idx.shape[1]
+        if length > self.config.block_size:
+            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
+        if cache is not None:
+            cache.begin(idx.shape[1])
+        rotation = self.rotation[past:length]
+        for i, number in enumerate(self.order):
+            block = self.blocks[number]
+            attention = SublayerFunction(self.dtype, block.attn, rotation, cache, i)
+            mlp = SublayerFunction(self.dtype, block.mlp)
+            yield 2 * i + 1, block.attn_residual, attention
+            yield 2 * i + 2, block.mlp_residual, mlp
+
+    def forward(self, idx, targets=None, cache=None, runner=None):
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, None without targets:
+        the mean cross entropy in nats. In training, the runner may add to it."""
+        runner = runner or Runner(self)
+        losses = []   # one, unless there is --deep_supervision
+        every_block = self.config.deep_supervision and self.training and targets is not None
+        for place, _, stream in self.walk(idx, cache, runner):
+            if every_block and place % 2 == 0 and place < 2 * len(self.order):
+                losses.append(cross_entropy(self.head(stream), targets))
+        logits = self.head(stream)   # the stream after the last sublayer
+        if targets is None:
+            return logits, None
+        losses.append(cross_entropy(logits, targets))
+        return logits, sum(losses) / len(losses) + runner.extra_loss()
+
+    def head(self, stream):
+        """A stream -> logits (B, T, V)"""
+        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
+        with products_in(self.dtype, x):
+            return F.linear(x, weight).to(x.dtype)
+
+    @torch.no_grad()
+    def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
+                   decider=None, n_vocab=None):
+        """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
+        runner of the pass that led to it. decider: who skips (part 3). n_vocab: how many tokens the
+        tokenizer has. (The head may have more rows, because train.py rounds vocab_size up.)"""
+        size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
+        # new: the tokens that the cache doesn't have yet, at first the whole text
+        new, cache = idx[:, -size:], KVCache(self, len(idx), size)
+        for _ in range(max_new_tokens):
+            runner = Runner(self, decider, compiled=False)
+            logits, _ = self(new, cache=cache, runner=runner)
+            token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
+            idx = torch.cat((idx, token), dim=1)
+            yield token, runner
+            new = token
+            if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
+                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
+
+    def generate(self, idx, max_new_tokens, **options):
+        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
+        new = [token for token, _ in self.new_tokens(idx, max_new_tokens, **options)]
+        return torch.cat([idx, *new], dim=1)
+
+    def residuals(self):
+        return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
+
+    @property
+    def device(self):
+        return self.rotation.device
+
 # ================================================================================ part 2: residuals
 
 # Each class stands alone. Read those that you care about, in any order.
+
+class Template(Residual):
+    """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
+
+    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
+    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
+    trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
+    large as all other matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are
+    drawn anew after __init__. With first=0 this is SkipInit (arXiv:2002.10444), with a norm."""
+    def __init__(self, config, l, first=1.0):
+        """first: the value of b before training"""
+        super().__init__(config, l)
+        if not self.is_end:   # model.ends only starts and finishes, so it needs no b.
+            self.b = nn.Parameter(torch.tensor(float(first)))
+
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x))
 
 def centred(x):
     return x - x.mean(-1, keepdim=True)
@@ -514,7 +549,7 @@ class NAG(Residual):
 
     The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
     would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3)."""
-    has_norm = False
+    norms = end_norms = ()
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
     allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"))
@@ -603,101 +638,127 @@ def first_log_scale(config, power, temp, cosine_head):
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
 
-class Additive(Residual):
-    """PreNorm and its relatives, which differ in their norms and constant factors:
+class Post(Residual):
+    """PostNorm, the Transformer of 2017. The norm of the last sublayer is the final norm."""
+    end_norms = ()
 
-        x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
+    def forward(self, x, f):
+        return self.norm(x + f(x))
 
-    Each is a row of ADDITIVE: a function of C, L, l, and perhaps of options, that returns a dict.
-    What it does not name is left out of the equation.
+    def finish(self, x):
+        return x
 
-        norm_in, norm_update, norm_out         True: there is this norm
-        norm_embedding, norm_final             of the first stream (default: no), the last one (yes)
-        scale_in, scale_stream, scale_update   constants
-        learned                                the first value of a scale_update that is learned
-        first_c_proj, first_values             factors of first weights: of c_proj (default:
-                                               (2L)^-1/2), of an attention's values or an MLP's c_fc
-        unscale                                divide the last stream by the embedding's std"""
-    has_norm = False   # It has up to three.
-    allowed = dict(alpha=(0, 1))   # an option of mixln
-    def __init__(self, config, l, row, **options):
+class Peri(Residual):
+    """Peri-LN (arXiv:2502.02732): the update is normalised, too."""
+    norms = "norm", "norm_update"
+
+    def __init__(self, config, l, embed=False):
+        """embed: normalise the embedding, too, as the paper does"""
         super().__init__(config, l)
-        self.row = row(config.n_embd, config.n_layer, l, **options)
-        ends, others = ("norm_embedding", "norm_final"), ("norm_in", "norm_update", "norm_out")
-        for name in ends if self.is_end else others:
-            there = self.row.get(name, name == "norm_final")
-            setattr(self, name, make_norm(config) if there else nn.Identity())
-        # The constants are tensors: with numbers, torch.compile would make a graph for each l.
-        for name in "scale_in", "scale_stream", "scale_update":
-            constant = torch.tensor(float(self.row[name])) if name in self.row else None
-            self.register_buffer(name, constant, persistent=False)
-        if "learned" in self.row and not self.is_end:   # in place of the constant
-            self.scale_update = nn.Parameter(self.row["learned"])
+        self.norm_embedding = make_norm(config) if embed and self.is_end else nn.Identity()
 
     def start(self, x):
         return self.norm_embedding(x)
 
     def forward(self, x, f):
-        update = f(times(self.scale_in, self.norm_in(x)))
-        update = times(self.scale_update, self.norm_update(update))
-        return self.norm_out(times(self.scale_stream, x) + update)
+        return x + self.norm_update(f(self.norm(x)))
 
-    def finish(self, x):
-        x = self.norm_final(x)
-        return x / first_stds(self.config)[0] if "unscale" in self.row else x
+class Reordered(Residual):
+    """OLMo 2 (arXiv:2501.00656): only the update is normalised."""
+    def forward(self, x, f):
+        return x + self.norm(f(x))
+
+class LayerNormScaling(Residual):
+    """LayerNorm Scaling (arXiv:2502.05795): 1 / sqrt(block), in place of a small c_proj. In an
+    attention it reaches the values alone, because queries and keys are normalised anyway."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        # A tensor: with a number, torch.compile would make a graph for each l.
+        self.register_buffer("scale", torch.tensor(block_of(l) ** -0.5), persistent=False)
+
+    def forward(self, x, f):
+        return x + f(self.scale * self.norm(x))
+
+    def init_sublayer(self, module):
+        pass
+
+def block_of(l):
+    """Sublayers 1 and 2 are block 1, sublayers 3 and 4 block 2, ..."""
+    return (l + 1) // 2
+
+class DeepNorm(Post):
+    """DeepNorm (arXiv:2203.00555): PostNorm with a larger stream. Updates stay bounded if c_proj,
+    and what makes values and hidden units, starts small."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        scale = torch.tensor((2.0 * config.n_layer) ** 0.25)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def forward(self, x, f):
+        return self.norm(self.scale * x + f(x))
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        module.c_proj.weight.mul_(self.row.get("first_c_proj", (2 * self.config.n_layer) ** -0.5))
-        value_weight(module).mul_(self.row.get("first_values", 1.0))
+        small = (8 * self.config.n_layer) ** -0.25
+        module.c_proj.weight.mul_(small)
+        if isinstance(module, Attention):
+            module.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
+        else:
+            module.c_fc.weight.mul_(small)
 
-def times(factor, x):
-    return x if factor is None else factor * x
+class MixLN(Residual):
+    """Mix-LN (arXiv:2412.13795): the first blocks are PostNorm, the others PreNorm."""
+    allowed = dict(alpha=(0, 1))
 
-def value_weight(module):
-    """What decides how large a sublayer's update is, besides c_proj"""
-    if isinstance(module, Attention):
-        return module.c_attn.weight[2 * module.width:]
-    return module.c_fc.weight
+    def __init__(self, config, l, alpha=0.25):
+        """alpha: share of the blocks that are PostNorm"""
+        super().__init__(config, l)
+        self.is_post = block_of(l) <= int(alpha * config.n_layer + 1e-9)
+        if self.is_end and alpha == 1:   # The last block has a norm at its end already.
+            self.norm = nn.Identity()
 
-def deepnorm(C, L, l):
-    # Updates stay bounded if c_proj, and what makes values and hidden units, starts small.
-    small = (8 * L) ** -0.25
-    return dict(scale_stream=(2 * L) ** 0.25, norm_out=True, norm_final=False,
-                first_c_proj=small, first_values=small)
+    def forward(self, x, f):
+        return self.norm(x + f(x)) if self.is_post else x + f(self.norm(x))
 
-def mixln(C, L, l, alpha=0.25):
-    """alpha: share of the blocks, from the first on, that are PostNorm; the others are PreNorm"""
-    block = (l + 1) // 2   # 1 .. L
-    if block <= int(alpha * L + 1e-9):
-        return dict(norm_out=True)
-    return dict(norm_in=True, norm_final=alpha < 1)
+class ReZero(Residual):
+    """ReZero (arXiv:2003.04887): no norm. Here each sublayer has a number, there each block has."""
+    norms = end_norms = ()
 
-# x <- norm_out(scale_stream x + scale_update norm_update(f(scale_in norm_in(x))))
-# What the words mean: see class Additive.
-ADDITIVE = {
-    # PreNorm itself would be dict(norm_in=True).
-    # PostNorm, the Transformer of 2017. The norm_out of the last sublayer is the final norm.
-    "post": lambda C, L, l: dict(norm_out=True, norm_final=False),
-    # Peri-LN (arXiv:2502.02732). embed: normalise the embedding, too, as the paper does.
-    "peri": lambda C, L, l, embed=False: dict(norm_in=True, norm_update=True, norm_embedding=embed),
-    # OLMo 2 (arXiv:2501.00656): only the update is normalised.
-    "reordered": lambda C, L, l: dict(norm_update=True),
-    # LayerNorm Scaling (arXiv:2502.05795): by 1 / sqrt(block), in place of a small c_proj. In an
-    # attention it reaches the values alone, because queries and keys are normalised anyway.
-    "lns": lambda C, L, l: dict(norm_in=True, scale_in=((l + 1) // 2) ** -0.5, first_c_proj=1.0),
-    "deepnorm": deepnorm,   # arXiv:2203.00555
-    "mixln": mixln,         # Mix-LN, arXiv:2412.13795
-    # ReZero (arXiv:2003.04887): no norm. Here each sublayer has a number, there each block has.
-    "rezero": lambda C, L, l: dict(learned=torch.tensor(0.0), norm_final=False, unscale=True),
-    # SkipInit (arXiv:2002.10444), with a norm
-    "skipinit": lambda C, L, l: dict(norm_in=True, learned=torch.tensor(0.0)),
-    # LayerScale (arXiv:2103.17239): a learned number per channel
-    "layerscale": lambda C, L, l, init=0.1: dict(norm_in=True, learned=torch.full((C,), init)),
-    # CompleteP (arXiv:2505.01618), but for its rule for AdamW's eps: a learning rate that is tuned
-    # at 6 blocks fits all depths.
-    "completep": lambda C, L, l: dict(norm_in=True, scale_update=6 / L, first_c_proj=12 ** -0.5),
-}
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        if not self.is_end:
+            self.b = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x, f):
+        return x + self.b * f(x)
+
+    def finish(self, x):
+        return x / first_stds(self.config)[0]   # so that it starts with a std of 1
+
+class LayerScale(Residual):
+    """LayerScale (arXiv:2103.17239): a learned number per channel"""
+    def __init__(self, config, l, init=0.1):
+        """init: its first value"""
+        super().__init__(config, l)
+        if not self.is_end:
+            self.b = nn.Parameter(torch.full((config.n_embd,), init))
+
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x))
+
+class CompleteP(Residual):
+    """CompleteP (arXiv:2505.01618), but for its rule for AdamW's eps: a learning rate that is tuned
+    at 6 blocks fits all depths."""
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.register_buffer("scale", torch.tensor(6 / config.n_layer), persistent=False)
+
+    def forward(self, x, f):
+        return x + self.scale * f(self.norm(x))
+
+    @torch.no_grad()
+    def init_sublayer(self, module):
+        module.c_proj.weight.mul_(12 ** -0.5)
 
 # ------------------------------------------------------------------------ reading earlier sublayers
 
@@ -724,6 +785,7 @@ class AttnRes(Residual):
     stream_grows = True
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
     allowed = dict(group=(1, 10000))
+
     def __init__(self, config, l, group=1):
         """group: how many updates make a source; 1 is Full AttnRes"""
         super().__init__(config, l)
@@ -772,6 +834,7 @@ class DenseFormer(Residual):
     a block (0: the embedding) to its output. Blocks that are removed have no output."""
     can_skip = False
     stream_grows = True
+
     def __init__(self, config, l):
         super().__init__(config, l)
         self.block = l // 2 if l % 2 == 0 else None   # the block that ends with this sublayer
@@ -826,6 +889,7 @@ class Gated(Residual):
 
     W starts at zero, so gates start at sigmoid(bias)."""
     allowed = dict(inputs=("hu", "h", "u"))
+
     def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
         """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
         first value"""
@@ -859,6 +923,7 @@ class Hyper(Residual):
     steps for kind=mhc (arXiv:2512.24880). At first every stream is that of PreNorm."""
     can_skip = False   # A token that skips would miss the mixing by res.
     allowed = dict(kind=("lite", "mhc"), n=(1, 64))
+
     def __init__(self, config, l, kind="lite", n=4):
         """kind: lite or mhc; n: number of streams, at most 5 for lite"""
         super().__init__(config, l)
@@ -927,12 +992,11 @@ class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
     only 1 / sqrt(2 i) of an update is added to x."""
-    has_norm = False   # It has three.
+    norms = end_norms = "norm_x", "norm_y", "norm_in"
     can_skip = False   # A token that skips would miss the norm of x.
+
     def __init__(self, config, l):
         super().__init__(config, l)
-        self.norm_x, self.norm_y = make_norm(config), make_norm(config)
-        self.norm_in = make_norm(config)
         twice_the_block = l + l % 2
         self.register_buffer("scale", torch.tensor(twice_the_block ** -0.5), persistent=False)
 
@@ -961,7 +1025,7 @@ class NGPT(Residual):
     weights can't learn a length, so queries, keys, hidden units and logits get learned factors.
     `unit` gives the norm sqrt(C) where the paper has 1, so the MLP needs no factor sqrt(C). (Scores
     start as cosines times SHARPNESS, as in all our models, in the paper times sqrt(head_size).)"""
-    has_norm = False
+    norms = end_norms = ()
 
     def __init__(self, config, l):
         super().__init__(config, l)
@@ -988,8 +1052,8 @@ class NGPT(Residual):
     def init_sublayer(self, module):
         n_embd = self.config.n_embd
         if isinstance(module, Attention):
-            module.scale_q = LearnedScale(module.width, n_embd, (module.n_head, module.head_size))
-            module.scale_k = LearnedScale(module.width, n_embd, (module.n_head, module.head_size))
+            module.scale_q = LearnedScale(n_embd, n_embd, (module.n_head, module.head_size))
+            module.scale_k = LearnedScale(n_embd, n_embd, (module.n_head, module.head_size))
         else:
             module.scale = LearnedScale(module.c_fc.out_features, n_embd)
 
@@ -1015,35 +1079,34 @@ class LearnedScale(nn.Module):
 
 # -------------------------------------------------------------------------------------- --residual
 
-# What --residual can be: a class, and arguments that belong to the name. Yours goes here.
-RESIDUALS = {"pre": (Residual, {})}
-RESIDUALS |= {name: (Additive, dict(row=row)) for name, row in ADDITIVE.items()}
-RESIDUALS |= {
-    "nag": (NAG, {}), "attnres": (AttnRes, {}), "denseformer": (DenseFormer, {}), "x0": (X0, {}),
-    "review": (Gated, {}), "convex": (Gated, dict(convex=True)),
-    "highway": (Gated, dict(inputs="h")), "hyper": (Hyper, {}), "siamese": (Siamese, {}),
-    "ngpt": (NGPT, {}), "template": (Template, {})}
+# What --residual can be: a class, or a class with some options (a partial). Yours goes
+# here, too: RESIDUALS["mine"] = Mine.
+RESIDUALS = {
+    "pre": Residual, "post": Post, "peri": Peri, "reordered": Reordered, "lns": LayerNormScaling,
+    "deepnorm": DeepNorm, "mixln": MixLN, "rezero": ReZero, "layerscale": LayerScale,
+    "skipinit": partial(Template, first=0.0), "completep": CompleteP, "nag": NAG,
+    "attnres": AttnRes, "denseformer": DenseFormer, "x0": X0, "review": Gated,
+    "convex": partial(Gated, convex=True), "highway": partial(Gated, inputs="h"), "hyper": Hyper,
+    "siamese": Siamese, "ngpt": NGPT, "template": Template}
+
+def choose(flag, registry, text):
+    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2") -> class Hyper with these options, a partial.
+    Its .func is the class. ValueError, with a sentence, if there is no such thing"""
+    name, _, options = text.partition(":")
+    if name not in registry:
+        raise ValueError(f"{flag} {name}: unknown; choose from {', '.join(registry)}")
+    kind = partial(registry[name])
+    try:
+        return partial(kind, **read_options(options, option_defaults(kind), kind.func.allowed))
+    except ValueError as error:
+        raise ValueError(f"{flag} {text}: {name}: {error}") from None
+
+def residual_kind(config):
+    """-> the class that --residual names, with its options"""
+    return choose("--residual", RESIDUALS, config.residual)
 
 def make_residual(config, l):
-    kind, arguments = read_residual(config.residual)
-    return kind(config, l, **arguments)
-
-def read_residual(text):
-    """hyper:kind=mhc,n=2 -> Hyper, dict(kind="mhc", n=2). How options are read: flags.py"""
-    name, _, options = text.partition(":")
-    if name not in RESIDUALS:
-        raise ValueError(f"--residual {name}: unknown; choose from {', '.join(RESIDUALS)}")
-    kind, given = RESIDUALS[name]
-    try:
-        return kind, given | read_options(options, options_of(name), kind.allowed)
-    except ValueError as error:
-        raise ValueError(f"--residual {text}: {name}: {error}") from None
-
-def options_of(name):
-    """The options of a residual and their defaults: keyword arguments of its class or row"""
-    kind, given = RESIDUALS[name]
-    own = {key: value for key, value in given.items() if key != "row"}
-    return option_defaults(given.get("row", kind)) | own
+    return residual_kind(config)(config, l)
 
 # ================================================================================= part 3: skipping
 
@@ -1053,17 +1116,13 @@ EVERYONE = None   # All tokens run it.
 REMOVED = False   # Nobody does, as if there were no such sublayer.
 # or with bools (B, T): True where a token runs it. All others keep their stream as it is.
 
-def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. (A function, so that train.py can compile it.)"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
-
 class Runner:
     """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
 
         place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
         residual   and the stream before it
-        gain       how much it will change each token, (B, T, 1); None if the residual can't tell
+        gain       how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the walk is over"""
     def __init__(self, model, decider=None, compiled=True):
         """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
@@ -1097,7 +1156,9 @@ class Runner:
 
     @property
     def gain(self):
-        if self.known_gain is None and self.residual.knows_gain:   # once a sublayer
+        if not self.residual.knows_gain:
+            raise ValueError(f"{type(self.residual).__name__} knows no gain; use --residual nag")
+        if self.known_gain is None:   # It is computed once a sublayer.
             self.known_gain = self.residual.gain(self.stream)
             self.mean_gains.append(self.known_gain.abs().mean())
         return self.known_gain
@@ -1120,10 +1181,14 @@ class Runner:
     def ran(self, last=False):
         """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
         token of each sequence only"""
-        masks = [keep[:, -1:] if last else keep for keep in self.keeps if torch.is_tensor(keep)]
+        return self.each(lambda keep: keep[:, -1:].float().mean() if last else keep.float().mean())
+
+    def each(self, measure):
+        """-> of each sublayer 1.0 if everyone ran it, 0.0 if nobody did, or measure(keep)"""
+        masks = [keep for keep in self.keeps if torch.is_tensor(keep)]
         # All at once, because a number from a GPU makes the CPU wait.
-        means = iter(torch.stack([keep.float().mean() for keep in masks]).tolist() if masks else [])
-        return [next(means) if torch.is_tensor(keep) else float(keep is EVERYONE)
+        found = iter(torch.stack([measure(keep) for keep in masks]).tolist() if masks else [])
+        return [next(found) if torch.is_tensor(keep) else float(keep is EVERYONE)
                 for keep in self.keeps]
 
     def skipped(self, last=False):
@@ -1334,45 +1399,26 @@ class EarlyExit(Decider):
 
 def make_decider(config):
     """The decider that --mod asks for"""
-    kind, options = read_decider(config.mod)
-    return kind(config, **options)
-
-def read_decider(text):
-    """gain:below=0.1 -> ByGain, dict(below=0.1)"""
-    name, _, options = text.partition(":")
-    if name not in DECIDERS:
-        raise ValueError(f"--mod {name}: unknown; choose from {', '.join(DECIDERS)}")
-    kind = DECIDERS[name]
-    try:
-        return kind, read_options(options, option_defaults(kind), kind.allowed)
-    except ValueError as error:
-        raise ValueError(f"--mod {text}: {name}: {error}") from None
+    return choose("--mod", DECIDERS, config.mod)(config)
 
 def why_not(decider, config):
-    """decider: a class or an object -> None, or a sentence why this model can't have it"""
-    kind, _ = read_residual(config.residual)
-    with torch.device("meta"):   # shapes without numbers
-        ends = make_residual(config, 2 * config.n_layer + 1)
-        stream = ends.start(torch.empty(1, 1, config.n_embd))
-    one_tensor = torch.is_tensor(stream) and stream.dim() == 3
+    """-> None, or a sentence why a model of this config can't have this decider"""
+    kind = residual_kind(config).func
     if decider.needs_gain and not kind.knows_gain:
         return f"--residual {config.residual} knows no gain; use nag"
     if decider.needs_skipping and not kind.can_skip:
         return f"tokens can't skip with --residual {config.residual}; use pre or nag"
-    if decider.needs_tensor and not one_tensor:
+    if decider.needs_tensor and not has_one_tensor(config):
         return f"the stream of --residual {config.residual} isn't one tensor; use pre"
     return None
 
-# ---------------------------------------------------------------------------------- how it is done
+def has_one_tensor(config):
+    with torch.device("meta"):   # shapes without numbers
+        ends = make_residual(config, 2 * config.n_layer + 1)
+        stream = ends.start(torch.empty(1, 1, config.n_embd))
+    return torch.is_tensor(stream) and stream.dim() == 3
 
-def input_of_f(residual, stream):
-    """What a residual gives to its sublayer: it is called with a stand-in for f, which notes it."""
-    notes = []
-    def stand_in(x):
-        notes.append(x)
-        return torch.zeros_like(x)
-    residual(stream, stand_in)
-    return notes[0]
+# ---------------------------------------------------------------------------------- how it is done
 
 def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
@@ -1388,7 +1434,7 @@ def run_some(runner, f, keep):
     if len(tokens.index) == 0:
         return stream
     if is_attention:
-        f = functools.partial(attention_of_kept, f, tokens=tokens, keys=keys)
+        f = partial(attention_of_kept, f, tokens=tokens, keys=keys)
         run = run_sublayer   # Shapes vary too much for a compiled one.
     if gain is not None:
         gain = tokens.gather(gain)
@@ -1424,94 +1470,48 @@ class KeptTokens:
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
-    attn, (rotation, layer_cache) = f.module, f.others
+    attn, (rotation, cache, i) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = attn.project(x, attn.c_attn.weight[attn.width:])
-        k = attn.prepare_k(k, rotation)
-        return with_older(layer_cache, k, v)
+        k, v = attn.project(x, attn.c_attn.weight[x.shape[-1]:])
+        return with_older(cache, i, attn.prepare_k(k, rotation), v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, layer_cache) = f.module, f.others
+    attn, (rotation, cache, i) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if keys is None:
             q, k, v = attn.qkv(x, rotation)
-            keys = with_older(layer_cache, tokens.spread(k), tokens.spread(v), tokens.keep)
+            keys = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = attn.project(x, attn.c_attn.weight[:attn.width])
+            q, = attn.project(x, attn.c_attn.weight[:x.shape[-1]])
             q = attn.prepare_q(q, rotation)
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(layer_cache, k, v, there=None):
+def with_older(cache, i, k, v, there=None):
     """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
     keys (None: all) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
-    if layer_cache is not None:
-        return layer_cache.append(k, v, there)
+    if cache is not None:
+        return cache.append(i, k, v, True if there is None else there)
     seen = causal(k.shape[1], k.shape[1], k.device)
     return k, v, seen if there is None else seen & there[:, None]
 
 def attend_kept(q, k, v, seen, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). seen: (B or 1, T, S)"""
-    batch = len(tokens.count)
-    seen = seen.expand(batch, -1, -1)
-    if q.device.type == "cpu":   # One call per sequence, as each keeps another number of tokens.
-        found = []
-        queries, positions = q.split(tokens.count), tokens.position.split(tokens.count)
-        for i in range(batch):
-            if len(positions[i]):
-                rows = seen[i:i + 1, positions[i]]
-                found.append(attend(queries[i][None], k[i:i + 1], v[i:i + 1], rows)[0])
-        return torch.cat(found)
-    # A GPU is faster with one call. It needs a rectangle, with a row per sequence and padding at
-    # its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with none, a softmax
-    # is nan), and what comes out of it is not used.
-    sequence = tokens.index // tokens.keep.shape[1]
+    # It is one call for all sequences. For this they need a rectangle, with a row per sequence and
+    # padding at its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with
+    # none, a softmax is nan), and what comes out of it is not used.
+    B, T = tokens.keep.shape
+    sequence = tokens.index // T
     column = torch.cat([torch.arange(count, device=q.device) for count in tokens.count])
     longest = max(tokens.count)
-    queries = q.new_zeros(batch, longest, *q.shape[1:]).index_put((sequence, column), q)
-    rows = seen.new_ones(batch, longest, k.shape[1])
-    rows = rows.index_put((sequence, column), seen[sequence, tokens.position])
+    queries = q.new_zeros(B, longest, *q.shape[1:]).index_put((sequence, column), q)
+    rows = seen.new_ones(B, longest, k.shape[1])
+    rows = rows.index_put((sequence, column), seen.expand(B, -1, -1)[sequence, tokens.position])
     return attend(queries, k, v, rows)[sequence, column]
 
 # ==================================================================================== part 4: tools
-
-class KVCache:
-    """Keys and values of all tokens so far, so that sampling computes only the newest token."""
-    def __init__(self, model, batch_size, size):
-        """size: how many tokens it has room for, block_size at most"""
-        self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        self.layers = [LayerCache(self, model, model.blocks[number].attn, batch_size, size)
-                       for number in model.order]
-
-    def set_length(self, length):
-        """The next tokens begin. With them there are `length` in all."""
-        self.start, self.length = self.length, length
-
-class LayerCache:
-    """The part of a KVCache that belongs to one attention, at one place in the order"""
-    def __init__(self, cache, model, attn, batch_size, size):
-        shape = batch_size, size, attn.n_head, attn.head_size
-        dtype = model.dtype or model.wte.weight.dtype
-        self.cache = cache
-        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
-        # Tokens that skip may have no key here.
-        self.there = torch.zeros(shape[:2], dtype=torch.bool, device=model.device)
-
-    def append(self, k, v, there=None):
-        """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
-        keys (None: all) -> k, v of all S tokens so far, and seen (B, T, S), who sees whom"""
-        start, length = self.cache.start, self.cache.length
-        self.keys[:, start:length], self.values[:, start:length] = k, v
-        self.there[:, start:length] = True if there is None else there
-        seen = causal(length - start, length, k.device) & self.there[:, None, :length]
-        return self.keys[:, :length], self.values[:, :length], seen
-
-def causal(new, length, device):
-    """(1, new, length): whether a query, one of the `new` last of all tokens, may see a key"""
-    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 # ------------------------------------------------------------------------------------------- norms
 
@@ -1549,26 +1549,22 @@ class DynamicTanh(nn.Module):
 
 # -------------------------------------------------------------------------------- widths and order
 
-def block_widths(config):
-    """(attention heads, hidden units) of each block. With --taper they go from taper_start to
-    taper_end, and keep their sum. cosine: arXiv:2606.23670. linear: after CascadeFormer
+def hidden_units(config):
+    """The hidden units of each block's MLP, a list. With --taper they go from taper_start to
+    taper_end times their mean. cosine: arXiv:2606.23670. linear: after CascadeFormer
     (arXiv:2606.26538), whose own widths are not known."""
     n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
         hidden = round(hidden * 2 / 3)
     hidden = max(1, int(hidden))
     if config.taper == "none":
-        return [(config.n_head, hidden)] * n_layer
+        return [hidden] * n_layer
     depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
     if config.taper == "cosine":
         depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
     widths = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
     widths = [width * n_layer / sum(widths) for width in widths]   # Their mean is 1 now.
-    heads = [config.n_head] * n_layer
-    if config.taper_on == "both":
-        heads = [max(1, round(width * config.n_head)) for width in widths]
-    units = [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
-    return list(zip(heads, units))
+    return [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
 
 def block_order(config):
     """The blocks, numbered from 0, in the order in which they run. See --repeat."""
@@ -1592,12 +1588,12 @@ def compile_blocks(model, **options):
         return
     call = torch.compile(SublayerFunction.__call__, **options)
     def run(stream, residual, f, gain=None):
-        return residual(stream, functools.partial(call, f))
+        return residual(stream, partial(call, f))
     model.run = run
 
 def checkpoint_blocks(model):
     """Saves memory: sublayers run again in the backward pass. Call it after compile_blocks."""
-    model.run = functools.partial(checkpoint, model.run, use_reentrant=False,
+    model.run = partial(checkpoint, model.run, use_reentrant=False,
                                   preserve_rng_state=False)
 
 def num_params(model):
@@ -1606,12 +1602,8 @@ def num_params(model):
 def fewest_weights(model_config):
     """A number of weights that a model has at least, found without making it, before memory is
     taken"""
-    hidden = sum(units for _, units in block_widths(model_config))
-    with torch.device("meta"):   # shapes without numbers
-        first = make_residual(model_config, 1)   # The others may have more.
-    residual = sum(p.numel() for p in first.parameters())
     width, n_layer = model_config.n_embd, model_config.n_layer
-    return (model_config.vocab_size + hidden) * width + n_layer * (width ** 2 + residual)
+    return (model_config.vocab_size + sum(hidden_units(model_config)) + n_layer * width) * width
 
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
@@ -1621,7 +1613,11 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    ran = runner.ran() if runner else [1.0] * len(pairs)
+    ran = queries = [1.0] * len(pairs)
+    if runner:
+        ran = runner.ran()
+        # Of an attention, each sequence computes as many queries as the longest: see attend_kept.
+        queries = runner.each(lambda keep: keep.float().mean(1).amax())
     for i, (residual, module) in enumerate(pairs):
         if runner and runner.keeps[i] is REMOVED:
             continue
@@ -1629,7 +1625,7 @@ def flops_per_token(model, T=None, runner=None):
         total += residual.flops() * (1.0 if gains_of_all else ran[i])
         share = ran[i]
         if isinstance(module, Attention):
-            total += share * 4 * T * module.width   # scores, and sums of values
+            total += queries[i] * 4 * T * config.n_embd   # scores, and sums of values
             if runner and runner.decider.skippers_make_keys:
                 share = (1 + share) / 2   # The half that makes keys and values runs for all tokens.
         total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
@@ -1641,27 +1637,23 @@ def config_problems(config):
     """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
     bad = field_problems(config)
     try:
-        kind, _ = read_residual(config.residual)
+        kind = residual_kind(config).func
     except ValueError as error:
         bad.append(str(error))
     if bad:   # What follows needs values that are in their ranges.
         return bad
     try:
         order = block_order(config)
+        look_for_mistakes(config.residual, RESIDUALS[config.residual.split(":")[0]])
         with torch.device("meta"):   # shapes without numbers, so without memory
-            # With RMSNorms, in which we look for a norm that --norm could choose. nag has none.
-            with_rms = replace(config, norm="rms")
-            first, ends = (make_residual(with_rms, l) for l in (1, 2 * config.n_layer + 1))
-            decider = make_decider(config)
+            misfit = why_not(make_decider(config), config)
     except ValueError as error:
         return [str(error)]
-    name, has_norms = config.residual, any(isinstance(m, nn.RMSNorm)
-                                           for m in [*first.modules(), *ends.modules()])
-    misfit = why_not(decider, config)
+    name = config.residual
     rules = [   # (is it wrong, why, and what to do)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
-        (config.norm != "rms" and not has_norms,
+        (config.norm != "rms" and not kind.norms + kind.end_norms,
          f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
         (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (len(order) > config.n_layer and kind.stream_grows,
@@ -1671,3 +1663,70 @@ def config_problems(config):
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
+
+# What follows is for residuals of your own: a mistake is told before a training, in a sentence.
+
+@functools.cache   # once for each residual
+@torch.enable_grad()
+def look_for_mistakes(residual, entry):
+    """residual: as --residual names it. entry: what RESIDUALS has for it. ValueError, if the class
+    has a misspelt name or no forward, returns a wrong shape, sees later tokens, or has a parameter
+    that nothing uses. A tiny model of it is made and run."""
+    kind = partial(entry).func
+    name = kind.__name__
+    look_for_misspelt_names(kind)
+    if kind.forward is Residual.forward and kind is not Residual:
+        raise ValueError(f"{name} has no forward of its own, so it would be PreNorm")
+    config = TrialConfig(residual, n_layer=2, n_head=1, n_embd=8, block_size=4, vocab_size=8)
+    try:
+        model = GPT(config)
+    except AttributeError as error:
+        if "__init__() call" not in str(error):
+            raise
+        raise ValueError(f"{name}.__init__ must begin with super().__init__(config, l)") from None
+    names = {parameter for each in model.residuals() for parameter, _ in each.named_parameters()}
+    for gate in kind.own_lr:
+        if gate not in names:
+            raise ValueError(f"{name}.own_lr names {gate!r}, and there is no such parameter; there "
+                             f"are {', '.join(sorted(names))}")
+    look_at_shapes(model, name)
+    idx = torch.arange(4)[None]
+    logits, loss = model(idx, idx)
+    other, _ = model(torch.tensor([[0, 1, 2, 7]]))
+    if (logits - other)[:, :3].abs().max() > 1e-5:
+        raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
+                         f"ones predict. Only f may look at other tokens")
+    loss.backward()
+    for parameter, p in model.named_parameters():
+        if p.grad is None:
+            raise ValueError(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
+                             f"it; make it only where it is used (self.is_end says: model.ends)")
+
+class TrialConfig(GPTConfig):
+    def problems(self):   # looked for just now
+        return []
+
+def look_for_misspelt_names(kind):
+    known = [name for name in dir(Residual) if not name.startswith("_")]
+    known = [name for name in known if name in vars(Residual)]   # ours, not torch's
+    for name in vars(kind):
+        near = difflib.get_close_matches(name, known, 1, 0.8)
+        if near and name not in known and near[0] not in vars(kind):
+            raise ValueError(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
+    options = option_defaults(kind)
+    for option in kind.allowed:
+        if option not in options:
+            raise ValueError(f"{kind.__name__}.allowed names {option!r}; the options are "
+                             f"{', '.join(options) or 'none'}")
+
+def look_at_shapes(model, name):
+    for _, before, after in model.walk(torch.zeros(2, 3, dtype=torch.long)):
+        wanted, found = shapes_of(before), shapes_of(after)
+        if wanted != found and not model.ends.stream_grows:
+            raise ValueError(f"{name}.forward returned {found}, expected {wanted}")
+
+def shapes_of(stream):
+    """The shape of a stream's tensor, or of each, as text"""
+    if isinstance(stream, tuple):
+        return "(" + ", ".join(shapes_of(part) for part in stream) + ")"
+    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__

@@ -27,9 +27,9 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import environment, flag, parse, refuse, say, start
+from flags import environment, flag, option_defaults, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
-                   constrain_weights, flops_per_token, num_params, options_of)
+                   constrain_weights, flops_per_token, num_params)
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
 from runs import (RunFolder, data_of, optimizer_state, read_changes, read_checkpoint,
                   read_settings, restore_optimizers)
@@ -108,17 +108,16 @@ def open_data(config, gpt, processes):
         # If meta.json or the shards are others one day, in name or size, --resume notices it.
         fingerprint=prepare.fingerprint(folder, meta))
 
-def get_batch(data, gpt, batch_size, step, part=0, n_parts=1, device="cpu"):
+def get_batch(shards, gpt, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
     part only, so there is no random state to save: any number of processes, and a run that is
     resumed, see the same batches."""
     T = gpt.block_size
-    n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
+    n_windows = sum(len(shard) - T for shard in shards)   # numbered through all shards
     starts = np.random.default_rng((gpt.seed, step)).integers(0, n_windows, batch_size)
-    x, y = prepare.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
-    if max(x.max(), y.max()) >= data.meta["vocab_size"]:
-        refuse(f"--data {data.folder}: has a token beyond the {data.meta['vocab_size']} of its "
-               f"tokenizer; prepare it anew")
+    x, y = prepare.read_windows(shards, starts.reshape(n_parts, -1)[part], T)
+    if max(x.max(), y.max()) >= gpt.vocab_size:
+        refuse(f"--data: has a token beyond the vocabulary of {gpt.vocab_size}; prepare it anew")
     if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
         x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
     return x, y
@@ -307,7 +306,8 @@ def train(gpt, config, data, folder, processes, signals):
         skipped = token_flops = 0.0
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
-            x, y = get_batch(data, gpt, config.batch_size, step, part, n_parts, processes.device)
+            x, y = get_batch(data.shards, gpt, config.batch_size, step, part, n_parts,
+                             processes.device)
             # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
             seed = np.random.SeedSequence((gpt.seed, step, part)).generate_state(1)
             torch.manual_seed(int(seed[0]))
@@ -495,7 +495,8 @@ def residual_list():
     """For --help: all residuals with their options"""
     lines = ["residuals, with their options:"]
     for name in RESIDUALS:
-        options = ",".join(f"{key}={default}" for key, default in options_of(name).items())
+        defaults = option_defaults(RESIDUALS[name]).items()
+        options = ",".join(f"{key}={default}" for key, default in defaults)
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ import analyze
 import prepare
 import run
 from flags import flag, parse, refuse, say, start
-from model import Without
+from model import Runner, Without
 from runs import open_run, read_metrics, read_settings
 
 METHODS = "CascadeFlow", "influence", "worth", "magnitude"   # see prune_curve in analyze.py
@@ -39,7 +39,7 @@ def steps_without(inspected, text):
     for number in range(len(inspected.model.blocks)):
         gone = Without(analyze.sublayers_of(inspected.model, number), inspected.model.decider)
         right, = analyze.by_steps(inspected, lambda idx, targets: (
-            inspected.model(idx, decider=gone)[0].argmax(-1) == targets)[None])
+            inspected.model(idx, runner=Runner(inspected.model, gone))[0].argmax(-1) == targets)[None])
         found.append(analyze.steps_learned(right, 1 / len(text["table"])))
     return found
 

@@ -7,7 +7,7 @@ How fast it is: ratios of two programs that run in turn.
 Protocol. The programs of a comparison run in turn, round after round, so what else the machine does hits all
 of them. Two rounds do not count. A number is the median over rounds of the ratio of two times of one round.
 Beside it stands its middle half: if that is wide, the machine was not idle. "training" is whole steps. Models
-are new, but the one that skips has trained for 60 steps. A predicted saving is that of the FLOPs that run.
+are new, but the one that skips has trained for 60 steps. What half skip is found by bisection. A predicted saving is that of the FLOPs that run.
 """
 import json, os, runpy, statistics, sys, time
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import prepare
 from flags import flag, parse, refuse, say, start
-from model import GPT, GPTConfig, all_run, calibrate, flops_per_token, ran_shares
-from train import Data, TrainConfig
+from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
+from train import get_batch
 
 @dataclass
 class SpeedConfig:
@@ -59,6 +59,20 @@ def train_step(model, x, y):
         optimizer.zero_grad(set_to_none=True)
     return step
 
+@torch.no_grad()
+def half_skips(model, x):
+    """-> the ByGain with which a model skips half of its sublayer runs on x"""
+    low, high = 0.0, 4.0
+    for _ in range(16):
+        decider = ByGain(model.config, (low + high) / 2)
+        runner = Runner(model, decider)
+        model(x, runner=runner)
+        if runner.skipped() < 0.5:
+            low = decider.below
+        else:
+            high = decider.below
+    return decider
+
 # ----------------------------------------------------------------------------- comparisons
 
 def training(args):
@@ -66,6 +80,7 @@ def training(args):
     for n_embd in (128, 256):
         others = "nag", "attnres", "attnres:group=3"
         programs = {residual: train_step(make(residual, 12, n_embd), x, y) for residual in ("pre", *others)}
+        programs["nag that pays"] = train_step(make("nag", 12, n_embd, gain_cost=0.1), x, y)
         if args.nanogpt:
             nano = read_nanogpt(args.nanogpt)
             config = nano["GPTConfig"](T, V, n_layer=12, n_head=4, n_embd=n_embd, dropout=0.0, bias=False)
@@ -75,6 +90,7 @@ def training(args):
             yield f"training 12 x {n_embd}: pre against nanoGPT", ratio(found, "nanoGPT", "pre")
         for residual in others:
             yield f"training 12 x {n_embd}: {residual} against pre", ratio(found, "pre", residual)
+        yield f"training 12 x {n_embd}: nag that pays against nag", ratio(found, "nag", "nag that pays")
 
 def read_nanogpt(path):
     """-> what its model.py defines, by name"""
@@ -86,28 +102,26 @@ def read_nanogpt(path):
     return found
 
 def skipping(args):
-    """A nag of 12 x 256 that has trained at 50 % skips so much: the measured share of the predicted saving"""
-    model = make("nag", 12, 256, mod_rate=0.5)
-    data = Data(prepare.load_meta(args.data), model.config, TrainConfig(data=args.data, batch_size=B), n_parts=1)
+    """A nag of 12 x 256 that pays for gain, where half is skipped: the measured share of the predicted saving"""
+    model = make("nag", 12, 256, gain_cost=0.1)
+    shards = prepare.open_split(args.data, "train", T)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
-        x, y = data.batch(step, part=0)
-        keeps = []
-        model.before_step((step + 1) / 60)
-        model(x, y, keeps=keeps)[1].backward()
+        x, y = get_batch(shards, model.config, B, step)
+        model(x, y)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
-        model.after_step(ran_shares(keeps))
-    prefill = torch.no_grad()(lambda decider, keeps=None: model(x, decider=decider, keeps=keeps))
-    decider, keeps = calibrate(model.eval(), [x], 0.5), []
-    prefill(decider, keeps)
-    predicted = 1 - flops_per_token(model, ran=ran_shares(keeps)) / flops_per_token(model)
+    prefill = torch.no_grad()(lambda decider: model(x, runner=Runner(model, decider)))
+    decider = half_skips(model.eval(), x)
+    runner = Runner(model, decider)
+    model(x, runner=runner)
+    predicted = 1 - flops_per_token(model, runner=runner) / flops_per_token(model)
 
     def both_ways(decider):
-        model(x, y, decider=decider)[1].backward()
+        model(x, y, runner=Runner(model, decider))[1].backward()
         model.zero_grad(set_to_none=True)
     for name, program in {"forward and backward": both_ways, "prefill": prefill}.items():
-        found = times({"dense": lambda: program(all_run), "skips": lambda: program(decider)}, args.rounds)
+        found = times({"dense": lambda: program(None), "skips": lambda: program(decider)}, args.rounds)
         faster = ratio(found, "dense", "skips")
         saved = (1 - 1 / faster["ratio"]) / predicted
         yield f"skipping half, {name}", faster | dict(predicted=round(predicted, 3), share=round(saved, 3))
@@ -116,8 +130,8 @@ def decoding(args):
     """48 tokens, half skipped or dense"""
     nag = make("nag", 24, 384, n_head=6).eval()
     x = torch.randint(256, (8, T), generator=torch.Generator().manual_seed(0))
-    decider = calibrate(nag, [x], 0.5)
-    found = times({"dense": lambda: nag.generate(x[:1, :8], 48, decider=all_run),
+    decider = half_skips(nag, x)
+    found = times({"dense": lambda: nag.generate(x[:1, :8], 48),
                    "skips": lambda: nag.generate(x[:1, :8], 48, decider=decider)}, args.rounds)
     yield "decoding 24 x 384, half skipped against dense", ratio(found, "dense", "skips")
 

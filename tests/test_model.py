@@ -1,6 +1,6 @@
 """What model.py promises, in float64: every variant equals its equations, written out once more in a plain
 loop, and has the properties that all share. First values, refusals, shapes, graphs."""
-import contextlib, itertools, math
+import contextlib, itertools, math, re
 from functools import partial
 
 import pytest, torch
@@ -39,11 +39,12 @@ def additive(model, x, embed=False, alpha=0.25, **_):
     x = norm(model, model.ends.norm_embedding, x) if embed else x
     for l, residual, f in sublayers_by_hand(model):
         norm_in, norm_update, norm_out, a, b, s, norm_final = additive_row(name, L, (l + 1) // 2, alpha)
-        u = f(s * norm(model, residual.norm_in, x) if norm_in else s * x)
-        u = norm(model, residual.norm_update, u) if norm_update else u
-        x = a * x + (residual.scale_update if b is None else b) * u
-        x = norm(model, residual.norm_out, x) if norm_out else x
-    x = norm(model, model.ends.norm_final, x) if norm_final else x
+        u = f(s * norm(model, residual.norm, x) if norm_in else s * x)
+        if norm_update:
+            u = norm(model, residual.norm_update if norm_in else residual.norm, u)
+        x = a * x + (residual.b if b is None else b) * u
+        x = norm(model, residual.norm, x) if norm_out else x
+    x = norm(model, model.ends.norm, x) if norm_final else x
     size = M.EMBEDDING_STD if name == "rezero" else 1   # where no norm makes up for the embedding's size
     return x / size @ model.lm_head.weight.T
 
@@ -169,7 +170,8 @@ class Momentum(M.Residual):
         added = self.keep * added + f(self.norm(x))
         return x + added, added
 
-ORACLES = dict.fromkeys(M.ADDITIVE, additive) | dict(
+ADDITIVE = "post peri reordered lns deepnorm mixln rezero skipinit layerscale completep".split()
+ORACLES = dict.fromkeys(ADDITIVE, additive) | dict(
     pre=prenorm, template=prenorm, x0=prenorm, denseformer=prenorm, nag=nag, ngpt=ngpt, attnres=attnres, siamese=siamese,
     hyper=hyper, review=gated, highway=partial(gated, inputs="h"), convex=partial(gated, convex=True))
 
@@ -184,7 +186,7 @@ VARIANTS = [(name, {}) for name in NAMES] + [
     ("attnres:group=2", {}), ("attnres:group=4", dict(norm="layer")), ("attnres:group=99", {}),
     ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("hyper:kind=mhc,n=2", {}),
     ("ngpt", dict(init="gpt2", activation="swiglu")),
-    ("pre", dict(taper="cosine", taper_on="both", n_embd=32, n_head=4)), ("attnres", dict(taper="linear")),
+    ("pre", dict(taper="cosine", n_embd=32, n_head=4)), ("attnres", dict(taper="linear")),
     ("hyper", dict(taper="linear", taper_start=0.5, taper_end=1.5)), ("pre", dict(repeat="2:3")),
     ("nag", dict(repeat="1-2:2")), ("siamese", dict(repeat="2-3:2")), ("hyper", dict(repeat="2:2")),
     ("review", dict(deep_supervision=True)), ("nag", dict(deep_supervision=True))]
@@ -192,7 +194,7 @@ VARIANTS = [(name, {}) for name in NAMES] + [
 @pytest.fixture(autouse=True, scope="module")
 def own_residual():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(M.RESIDUALS, "momentum", (Momentum, {}))
+        patch.setitem(M.RESIDUALS, "momentum", Momentum)
         yield
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
@@ -208,7 +210,7 @@ def test_a_model_is_its_equations(model):
     name, _, text = model.config.residual.partition(":")
     if name not in ORACLES:
         return   # A residual of your own has no equation but its code.
-    _, given = M.read_residual(model.config.residual)
+    given = M.residual_kind(model.config).keywords
     written = {key: value for key, value in given.items() if f"{key}=" in text}
     embedding = model.embedding_scale * model.wte(ids())
     mine, right = model(ids())[0], ORACLES[name](model, embedding, **written)
@@ -332,9 +334,10 @@ def test_first_values_are_the_papers():
     for name, c_proj in factors.items():
         block = make(name, noise=0, n_embd=64).blocks[1]
         same(block.mlp.c_proj.weight, c_proj * pre.mlp.c_proj.weight, 1e-12)
-        same(M.value_weight(block.attn), (deep if name == "deepnorm" else 1) * M.value_weight(pre.attn), 1e-12)
+        scale = deep if name == "deepnorm" else 1
+        same(block.attn.c_attn.weight[128:], scale * pre.attn.c_attn.weight[128:], 1e-12)
     for name in "rezero", "skipinit":   # They start as the identity.
-        assert not any(residual.scale_update for residual in make(name, noise=0).residuals()[:-1])
+        assert not any(residual.b for residual in make(name, noise=0).residuals()[:-1])
     assert all((residual.bias == 0).all() for residual in make("convex", noise=0).residuals()[:-1])
     for l, residual in enumerate(make("hyper:n=3", noise=0).residuals()[:-1]):
         assert residual.static[:3].argmax() == l % 3   # Streams are read in turn.
@@ -386,7 +389,7 @@ def test_factors_of_ngpt_start_at_1_and_their_parameters_at_the_size_of_a_weight
 @pytest.mark.parametrize("name", NAMES)
 def test_no_option_is_dead(name):
     usual = logits(make(name))
-    for option, default in M.options_of(name).items():
+    for option, default in M.option_defaults(M.RESIDUALS[name]).items():
         other = dict(head="linear", inputs="u", kind="mhc", convex=True, embed=True).get(option, 0.4)
         other = default + 1 if type(default) is int else other
         assert torch.equal(logits(make(f"{name}:{option}={default}")), usual)
@@ -424,7 +427,7 @@ def test_what_can_not_be_built_is_one_sentence(config, words):
 
 @pytest.mark.parametrize("n_layer", [4097, 10 ** 9, 10 ** 20])
 def test_a_depth_that_is_too_large_is_refused_before_anything_is_built(n_layer, monkeypatch):
-    for name in "Block", "make_residual", "block_order", "block_widths":
+    for name in "Block", "make_residual", "block_order", "hidden_units":
         monkeypatch.setattr(M, name, None)   # A call would be a TypeError.
     with pytest.raises(ValueError, match=f"^--n_layer {n_layer}: must be from 1 to 4096$"):
         make(n_layer=n_layer)
@@ -435,6 +438,68 @@ def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
         with pytest.raises(ValueError, match="17.*block_size 16"):
             decode(make(), ids(1, 17), pieces)
 
+class Good(M.Residual):
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        if not self.is_end:
+            self.b = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x))
+
+class NoForward(M.Residual):
+    pass
+
+class Misspelt(M.Residual):
+    def foward(self, x, f):
+        return x
+
+class Forgets(Good):
+    def forward(self, x, f):
+        x + self.b * f(self.norm(x))
+
+class Flattens(Good):
+    def forward(self, x, f):
+        return super().forward(x, f).mean(-1)
+
+class Ahead(Good):
+    def forward(self, x, f):
+        return x + self.b * f(self.norm(x)) + x.roll(-1, dims=1)
+
+class NoSuper(Good):
+    def __init__(self, config, l):
+        self.b = nn.Parameter(torch.tensor(1.0))
+
+class AtTheEnd(Good):
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.b = nn.Parameter(torch.tensor(1.0))
+
+class WrongGate(Good):
+    own_lr = ("gaet",)
+
+class WrongRange(Good):
+    alowed = dict(first=(0, 1))
+
+class RangeOfNothing(Good):
+    allowed = dict(first=(0, 1))
+
+@pytest.mark.parametrize("kind, says", [
+    (Good, ""), (NoForward, "NoForward has no forward of its own, so it would be PreNorm"),
+    (Misspelt, "Misspelt has a foward; did you mean forward?"),
+    (Forgets, "Forgets.forward returned NoneType, expected (2, 3, 8)"),
+    (Flattens, "Flattens.forward returned (2, 3), expected (2, 3, 8)"),
+    (Ahead, "Ahead looks at later tokens"), (NoSuper, "NoSuper.__init__ must begin with super().__init__"),
+    (AtTheEnd, "the parameter ends.b gets no gradient"), (WrongGate, "own_lr names 'gaet'"),
+    (WrongRange, "WrongRange has a alowed; did you mean allowed?"), (RangeOfNothing, "allowed names 'first'")])
+def test_a_mistake_in_a_residual_of_ones_own_is_told(kind, says, monkeypatch):
+    monkeypatch.setitem(M.RESIDUALS, "mine", kind)
+    if not says:
+        make("mine")
+        return
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make("mine")
+
 # ----------------------------------------------------------------------------- shapes, graphs, text
 
 def hidden_units(model):
@@ -442,16 +507,13 @@ def hidden_units(model):
 
 def test_tapers_have_the_published_profiles():
     size = dict(n_layer=4, n_embd=64, n_head=4)   # 256 hidden units on average
-    back = dict(taper_start=0.5, taper_end=1.5, taper_on="both")
     for given, right in ((dict(taper="cosine"), [384, 320, 192, 128]), (dict(activation="swiglu"), [171] * 4),
                          (dict(taper="linear", n_layer=5), [384, 320, 256, 192, 128]),
-                         (dict(taper="cosine") | back, [128, 192, 320, 384])):
+                         (dict(taper="cosine", taper_start=0.5, taper_end=1.5), [128, 192, 320, 384])):
         assert hidden_units(make(**(size | given))) == right
-    back = make(taper="cosine", **back, **size)
-    assert [block.attn.n_head for block in back.blocks] == [2, 3, 5, 6]
-    for model in back, make(taper="linear", taper_start=3, taper_end=1, **size):
-        assert M.num_params(model) == pytest.approx(M.num_params(make(**size)), rel=0.01)
-    flat = make(taper="linear", taper_start=1, taper_end=1, taper_on="both", **size)
+    model = make(taper="linear", taper_start=3, taper_end=1, **size)
+    assert M.num_params(model) == pytest.approx(M.num_params(make(**size)), rel=0.01)
+    flat = make(taper="linear", taper_start=1, taper_end=1, **size)
     assert torch.equal(logits(flat), logits(make(**size)))
 
 def test_a_repetition_has_its_order():

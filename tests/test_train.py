@@ -2,7 +2,6 @@
 import fcntl, json, math, multiprocessing, os, re, resource, runpy, shlex, shutil, signal, socket
 import subprocess, sys, time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 import numpy as np
 import flags, model as model_file, prepare, processes, pytest, runs, sample, torch, train
@@ -143,10 +142,9 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
 
 def test_batches_depend_on_seed_and_step_only():
     shards = [np.arange(100, 200, dtype=np.uint16), np.arange(220, 250, dtype=np.uint16)]
-    data = SimpleNamespace(folder="", shards=shards, meta=dict(vocab_size=257))
     def batches(n_parts=1, step=3, seed=1):
-        gpt = GPTConfig(**TINY | dict(block_size=8, seed=seed))
-        return [train.get_batch(data, gpt, 12, step, part, n_parts) for part in range(n_parts)]
+        gpt = GPTConfig(**TINY | dict(block_size=8, seed=seed, vocab_size=320))
+        return [train.get_batch(shards, gpt, 12, step, part, n_parts) for part in range(n_parts)]
     (x, y), = batches()
     parts = [x for x, _ in batches(4)]
     assert torch.equal(torch.cat(parts), x) and torch.equal(y[:, :-1], x[:, 1:])
@@ -190,11 +188,10 @@ def test_steps_by_hand(data, tmp_path):
     go(data, tmp_path, *flags.split(), "--grad_accum", 2, "--max_iters", 6)
     ckpt, sums = load(tmp_path), torch.zeros(2)
     model = GPT(GPTConfig(**ckpt["model_config"]))
-    train_shards = prepare.open_split(data, "train", 32)
-    text = SimpleNamespace(shards=train_shards, meta=dict(vocab_size=257))
+    shards = prepare.open_split(data, "train", 32)
     for step in range(6):
         model.zero_grad()
-        model(*train.get_batch(text, model.config, 4, step))[1].backward()
+        model(*train.get_batch(shards, model.config, 4, step))[1].backward()
         sums += torch.tensor([torch.nn.utils.get_total_norm(p.grad for p in block.parameters())
                               for block in model.blocks])
         norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
@@ -647,12 +644,12 @@ def test_other_data(data, copy, tmp_path):
     other = Path(shutil.copytree(data, tmp_path / "other"))
     assert resume(copy, "--data", other, "--max_iters", 9) == 0   # The same data elsewhere.
     header = np.array([prepare.MAGIC, prepare.VERSION, 900] + 253 * [0], "<i4").tobytes()
-    (other / "train_000000.bin").write_bytes(header + np.full(900, 257, "<u2").tobytes())
+    (other / "train_000000.bin").write_bytes(header + np.full(900, 320, "<u2").tobytes())
     before = content(copy)
     assert "other data" in refused("--out", copy, "--resume", "--data", other, "--max_iters", 12)
     assert content(copy) == before
     new = "--data", other, *SIZE, "--out", tmp_path / "new", "--max_iters", 2
-    assert "beyond the 257" in refused(*new)
+    assert "beyond the vocabulary of 320" in refused(*new)
 
 def test_a_dead_stdout_ends_no_run(data, tmp_path):
     run = tmp_path / "Läufe"   # which its terminal can't write
