@@ -14,6 +14,7 @@ in nanoGPT, some tokens may skip some sublayers. A Runner (model.py) knows after
 import contextlib
 import math
 import re
+import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -358,13 +359,14 @@ def train(gpt, config, data, folder, processes, signals):
                 f"{about_gain}{skipped:.1%} skipped | {speed:,.0f} tokens/s")
 
     processes.wait()   # Nobody leaves while another one is still writing.
+    out = shlex.quote(str(folder.out))
     if signal:
         how = "python" if processes.count == 1 else "torchrun ..."
-        say(f"stopped at iteration {step}, all is saved; go on with: {how} train.py --out "
-            f"{folder.out} --resume")
+        say(f"stopped at iteration {step}, all is saved; go on with: {how} train.py --out {out} "
+            f"--resume")
         return 128 + signal
-    say(f"done: {folder.out} holds the run; best validation loss {best_loss:.4f}\n"
-        f"next: python sample.py {folder.out}   or: python analyze.py {folder.out}")
+    say(f"done: {out} holds the run; best validation loss {best_loss:.4f}\n"
+        f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
 
 def share_done(config, step, flops):
