@@ -272,6 +272,8 @@ def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
               if value != getattr(wanted, name) and name not in may_differ]
     if differ:
         refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
+    for problem in wanted.problems():   # A class may have other options by now.
+        refuse(f"{path}: {problem}")
     model = GPT(wanted)   # A mistake in model.py is to show where it is.
     with explain_read_errors(path):
         model.load_state_dict(ckpt["model"])

@@ -445,7 +445,8 @@ def defaults_for(given):
             values.pop("vocab_size")
     source = given.get("init_from") or values.get("init_from")
     if source and not given.get("resume"):
-        values |= model_settings(source, given)
+        values |= {name: value for name, value in model_settings(source, given).items()
+                   if name not in FREE or name not in values}
     optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
     if optimizer not in (None, usual) and "lr" not in given:
         refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "

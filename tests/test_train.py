@@ -343,13 +343,13 @@ def test_init_from(data, copy, tmp_path):
     assert config["optimizer"] == "muon" and config["seed"] == 9   # These are no part of a model.
     assert config["data"] == str(other)
     assert resume(out, "--max_iters", 3) == 0
-    assert train.main(["--config", str(out), "--out", str(tmp_path / "replay")]) == 0
-    assert metrics(tmp_path / "replay")[2]["val_loss"] == metrics(out)[2]["val_loss"]
     with pytest.raises(SystemExit, match="--n_layer 4: the model of --init_from .* has 2"):
         begin(tmp_path / "x", "--n_layer", 4)
     with pytest.raises(SystemExit, match="Missing key.*router"):   # which it has not learned
         begin(tmp_path / "x", "--mod", "router")
-    assert begin(tmp_path / "y", "--mod", "coins", "--max_iters", 2) == 0
+    assert begin(tmp_path / "y", "--mod", "coins", "--seed", 9, "--max_iters", 2) == 0
+    assert train.main(["--config", str(tmp_path / "y"), "--out", str(tmp_path / "replay")]) == 0
+    same_run(tmp_path / "y", tmp_path / "replay")
     (copy / "config.json").write_text(json.dumps(
         json.loads((copy / "config.json").read_text()) | dict(tokenizer="gpt2")))
     with pytest.raises(SystemExit, match="its tokens are those of gpt2.*--tokenizer gpt2"):
@@ -824,6 +824,14 @@ def test_a_class_that_has_gone(data, tmp_path, monkeypatch, kind, flags):
                  lambda words: resume(tmp_path / "run"),
                  lambda words: train.main(["--config", str(tmp_path / "run")])):
         assert f"{kind} `mine` is missing from model.py" in refused(call=call)
+
+def test_a_class_with_other_options(data, tmp_path, monkeypatch):
+    """... than when the run was trained"""
+    with monkeypatch.context() as patch:
+        patch.setitem(model_file.RESIDUALS, "mine", model_file.RESIDUALS["nag"])
+        go(data, tmp_path / "run", "--residual", "mine:power=1", "--max_iters", 1)
+    monkeypatch.setitem(model_file.RESIDUALS, "mine", model_file.RESIDUALS["pre"])
+    assert "no option 'power'" in refused(call=lambda words: runs.open_run(tmp_path / "run"))
 
 def test_a_run_of_the_third_edition(copy, tmp_path):
     """It opens and goes on, without settings that are gone; or a sentence says what reads it."""
