@@ -1,5 +1,6 @@
-# make         an environment, data, three small models, a sample and two pages of figures: 8 to 12 minutes on two idle cores
-# make test    the tests, about a minute; make test-slow runs the long ones
+# make         an environment, the steps text, two small models, the lines inside, a page of figures
+# make code    a model of Python's own source, a sample, and its page
+# make test    the tests; make test-slow runs the long ones
 PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
@@ -8,18 +9,21 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
 export MALLOC_TRIM_THRESHOLD_ = 2147483647
 export MALLOC_MMAP_THRESHOLD_ = 33554432
 
-# The longest training begins at once, and two shorter ones run beside it.
+# The two models train side by side.
 all: .venv/installed
-	$(MAKE) -j2 figures/text/index.html figures/index.html
+	$(MAKE) --no-print-directory -j2 figures/index.html
+
+code: figures/code/index.html
 
 # Without an NVIDIA device, torch's own index has a build without CUDA, a tenth of the download. Where that index can't
 # be reached, pip takes the build of requirements.txt.
 .venv/installed: requirements.txt
-	@echo "make: installs torch, once; without a target it trains three small models, too: 8 to 12 minutes on two idle cores"
+	@echo "make: installs torch, once; this takes one or two minutes"
 	$(PYTHON) -m venv .venv
 	@test -e /dev/nvidiactl || $(PIP) --retries 0 --timeout 10 `grep ^torch requirements.txt` \
 	  --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || echo "make: torch's CPU index can't be reached"
-	$(PIP) -r requirements.txt pytest pytest-xdist
+	$(PIP) -r requirements.txt pytest pytest-xdist 2>&1 | { grep -v ^WARNING || true; }
+	@$(BIN)/python -c "import torch, numpy, tiktoken, matplotlib, pytest"
 	touch $@
 
 # Other programs on the same cores can make training several times slower.
@@ -32,28 +36,33 @@ data/stdlib/meta.json data/steps/meta.json: data/%/meta.json: | .venv/installed
 
 # An interrupted run is continued.
 TRAIN = $(BIN)/python train.py --out $(@D) `test -f $(@D)/ckpt.pt && echo --resume`
+STEPS = --data data/steps --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd --max_iters 1500
 
-# PreNorm and NAG on the steps text, where it is known which depth a model needs. Two cores train side by side,
-# so these two write to a file.
-runs/steps-%/done: data/steps/meta.json | .venv/installed idle
-	@echo "make: trains $(@D), too; its lines are in $(@D).log"
+# Two residuals on the steps text, where it is known which depth a digit needs: PreNorm, and NAG that pays for turning.
+runs/steps-pre/done: data/steps/meta.json | .venv/installed idle
+	$(TRAIN) $(STEPS)
+	touch $@
+
+runs/steps-nag/done: data/steps/meta.json | .venv/installed idle
+	@echo "make: trains runs/steps-nag, too; its lines are in runs/steps-nag.log"
 	@mkdir -p runs
-	$(TRAIN) --data data/steps --residual $* --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd --max_iters 1500 \
-	  --gate_lr 3e-3 > $(@D).log
+	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.1 --mod gain:below=0.05 --gate_lr 3e-3 > $(@D).log
 	touch $@
 
-# NAG on code, to see text, and the depth of each of its letters. (--n_layer 12 is the small model on a GPU, too.)
-runs/nag/done: data/stdlib/meta.json | .venv/installed idle
-	$(TRAIN) --residual nag --n_layer 12 --gate_lr 3e-3
-	touch $@
+# The lines that the text never shows, read out of the model
+inside: runs/steps-pre/done
+	@$(BIN)/python sample.py runs/steps-pre --prompt f314159265358 --inside
 
-figures/text/index.html: runs/nag/done
-	$(BIN)/python sample.py runs/nag --prompt "def " --temperature 0.6 --max_new_tokens 260
-	$(BIN)/python analyze.py runs/nag --out figures/text
-
-figures/index.html: runs/steps-pre/done runs/steps-nag/done
-	$(BIN)/python sample.py runs/steps-pre --prompt f314159265358 --temperature 0 --max_new_tokens 14
+figures/index.html: runs/steps-pre/done runs/steps-nag/done inside
 	$(BIN)/python analyze.py runs/steps-pre runs/steps-nag --out figures
+
+runs/code/done: data/stdlib/meta.json | .venv/installed idle
+	$(TRAIN) --data data/stdlib --residual nag --gain_cost 1 --mod gain:below=0.05 --gate_lr 3e-3
+	touch $@
+
+figures/code/index.html: runs/code/done
+	$(BIN)/python sample.py runs/code --prompt "def " --temperature 0.6 --max_new_tokens 260
+	$(BIN)/python analyze.py runs/code --out figures/code
 
 test: .venv/installed idle
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
@@ -63,6 +72,6 @@ test-slow: .venv/installed
 
 # Only what `make` has made.
 clean:
-	rm -rf runs/nag runs/steps-pre* runs/steps-nag* data/stdlib data/steps figures
+	rm -rf runs/code runs/steps-pre* runs/steps-nag* data/stdlib data/steps figures
 
-.PHONY: all idle test test-slow clean
+.PHONY: all code idle inside test test-slow clean

@@ -22,15 +22,15 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               (block_size is something else, the longest context. nanoGPT calls it so.)
+               (block_size has nothing to do with it: nanoGPT calls the longest context so.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, the model, sampling, first weights
-    2  residuals   NAG and all the others; which one runs is the flag --residual
-    3  skipping    who decides which tokens run a sublayer, and how only these are computed
+    1  a GPT       config, attention, MLP, PreNorm, first weights, the model, sampling
+    2  residuals   all the other rules; which one runs is the flag --residual
+    3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
     4  tools       norms, widths, order, compiling, FLOPs, checks
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
@@ -40,13 +40,12 @@ class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import difflib
-import functools
 import itertools
 import math
 import re
 import zlib
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Literal
 
@@ -62,8 +61,8 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """Each field is a flag of train.py: flag(default, help, lowest, highest). Where there is a
-    `group`, --help begins a new section."""
+    """Each field is a flag of train.py. flag(default, help, lowest, highest) is a field of a
+    dataclass that has a help text, too (flags.py)."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -78,11 +77,11 @@ class GPTConfig:
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # Leave the following as they are at first.
-    taper: Literal["none", "linear", "cosine"] = flag("none", "of MLPs, from taper_start to _end",
-                                                      group="depth and width")
+    taper: Literal["none", "linear", "cosine"] = flag(
+        "none", "how MLPs change in width, from taper_start to _end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    repeat: str = flag("", "9:3 runs block 9 (the first is 1) three times, 9-12:3 all four in turn")
+    repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 of four blocks runs 1 2 3 2 3 4")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
@@ -96,68 +95,38 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1, so with norm sqrt(number of channels)"""
+    """x / rms(x): the direction of x, with rms 1 (and norm sqrt(channels))"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def rotation_table(config):
-    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size). This
-    has the cosines and sines for all positions: (block_size, 1, head_size / 2, 2)"""
+    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size).
+    -> cosine and sine of each angle, (block_size, 1, head_size / 2, 2)"""
     head_size = config.n_embd // config.n_head
     speed = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
     angle = torch.outer(torch.arange(config.block_size), speed)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]
 
 def rotate(x, rotation):
-    """Turns x (..., n_head, head_size). Channels 2i and 2i + 1 are a point in the plane, so a
-    complex number, and rotation (..., 1, head_size / 2, 2) holds the number to multiply it with."""
+    """Turns x (..., n_head, head_size): channels 2i and 2i + 1 are read as a complex number, and
+    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2)."""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# Queries and keys are normalised to rms 1 here, so q @ k is at most head_size. With the usual
-# scale, 1 / sqrt(head_size), no score could exceed sqrt(head_size): 11.3 in a head of 128, but 5.7
-# in one of 32, too little to pick one token of many. With SHARPNESS / head_size, all reach 11.3.
+# The largest score, q @ k times a scale. Queries and keys have rms 1 here, so q @ k is at most
+# head_size. The usual scale 1 / sqrt(head_size) would cap a score at sqrt(head_size): 11.3 for
+# heads of 128, but 5.7 for heads of 32, too flat to pick one token of many. With the scale
+# SHARPNESS / head_size, the cap is 11.3 for every head size.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
-    """Q queries of each sequence, (B, Q, n_head, head_size), look at S keys and their values,
-    (B, S, n_head, head_size) -> what they find, with the shape of q. seen: bools (B or 1, Q, S),
-    which keys a query sees. None: S is Q, and each sees its own key and all earlier ones"""
+    """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> what the queries find, shaped
+    like q. seen: bools (B or 1, Q, S), True where a query sees a key; None: all earlier ones, and
+    its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
     scale = SHARPNESS / q.shape[-1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
-
-class KVCache:
-    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
-    def __init__(self, model, batch_size, size):
-        """size: how many tokens it has room for, block_size at most"""
-        self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        n_embd, n_head = model.config.n_embd, model.config.n_head
-        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
-        dtype = model.dtype or model.wte.weight.dtype
-        # One for each attention, in the order of running
-        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
-
-    def begin(self, n):
-        """The next n tokens begin."""
-        self.start, self.length = self.length, self.length + n
-
-    def append(self, i, k, v, there=True):
-        """k, v (B, T, n_head, head_size): those that attention i, from 0, has made of the newest
-        tokens. there (B, T): which of them have keys at all, if tokens skip -> k, v of all S tokens
-        so far, and seen (B, T, S), which of these each new token sees"""
-        new = slice(self.start, self.length)
-        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
-        seen = causal(self.length - self.start, self.length, k.device)
-        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
-        return k, v, seen & self.there[i, :, None, :self.length]
-
-def causal(new, length, device):
-    """(1, new, length): whether a query, one of the `new` last of all tokens, may see a key"""
-    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys"""
@@ -171,32 +140,16 @@ class Attention(nn.Module):
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
         the positions of x"""
-        q, k, v = self.project(x, self.c_attn.weight)
-        return self.prepare_q(q, rotation), self.prepare_k(k, rotation), v
+        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, self.head_size)).unbind(-3)
+        return self.scale_q(rotate(unit(q), rotation)), self.scale_k(rotate(unit(k), rotation)), v
 
-    # The next three are apart because a token that skips needs only k and v, not q.
-
-    def project(self, x, weight):
-        """x (..., C), and the weight of c_attn, or only its rows for q, or for k and v -> what they
-        make of x: q, k and v, or some of them, (..., n_head, head_size) each"""
-        x = F.linear(x, weight)                                  # (..., 3C), or less
-        x = x.unflatten(-1, (-1, self.n_head, self.head_size))   # (..., 3, n_head, head_size)
-        return x.unbind(-3)
-
-    def prepare_q(self, q, rotation):
-        """Normalises queries, and turns them by their positions."""
-        return self.scale_q(rotate(unit(q), rotation))
-
-    def prepare_k(self, k, rotation):
-        return self.scale_k(rotate(unit(k), rotation))
-
-    def forward(self, x, rotation, cache=None, i=None):
-        """x (B, T, C) -> (B, T, C). cache, i: in sampling, a KVCache, and the number that this
-        attention has there"""
+    def forward(self, x, rotation, append=None):
+        """x (B, T, C) -> (B, T, C). append: in sampling, a function that puts k and v into a cache
+        -> those of all tokens so far, and which of them a new token sees"""
         q, k, v = self.qkv(x, rotation)
         seen = None
-        if cache is not None:
-            k, v, seen = cache.append(i, k, v)   # Now k and v are those of all tokens so far.
+        if append:
+            k, v, seen = append(k, v)
         return self.c_proj(attend(q, k, v, seen).flatten(-2))
 
 class MLP(nn.Module):
@@ -223,15 +176,15 @@ class MLP(nn.Module):
 
 # -------------------------------------------------------------------------------------- residuals
 
-class Residual(nn.Module):
-    """The rule that makes the next stream from the stream and a sublayer f. This class is PreNorm,
-    the rule of GPT-2 and of most models since. The other rules of part 2 replace its methods.
+class PreNorm(nn.Module):
+    """The rule of GPT-2 and of most models since: stream + f(norm(stream)). Other rules replace
+    some of these methods.
 
-    Sublayer l has residual l, with l = 1 .. 2L. The model has one more residual, number 2L + 1,
-    called model.ends. It has no sublayer, and its forward is never called. Its start makes the
-    first stream, and its finish ends the last one. So its norm is the final norm of the model."""
-    norms = "norm",       # names of the norms that each of the residuals 1 .. 2L has
-    end_norms = "norm",   # and model.ends
+    Sublayer l has residual l, with l = 1 .. 2L. model.ends is one more, number 2L + 1, which has no
+    sublayer. It only makes the first stream (start), and closes the last one (finish): so its norm
+    is what GPT-2 calls ln_f."""
+    norms = ("norm",)       # names of the norms of residuals 1 .. 2L
+    end_norms = ("norm",)   # names of the norms of model.ends
 
     def __init__(self, config, l):
         super().__init__()
@@ -246,54 +199,19 @@ class Residual(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. (If some tokens skip, x has only the N that don't: (N, C).)"""
+        tokens."""
         return x + f(self.norm(x))
 
-    def finish(self, stream):
+    def finish(self, x):
         """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(self.as_tensor(stream))
-
-    def as_tensor(self, stream):
-        """One vector a token, (B, T, C). In some rules a stream is a tuple, and this is a part."""
-        return stream[0] if isinstance(stream, tuple) else stream
+        return self.norm(x)
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        """Once, after the weights are drawn. module: the attention or MLP that belongs to this
-        residual. May rescale its weights."""
+        """Once, after the weights are drawn: may rescale those of module, an attention or MLP."""
         # As in GPT-2. c_proj is the last matrix of each sublayer. The updates of 2L sublayers are
-        # added up (more with --repeat), so each starts with a variance that is 2L times smaller.
+        # added up, so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    # That is all of PreNorm. The rest are hooks, which most rules leave as they are. On a first
-    # reading, go on with Block.
-
-    def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
-        return weight
-
-    def constrain(self, module):
-        """After the weights are drawn, and after each step: may change the weights of module, say
-        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
-
-    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
-    stream_grows = False   # True: the stream has more and more tensors with depth.
-    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
-    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
-
-    def read(self, stream):
-        """What f would get. If a token skips an attention, its key and value are made of this."""
-        notes = []
-        def stand_in(x):
-            notes.append(x)
-            return torch.zeros_like(x)
-        self(stream, stand_in)
-        return notes[0]
-
-    def flops(self):
-        """Per token, of its own matrix products. Here: each 2-D parameter is in one of them."""
-        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -303,7 +221,7 @@ class Block(nn.Module):
     def __init__(self, config, number):
         super().__init__()
         self.attn = Attention(config)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # a Residual: see --residual
+        self.attn_residual = make_residual(config, 2 * number + 1)   # PreNorm, unless --residual
         self.mlp = MLP(config, hidden_units(config)[number])         # the same for all, or a taper
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
@@ -311,12 +229,11 @@ class Block(nn.Module):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: what an attention needs besides
-    x, its rotation, the cache and its number there; an MLP needs nothing. (It is an object, because
-    part 3 asks it for its parts, if tokens skip.)
+    """The f that residuals get: f(x) = module(x, *others). others: of an attention its rotation
+    and, in sampling, `append`; an MLP needs nothing.
 
-    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. The stream
-    stays float32, because rounding errors would add up over the depth"""
+    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. Only f is
+    computed in it. The stream stays float32, because rounding errors would add up over the depth"""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -339,10 +256,10 @@ def products_in(dtype, x):
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# PreNorm then divides each c_proj by sqrt(2L): see init_sublayer. With `width`, a token's embedding
-# is longer than what its first sublayers add to it. And the first logits have a standard deviation
-# of about 0.8 (if what the head reads has rms 1), so the first loss is little above ln(V). (With
-# --tie it is 2 or 3 nats above: a token's own logit is large, because the head knows its vector.)
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, a token's embedding is longer than
+# what its first sublayers add to it. And the first logits have a standard deviation of about 0.8,
+# so the first loss is little above ln(V). (With --tie it is 2 or 3 nats above: a token's own logit
+# is large, because its row of the head is its own embedding.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -351,13 +268,18 @@ def first_stds(config):
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
+def seeded(config, name):
+    """A random generator for the weights of this name alone: two models that have the same layer
+    start it with the same weights, which makes comparisons fair."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+
 @torch.no_grad()
 def init_weights(model):
     config = model.config
     embedding_std, head_std = first_stds(config)
     if config.tie:
         # A head needs small numbers, an embedding larger ones. So their one matrix is drawn as a
-        # head, below, and GPT.walk multiplies each embedding by the ratio.
+        # head, below, and the model multiplies each embedding by the ratio.
         model.embedding_scale = embedding_std / head_std
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -374,22 +296,6 @@ def init_weights(model):
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
-    constrain_weights(model)
-
-def seeded(config, name):
-    """A random generator for the weights of this name alone: wherever two models have the same
-    parts, they have the same draws. This makes comparisons fair."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-
-@torch.no_grad()
-def constrain_weights(model):
-    """Lets residuals bring weights back to where they must be. train.py calls it after each step.
-    Only nGPT does anything then."""
-    for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.constrain(module)
-    model.ends.constrain(model.wte)
-    model.ends.constrain(model.lm_head)
 
 # -------------------------------------------------------------------------------------- the model
 
@@ -406,18 +312,44 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def run_sublayer(stream, residual, f, gain=None):
-    """One round of the loop over the depth. gain: residual.gain(stream), if it is known already.
-    (This is a function so that train.py can compile it.)"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
+class KVCache:
+    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
+    def __init__(self, model, batch_size, size):
+        """size: how many tokens it has room for, block_size at most"""
+        self.start = self.length = 0   # The newest tokens are start .. length - 1.
+        n_embd, n_head = model.config.n_embd, model.config.n_head
+        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
+        dtype = model.dtype or model.wte.weight.dtype
+        # One for each attention, in the order of running
+        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+
+    def begin(self, n):
+        """n new tokens are coming."""
+        self.start, self.length = self.length, self.length + n
+
+    def append(self, i, k, v, there=True):
+        """Stores the k, v (B, T, n_head, head_size) that attention i = 0, 1, .. has made of the new
+        tokens. there: True, or bools (B, T), which of them have any, in case that tokens skip
+
+        -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
+        new = slice(self.start, self.length)
+        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
+        seen = causal(self.length - self.start, self.length, k.device)
+        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
+        return k, v, seen & self.there[i, :, None, :self.length]
+
+def causal(new, length, device):
+    """The causal mask of the `new` last of `length` tokens: (1, new, length)"""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, with a sentence for each problem, if the config is
-    wrong"""
+    """Decoder-only Transformer. ValueError, with a sentence for each problem of the config"""
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if config.problems():
-            raise ValueError("\n".join(config.problems()))
+        if problems := config.problems():
+            raise ValueError("\n".join(problems))
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
@@ -432,6 +364,7 @@ class GPT(nn.Module):
         self.run = run_sublayer               # train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         init_weights(self)
+        constrain_weights(self)               # only nGPT does
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
@@ -440,12 +373,12 @@ class GPT(nn.Module):
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
-            stream = runner.run(place, residual, f, stream)   # residual(stream, f)
+            stream = runner.run(place, stream, residual, f)   # residual(stream, f)
             yield place, before, stream
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
-        It is the same as l, unless blocks run repeatedly."""
+        place counts runs, l counts weights. They differ only with --repeat."""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
         length = past + idx.shape[1]
         if length > self.config.block_size:
@@ -455,14 +388,15 @@ class GPT(nn.Module):
         rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            attention = SublayerFunction(self.dtype, block.attn, rotation, cache, i)
+            append = None if cache is None else partial(cache.append, i)
+            attention = SublayerFunction(self.dtype, block.attn, rotation, append)
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, None without targets:
-        the mean cross entropy in nats. In training, the runner may add to it."""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
+        (None without targets). In training, the runner may add to it."""
         runner = runner or Runner(self)
         losses = []   # one, unless there is --deep_supervision
         every_block = self.config.deep_supervision and self.training and targets is not None
@@ -497,7 +431,7 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
             yield token, runner
             new = token
-            if cache.length == size:   # A full cache restarts with the newest tokens, half as many.
+            if cache.length == size:   # It is full: a new one starts with the newer half.
                 new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
 
     def generate(self, idx, max_new_tokens, **options):
@@ -514,7 +448,54 @@ class GPT(nn.Module):
 
 # ================================================================================ part 2: residuals
 
-# Each class stands alone. Read those that you care about, in any order.
+class Residual(PreNorm):
+    """PreNorm, and the hooks that a rule may need besides. All others are derived from this. Most
+    of them leave most of it as it is."""
+    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
+    stream_grows = False   # True: the stream has more and more tensors with depth.
+    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
+    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
+
+    def as_tensor(self, stream):
+        """One vector a token, (B, T, C). If a stream is a tuple: its first tensor"""
+        return stream[0] if isinstance(stream, tuple) else stream
+
+    def finish(self, stream):
+        return self.norm(self.as_tensor(stream))
+
+    def head_weight(self, weight):
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        return weight
+
+    def constrain(self, module):
+        """After the weights are drawn, and after each step: may change the weights of module, say
+        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
+
+    def read(self, stream):
+        """What f would get: the residual runs with a stand-in for f, which notes its input. If a
+        token skips an attention, its key and value are made of this."""
+        notes = []
+        def stand_in(x):
+            notes.append(x)
+            return torch.zeros_like(x)
+        self(stream, stand_in)
+        return notes[0]
+
+    def flops(self):
+        """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
+        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
+
+@torch.no_grad()
+def constrain_weights(model):
+    """Calls constrain of each residual. train.py does it after each step."""
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.constrain(module)
+    model.ends.constrain(model.wte)
+    model.ends.constrain(model.lm_head)
+
+# Each class below stands alone (but DeepNorm is a Post). Read those that you care about.
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
@@ -591,7 +572,9 @@ class NAG(Residual):
         if gain is None:
             gain = self.gain(stream)
         update = f(direction)
-        if use_triton(update, self.config.kernels):   # On a GPU, one kernel does what follows.
+        is_usual = type(self).side is NAG.side   # not of a class that is derived from this
+        if is_usual and use_triton(update, self.config.kernels):
+            # On a GPU, one kernel does what follows.
             return nag_write(direction, log_length, update, gain, self.config.kernels)
         side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
@@ -691,8 +674,7 @@ class DeepNorm(Post):
     and what makes values and hidden units, starts small."""
     def __init__(self, config, l):
         super().__init__(config, l)
-        scale = torch.tensor((2.0 * config.n_layer) ** 0.25)
-        self.register_buffer("scale", scale, persistent=False)
+        self.scale = (2 * config.n_layer) ** 0.25
 
     def forward(self, x, f):
         return self.norm(self.scale * x + f(x))
@@ -711,7 +693,7 @@ class MixLN(Residual):
     allowed = dict(alpha=(0, 1))
 
     def __init__(self, config, l, alpha=0.25):
-        """alpha: share of the blocks that are PostNorm"""
+        """alpha: share of the blocks that are PostNorm, rounded down"""
         super().__init__(config, l)
         self.is_post = block_of(l) <= int(alpha * config.n_layer + 1e-9)
         if self.is_end and alpha == 1:   # The last block has a norm at its end already.
@@ -721,7 +703,8 @@ class MixLN(Residual):
         return self.norm(x + f(x)) if self.is_post else x + f(self.norm(x))
 
 class ReZero(Residual):
-    """ReZero (arXiv:2003.04887): no norm. Here each sublayer has a number, there each block has."""
+    """ReZero (arXiv:2003.04887): no norm, and a learned number b that starts at 0. (Here each
+    sublayer has its own. In the paper, both of a block share one.)"""
     norms = end_norms = ()
 
     def __init__(self, config, l):
@@ -751,14 +734,14 @@ class CompleteP(Residual):
     at 6 blocks fits all depths."""
     def __init__(self, config, l):
         super().__init__(config, l)
-        self.register_buffer("scale", torch.tensor(6 / config.n_layer), persistent=False)
+        self.scale = 6 / config.n_layer
 
     def forward(self, x, f):
         return x + self.scale * f(self.norm(x))
 
     @torch.no_grad()
     def init_sublayer(self, module):
-        module.c_proj.weight.mul_(12 ** -0.5)
+        module.c_proj.weight.mul_(12 ** -0.5)   # PreNorm's factor at 6 blocks
 
 # ------------------------------------------------------------------------ reading earlier sublayers
 
@@ -902,12 +885,12 @@ class Gated(Residual):
 
     def forward(self, h, f):
         u = f(self.norm(h))
-        seen = {"h": h, "u": u}
-        products = [F.linear(unit(seen[name], eps=1e-5), weight) for name, weight in self.W.items()]
+        inputs = {"h": h, "u": u}
+        products = [F.linear(unit(inputs[name], eps=1e-5), W) for name, W in self.W.items()]
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
-    def read(self, h):
+    def read(self, h):   # what Residual.read finds, but without computing the gate
         return self.norm(h)
 
 # -------------------------------------------------------------------------- several streams at once
@@ -920,7 +903,7 @@ class Hyper(Residual):
 
     All weights depend on the token. res is doubly stochastic, so mixing keeps the streams' sum. It
     is a mixture of the n! permutations for kind=lite (arXiv:2601.05732), and made by 20 Sinkhorn
-    steps for kind=mhc (arXiv:2512.24880). At first every stream is that of PreNorm."""
+    steps for kind=mhc (arXiv:2512.24880). At first every stream is nearly that of PreNorm."""
     can_skip = False   # A token that skips would miss the mixing by res.
     allowed = dict(kind=("lite", "mhc"), n=(1, 64))
 
@@ -1079,27 +1062,32 @@ class LearnedScale(nn.Module):
 
 # -------------------------------------------------------------------------------------- --residual
 
-# What --residual can be: a class, or a class with some options (a partial). Yours goes
-# here, too: RESIDUALS["mine"] = Mine.
+# What --residual can be: a class, or a partial of one, with some options. Yours goes here, too:
+# RESIDUALS["mine"] = Mine
 RESIDUALS = {
-    "pre": Residual, "post": Post, "peri": Peri, "reordered": Reordered, "lns": LayerNormScaling,
-    "deepnorm": DeepNorm, "mixln": MixLN, "rezero": ReZero, "layerscale": LayerScale,
-    "skipinit": partial(Template, first=0.0), "completep": CompleteP, "nag": NAG,
-    "attnres": AttnRes, "denseformer": DenseFormer, "x0": X0, "review": Gated,
-    "convex": partial(Gated, convex=True), "highway": partial(Gated, inputs="h"), "hyper": Hyper,
-    "siamese": Siamese, "ngpt": NGPT, "template": Template}
+    "pre": Residual, "template": Template, "nag": NAG,
+    # PreNorm and its relatives
+    "post": Post, "peri": Peri, "reordered": Reordered, "lns": LayerNormScaling,
+    "deepnorm": DeepNorm, "mixln": MixLN, "rezero": ReZero,
+    "skipinit": partial(Template, first=0.0), "layerscale": LayerScale, "completep": CompleteP,
+    # reading earlier sublayers
+    "attnres": AttnRes, "denseformer": DenseFormer, "x0": X0,
+    # gates
+    "review": Gated, "convex": partial(Gated, convex=True), "highway": partial(Gated, inputs="h"),
+    # several streams, and a sphere
+    "hyper": Hyper, "siamese": Siamese, "ngpt": NGPT}
 
-def choose(flag, registry, text):
-    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2") -> class Hyper with these options, a partial.
-    Its .func is the class. ValueError, with a sentence, if there is no such thing"""
+def choose(flag_name, registry, text):
+    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2") -> Hyper with these options: a partial, whose
+    .func is the class. ValueError, with a sentence, if there is no such thing"""
     name, _, options = text.partition(":")
     if name not in registry:
-        raise ValueError(f"{flag} {name}: unknown; choose from {', '.join(registry)}")
-    kind = partial(registry[name])
+        raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
+    kind = partial(registry[name])   # so that all have a .func
     try:
         return partial(kind, **read_options(options, option_defaults(kind), kind.func.allowed))
     except ValueError as error:
-        raise ValueError(f"{flag} {text}: {name}: {error}") from None
+        raise ValueError(f"{flag_name} {text}: {name}: {error}") from None
 
 def residual_kind(config):
     """-> the class that --residual names, with its options"""
@@ -1111,18 +1099,24 @@ def make_residual(config, l):
 # ================================================================================= part 3: skipping
 
 # Mixture-of-Depths: not every token needs every sublayer. In each walk through the depth, a Runner
-# runs the sublayers. Before each one it asks a decider, which answers with one of these:
-EVERYONE = None   # All tokens run it.
-REMOVED = False   # Nobody does, as if there were no such sublayer.
-# or with bools (B, T): True where a token runs it. All others keep their stream as it is.
+# runs the sublayers. Before each one it asks a decider. Its answer is EVERYONE, REMOVED, or bools
+# (B, T): True where a token runs the sublayer. Who doesn't run it keeps its stream.
+EVERYONE = None
+REMOVED = False   # Nobody runs it, as if there were no such sublayer.
+
+def run_sublayer(stream, residual, f, gain=None):
+    """residual(stream, f), a function so that train.py can compile it. gain: residual.gain(stream),
+    if a decider or --gain_cost has asked for it"""
+    return residual(stream, f) if gain is None else residual(stream, f, gain)
 
 class Runner:
     """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
 
         place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
-        residual   and the stream before it
-        gain       how much it will change each token, (B, T, 1), if the residual can tell
+        residual   its residual
+        stream     the stream before it, and shape, its (B, T)
+        gain()     how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the walk is over"""
     def __init__(self, model, decider=None, compiled=True):
         """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
@@ -1130,66 +1124,80 @@ class Runner:
         self.model, self.decider = model, decider or model.decider
         self.run_all = model.run if compiled else run_sublayer
         self.notes = SimpleNamespace()
-        self.keeps = []          # the decider's answers
-        self.gains_asked = []    # of each sublayer: was the gain of all tokens asked for?
-        self.mean_gains = []     # and their mean |gain|
-        self.other_flops = 0.0   # what deciders have computed, per token
+        self.keeps = []            # the decider's answers
+        self.gains = []            # mean |gain| of all tokens, or None where nobody asked
+        self.decider_flops = 0.0   # what deciders have computed, per token
         self.decider.begin(self)
 
-    def run(self, place, residual, f, stream):
+    def run(self, place, stream, residual, f):
         """-> the next stream: residual(stream, f), for the tokens that run it"""
         if place <= len(self.keeps):
             raise ValueError("a Runner is for one walk; make a new one")
-        self.place, self.residual, self.stream, self.known_gain = place, residual, stream, None
+        if place == 1:
+            self.shape = residual.as_tensor(stream).shape[:2]
+        self.place, self.residual, self.stream = place, residual, stream
+        self.known_gain = None
         keep = self.decider.decide(self)
-        if keep is not REMOVED and self.model.training and self.model.config.gain_cost > 0:
-            self.gain   # computes it: all tokens pay
-        if keep is not EVERYONE and keep is not REMOVED:
-            check_keep(self, keep)
+        if keep is not REMOVED and self.must_pay():
+            self.gain()   # All tokens pay, whether they run or skip.
         self.keeps.append(keep)
-        self.gains_asked.append(self.known_gain is not None)
+        self.gains.append(None if self.known_gain is None else self.known_gain.abs().mean())
         if keep is EVERYONE:
             stream = self.run_all(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
+            check_keep(self, keep)
             stream = run_some(self, f, keep)
         return self.decider.after(self, stream)
 
-    @property
+    def must_pay(self):
+        return self.model.training and self.model.config.gain_cost > 0
+
     def gain(self):
         if not self.residual.knows_gain:
             raise ValueError(f"{type(self.residual).__name__} knows no gain; use --residual nag")
         if self.known_gain is None:   # It is computed once a sublayer.
             self.known_gain = self.residual.gain(self.stream)
-            self.mean_gains.append(self.known_gain.abs().mean())
         return self.known_gain
 
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
-        return sum(self.mean_gains) / len(self.mean_gains) if self.mean_gains else None
+        known = [gain for gain in self.gains if gain is not None]
+        return sum(known) / len(known) if known else None
 
     def extra_loss(self):
-        """What a training adds to the loss. With --gain_cost, turning is paid for: as the ponder
-        cost of arXiv:1603.08983, but of angles. (NAG's paper has no such cost, as far as we know.)
-        """
+        """What a training adds to the loss. With --gain_cost, turning has a price, as pondering has
+        in arXiv:1603.08983. (NAG's paper has none, as far as we know.)"""
         if not self.model.training:
             return 0.0
         loss = self.decider.loss(self)
-        if self.model.config.gain_cost > 0:
+        if self.must_pay():
             loss = loss + self.model.config.gain_cost * self.mean_gain()
         return loss
 
     def ran(self, last=False):
         """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
         token of each sequence only"""
-        return self.each(lambda keep: keep[:, -1:].float().mean() if last else keep.float().mean())
+        return self.shares(lambda keep: (keep[:, -1:] if last else keep).float().mean())
 
-    def each(self, measure):
+    def shares(self, measure):
         """-> of each sublayer 1.0 if everyone ran it, 0.0 if nobody did, or measure(keep)"""
-        masks = [keep for keep in self.keeps if torch.is_tensor(keep)]
-        # All at once, because a number from a GPU makes the CPU wait.
-        found = iter(torch.stack([measure(keep) for keep in masks]).tolist() if masks else [])
-        return [next(found) if torch.is_tensor(keep) else float(keep is EVERYONE)
+        masks = [measure(keep) for keep in self.keeps if torch.is_tensor(keep)]
+        if not masks:   # Then nothing waits for a GPU.
+            return [float(keep is EVERYONE) for keep in self.keeps]
+        measured = iter(torch.stack(masks).tolist())
+        return [next(measured) if torch.is_tensor(keep) else float(keep is EVERYONE)
                 for keep in self.keeps]
+
+    def work(self):
+        """For flops_per_token -> of each sublayer four shares of the tokens: those that ran it;
+        whose queries were computed, with padding (see attend_kept); that made keys; whose gain was
+        computed"""
+        found = []
+        queries = self.shares(lambda keep: keep.float().mean(1).amax())
+        for keep, ran, padded, gain in zip(self.keeps, self.ran(), queries, self.gains):
+            all_make_keys = keep is not REMOVED and self.decider.skippers_make_keys
+            found.append((ran, padded, 1.0 if all_make_keys else ran, ran if gain is None else 1.0))
+        return found
 
     def skipped(self, last=False):
         """-> the share of all sublayer runs that were skipped, or removed"""
@@ -1197,7 +1205,7 @@ class Runner:
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
-    shape = tuple(runner.residual.as_tensor(runner.stream).shape[:2])
+    shape = tuple(runner.shape)
     if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
         raise ValueError(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
@@ -1207,13 +1215,13 @@ class Decider(nn.Module):
     """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
     methods. Options are keyword arguments of __init__, as those of a residual."""
     allowed = {}            # the range of each option
-    needs_gain = False      # of the residual: that it knows gains
-    needs_skipping = False  # that a token can pass by a sublayer
-    needs_tensor = False    # that its stream is one tensor
+    needs_gain = False      # Must the residual know gains?
+    needs_skipping = False  # Must its tokens be able to skip?
+    needs_tensor = False    # Must its stream be one tensor?
     # Does a token that skips an attention still make its key and value, for later tokens to see?
     skippers_make_keys = True
 
-    def __init__(self, config):
+    def __init__(self, config=None):
         super().__init__()
 
     def begin(self, runner):
@@ -1232,9 +1240,9 @@ class Decider(nn.Module):
         return 0.0
 
 class ByGain(Decider):
-    """--mod gain:below=0.05: a token that would turn by less passes by, in training and after it.
-    A gain is the tangent of an angle, and 0.05 are 3 degrees. Without a --gain_cost, few gains are
-    so small. (How NAG's paper decides we know from summaries only.)"""
+    """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
+    after it. A gain is the tangent of an angle: 0.05 is 3 degrees. Without a --gain_cost, few gains
+    are so small. (How NAG's paper decides we know from summaries only.)"""
     allowed = dict(below=(0, 100))
     needs_gain = needs_skipping = True
 
@@ -1244,7 +1252,7 @@ class ByGain(Decider):
 
     def decide(self, runner):
         # The comparison has no gradient: gains learn from the tokens that run, and from their cost.
-        return runner.gain.detach().abs().squeeze(-1) >= self.below
+        return runner.gain().detach().abs().squeeze(-1) >= self.below
 
 class Coins(Decider):
     """--mod coins:rate=0.25: a coin for each token and each sublayer, in training and after it.
@@ -1257,28 +1265,24 @@ class Coins(Decider):
         self.rate = rate
 
     def decide(self, runner):
-        x = runner.residual.as_tensor(runner.stream)
-        return torch.rand(x.shape[:2], device=x.device) >= self.rate
+        return torch.rand(runner.shape, device=runner.model.device) >= self.rate
 
 class LayerDrop(Decider):
     """--mod layerdrop:rate=0.1 (arXiv:1909.11556): in training, a coin for each sequence and each
     sublayer says whether it runs. Updates are not rescaled."""
     allowed = dict(rate=(0, 0.95))
     needs_skipping = True
+    skippers_make_keys = False   # Whole sequences skip, so nobody would see them.
 
     def __init__(self, config, rate=0.1):
         super().__init__(config)
         self.rate = rate
 
-    @property
-    def skippers_make_keys(self):   # Whole sequences skip, so nobody would see them.
-        return not self.training
-
     def decide(self, runner):
-        if not self.training:
+        if not runner.model.training:
             return EVERYONE
-        x = runner.residual.as_tensor(runner.stream)
-        return (torch.rand(len(x), 1, device=x.device) >= self.rate).expand(x.shape[:2])
+        runs = torch.rand(runner.shape[0], 1, device=runner.model.device) >= self.rate
+        return runs.expand(runner.shape)
 
 class Routers(Decider):
     """--mod router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). In every second block a
@@ -1295,14 +1299,17 @@ class Routers(Decider):
     loss_weight = 0.01
 
     def __init__(self, config, rate=0.25):
-        """rate: of all sublayer runs. Blocks with a router skip the share of the others, too."""
+        """rate: share of all sublayer runs to skip. Only every second block has a router, so these
+        skip about twice that."""
         super().__init__(config)
         self.order, n_routers = block_order(config), config.n_layer // 2
-        self.share_that_runs = 1 - rate * config.n_layer / max(1, n_routers)
-        if n_routers == 0 or self.share_that_runs < 0.0999:   # 0.1, and rounding
-            most = 0.9 * n_routers / config.n_layer
+        if n_routers == 0:
+            raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
+        self.share_that_runs = 1 - rate * config.n_layer / n_routers
+        if self.share_that_runs < 0.0999:   # 0.1, and rounding
+            most = math.floor(90 * n_routers / config.n_layer) / 100
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
-                             f"router, so rate must be at most {most:.2f}")
+                             f"router, so rate must be at most {most}")
         routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
         self.routers = nn.ModuleList(routers)
 
@@ -1321,13 +1328,14 @@ class Routers(Decider):
     def ask(self, router, runner):
         x, notes = runner.stream, runner.notes
         weight = router(unit(x)).squeeze(-1)   # (B, T)
-        runner.other_flops += 2 * x.shape[-1]
+        runner.decider_flops += 2 * x.shape[-1]
         keep = weight > 0
-        if self.training:
-            number = max(1, round(self.share_that_runs * x.shape[1]))
-            # Of weights that are equal but for rounding, those of earlier tokens count as larger.
+        if runner.model.training:
+            count = max(1, round(self.share_that_runs * x.shape[1]))
+            # Rounded, so that weights that differ by rounding errors are equal (nearly always). Of
+            # equal ones, that of the earlier token counts as larger.
             rounded = weight.detach().float().mul(2 ** 16).round()
-            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :number]
+            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :count]
             keep = torch.zeros_like(keep).scatter(1, largest, True)
         notes.losses.append(F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype)))
         notes.keep, notes.before, notes.weight = keep, x, weight[..., None]
@@ -1352,13 +1360,13 @@ DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins,
 class ByFunction(Decider):
     """A decider that is one function: ByFunction(lambda runner: keep)"""
     def __init__(self, decide):
-        super().__init__(None)
+        super().__init__()
         self.decide = decide
 
 class Without(Decider):
     """The sublayers at these places are removed. Of the others, another decider decides."""
     def __init__(self, places, decider):
-        super().__init__(None)
+        super().__init__()
         self.places, self.decider = places, decider
 
     @property
@@ -1382,19 +1390,20 @@ class EarlyExit(Decider):
 
     def __init__(self, confidence):
         """confidence: the probability from which on a prediction is sure"""
-        super().__init__(None)
+        super().__init__()
         self.confidence = confidence
 
     def begin(self, runner):
-        runner.notes.inside = EVERYONE
+        runner.notes.inside = None
 
     def decide(self, runner):
-        notes, head = runner.notes, runner.model.lm_head.weight
-        nobody = notes.inside is not EVERYONE and not notes.inside.any()
-        if runner.place % 2 == 1 and runner.place > 1 and not nobody:
-            sure = runner.model.head(runner.stream).softmax(-1).amax(-1) >= self.confidence
-            notes.inside = ~sure if notes.inside is EVERYONE else notes.inside & ~sure
-            runner.other_flops += 2 * head.numel()
+        notes, model = runner.notes, runner.model
+        if notes.inside is None:
+            notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=model.device)
+        elif runner.place % 2 == 1 and notes.inside.any():
+            probability = model.head(runner.stream).softmax(-1).amax(-1)   # (B, T)
+            notes.inside = notes.inside & (probability < self.confidence)
+            runner.decider_flops += 2 * model.lm_head.weight.numel()
         return notes.inside
 
 def make_decider(config):
@@ -1424,13 +1433,14 @@ def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
     computed, and put back. One that skips costs its gain, if that was asked, and in an attention
     its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, gain, run = runner.residual, runner.stream, runner.known_gain, runner.run_all
+    residual, stream, run = runner.residual, runner.stream, runner.run_all
+    gain = runner.known_gain
     tokens = KeptTokens(keep)
     if len(tokens.index) == keep.numel():
         return run(stream, residual, f, gain)
     is_attention, keys = isinstance(f.module, Attention), None
-    if is_attention and runner.decider.skippers_make_keys:   # If there is a cache, they go there.
-        keys = keys_of_all(f, residual.read(stream))
+    if is_attention and runner.decider.skippers_make_keys:
+        keys = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
     if len(tokens.index) == 0:
         return stream
     if is_attention:
@@ -1468,34 +1478,40 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
+def heads(attn, x, rows):
+    """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
+    list of tensors (..., n_head, head_size)"""
+    x = F.linear(x, attn.c_attn.weight[rows])
+    return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
+
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
-    attn, (rotation, cache, i) = f.module, f.others
+    attn, (rotation, append) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = attn.project(x, attn.c_attn.weight[x.shape[-1]:])
-        return with_older(cache, i, attn.prepare_k(k, rotation), v)
+        k, v = heads(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
+        return with_older(append, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, cache, i) = f.module, f.others
+    attn, (rotation, append) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if keys is None:
             q, k, v = attn.qkv(x, rotation)
-            keys = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
+            keys = with_older(append, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = attn.project(x, attn.c_attn.weight[:x.shape[-1]])
-            q = attn.prepare_q(q, rotation)
+            q, = heads(attn, x, slice(0, x.shape[-1]))
+            q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(cache, i, k, v, there=None):
-    """k, v (B, T, n_head, head_size) of the newest tokens, and there (B, T), which of them have
-    keys (None: all) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
-    if cache is not None:
-        return cache.append(i, k, v, True if there is None else there)
+def with_older(append, k, v, there=True):
+    """k, v (B, T, n_head, head_size) of the newest tokens, and there, which of them have any: True,
+    or bools (B, T) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
+    if append:
+        return append(k, v, there)
     seen = causal(k.shape[1], k.shape[1], k.device)
-    return k, v, seen if there is None else seen & there[:, None]
+    return k, v, seen if there is True else seen & there[:, None]
 
 def attend_kept(q, k, v, seen, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). seen: (B or 1, T, S)"""
@@ -1550,9 +1566,10 @@ class DynamicTanh(nn.Module):
 # -------------------------------------------------------------------------------- widths and order
 
 def hidden_units(config):
-    """The hidden units of each block's MLP, a list. With --taper they go from taper_start to
-    taper_end times their mean. cosine: arXiv:2606.23670. linear: after CascadeFormer
-    (arXiv:2606.26538), whose own widths are not known."""
+    """The hidden units of each block's MLP, a list. With --taper, those of the first and the last
+    block are as taper_start to taper_end, and their mean stays (but for rounding). cosine:
+    arXiv:2606.23670. linear: after CascadeFormer (arXiv:2606.26538), whose own widths are unknown.
+    """
     n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
         hidden = round(hidden * 2 / 3)
@@ -1613,23 +1630,14 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    ran = queries = [1.0] * len(pairs)
-    if runner:
-        ran = runner.ran()
-        # Of an attention, each sequence computes as many queries as the longest: see attend_kept.
-        queries = runner.each(lambda keep: keep.float().mean(1).amax())
-    for i, (residual, module) in enumerate(pairs):
-        if runner and runner.keeps[i] is REMOVED:
-            continue
-        gains_of_all = runner and runner.gains_asked[i]
-        total += residual.flops() * (1.0 if gains_of_all else ran[i])
-        share = ran[i]
+    work = runner.work() if runner else [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
+    for (residual, module), (ran, queries, keys, gains) in zip(pairs, work):
+        total += gains * residual.flops()
         if isinstance(module, Attention):
-            total += queries[i] * 4 * T * config.n_embd   # scores, and sums of values
-            if runner and runner.decider.skippers_make_keys:
-                share = (1 + share) / 2   # The half that makes keys and values runs for all tokens.
-        total += share * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
-    return total + (runner.other_flops if runner else 0.0)
+            total += queries * 4 * T * config.n_embd   # scores, and sums of values
+            ran = (ran + keys) / 2                     # Half of its weights make keys and values.
+        total += ran * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
+    return total + (runner.decider_flops if runner else 0.0)
 
 # ------------------------------------------------------------------------------------------ checks
 
@@ -1644,7 +1652,7 @@ def config_problems(config):
         return bad
     try:
         order = block_order(config)
-        look_for_mistakes(config.residual, RESIDUALS[config.residual.split(":")[0]])
+        look_for_mistakes(config.residual, kind)
         with torch.device("meta"):   # shapes without numbers, so without memory
             misfit = why_not(make_decider(config), config)
     except ValueError as error:
@@ -1653,7 +1661,7 @@ def config_problems(config):
     rules = [   # (is it wrong, why, and what to do)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
-        (config.norm != "rms" and not kind.norms + kind.end_norms,
+        (config.norm != "rms" and not (kind.norms or kind.end_norms),
          f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
         (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (len(order) > config.n_layer and kind.stream_grows,
@@ -1666,16 +1674,17 @@ def config_problems(config):
 
 # What follows is for residuals of your own: a mistake is told before a training, in a sentence.
 
-@functools.cache   # once for each residual
+@lru_cache   # once for each residual
 @torch.enable_grad()
-def look_for_mistakes(residual, entry):
-    """residual: as --residual names it. entry: what RESIDUALS has for it. ValueError, if the class
-    has a misspelt name or no forward, returns a wrong shape, sees later tokens, or has a parameter
-    that nothing uses. A tiny model of it is made and run."""
-    kind = partial(entry).func
+def look_for_mistakes(residual, kind):
+    """residual: as --residual names it. kind: its class. ValueError, if it has a misspelt name or
+    changes nothing, returns a wrong shape, sees later tokens (as far as its first weights show
+    that), or has a parameter that nothing uses. A tiny model of it is made and run."""
     name = kind.__name__
-    look_for_misspelt_names(kind)
-    if kind.forward is Residual.forward and kind is not Residual:
+    known = [each for each in {**vars(PreNorm), **vars(Residual)} if not each.startswith("_")]
+    look_for_misspelt_names(kind, known)
+    changes = [each for each in known if getattr(kind, each) is not getattr(Residual, each)]
+    if kind is not Residual and not changes:
         raise ValueError(f"{name} has no forward of its own, so it would be PreNorm")
     config = TrialConfig(residual, n_layer=2, n_head=1, n_embd=8, block_size=4, vocab_size=8)
     try:
@@ -1703,15 +1712,13 @@ def look_for_mistakes(residual, entry):
                              f"it; make it only where it is used (self.is_end says: model.ends)")
 
 class TrialConfig(GPTConfig):
-    def problems(self):   # looked for just now
+    def problems(self):   # config_problems itself makes this model.
         return []
 
-def look_for_misspelt_names(kind):
-    known = [name for name in dir(Residual) if not name.startswith("_")]
-    known = [name for name in known if name in vars(Residual)]   # ours, not torch's
+def look_for_misspelt_names(kind, known):
     for name in vars(kind):
-        near = difflib.get_close_matches(name, known, 1, 0.8)
-        if near and name not in known and near[0] not in vars(kind):
+        near = difflib.get_close_matches(name, known, 1, 0.85)
+        if near and name not in known and not name.startswith(near[0]):
             raise ValueError(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
     options = option_defaults(kind)
     for option in kind.allowed:

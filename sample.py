@@ -5,8 +5,10 @@ Sample from a run: its text goes to stdout as it comes, everything about it to s
     python sample.py runs/nag --skip_below 0.1 --depth   # colours: the share of sublayers that ran
     python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
     python sample.py runs/pre --remove 9,10          # without these two blocks
+    python sample.py runs/steps-pre --prompt f314159265358 --inside   # the lines that nobody wrote
 """
 import codecs
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import torch
 
 import prepare
 from flags import flag, parse, printable, refuse, start
+from inside import NotHere, in_words, inside_of
 from model import ByGain, EarlyExit, Without, flops_per_token, why_not
 from processes import pick_device, pick_threads
 from runs import open_run
@@ -23,7 +26,8 @@ from runs import open_run
 @dataclass
 class SampleConfig:
     run: str = flag("", "run folder, made by train.py")
-    prompt: str = flag("", "text to continue; without it, the start of a document")
+    prompt: str = flag("", "text to continue, or a file with one; without it, the start of a "
+                       "document")
     max_new_tokens: int = flag(300, "tokens per sample", 1, 1e9)
     num_samples: int = flag(1, "samples, one after the other", 1, 1e9)
     temperature: float = flag(0.8, "0: always the likeliest token", 0, 1e6)
@@ -33,9 +37,12 @@ class SampleConfig:
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; if not given: as trained", -1, 100,
                              group="depth")
-    exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never", 0, 1)
+    exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never",
+                       0, 1)
     remove: str = flag("", "blocks to remove, from 1, as analyze.py numbers them: 9,10,11")
     depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
+    inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
+                        "block, before the model answers")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
@@ -67,13 +74,16 @@ def places_of(blocks, n_blocks):
     numbers = {str(block): block for block in range(1, n_blocks + 1)}
     named = {*blocks.split(",")} if blocks else set()
     if not named < numbers.keys():
-        raise SystemExit(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
+        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
     return {place for block in named for place in (2 * numbers[block] - 1, 2 * numbers[block])}
 
 # --------------------------------------------------------------------------------------------- show
 
 # Of a terminal's 256 colours: name, background, text. From few sublayers to all, in fifths.
-PALETTE = [("navy", 17, 231), ("blue", 26, 231), ("teal", 37, 16), ("green", 113, 16), ("yellow", 227, 16)]
+PALETTE = [("navy", 17, 231), ("blue", 26, 231), ("teal", 37, 16), ("green", 113, 16),
+           ("yellow", 227, 16)]
+
+RED = "\033[38;5;231;48;5;160m"
 
 def show(text, share=None, style="plain"):
     """Prints text at once. share: of the sublayers that ran for it. style: plain, colours or
@@ -117,14 +127,59 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n", style=style)
 
+# --------------------------------------------------------------------------------- the lines inside
+
+def show_inside(model, data, line):
+    """Shows what a probe reads in the stream, block by block, and then the answer: see inside.py.
+    data: the folder of the steps text; line: such as f314159265358"""
+    text = prepare.load_meta(data).get("steps")
+    if not text:
+        refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
+    letters, cells = "abcdefghijklmnopqrstuvwxyz"[:text["most"] + 1], text["cells"]
+    last = len(text["table"]) - 1
+    if not re.fullmatch(f"[{letters}][0-{last}]{{{cells}}}", line):
+        refuse(f"--inside: needs a --prompt of one line: a letter from a to {letters[-1]}, and "
+               f"{cells} digits from 0 to {last}")
+    k = letters.index(line[0])
+    try:
+        found = inside_of(model, data, text, k).example(line)
+    except NotHere as why:
+        refuse(f"--inside: {why}")
+    print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
+          f"lines between.\nA probe reads them in the stream (%: how often it is right, on other "
+          f"lines):\n")
+    for block, row in list(enumerate(found["blocks"]))[1:]:   # Row 0 is that of the embedding.
+        digits, says = ". " * cells, "nothing to be read yet"
+        if row:
+            digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
+            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['place']}"
+        print(f"  after block {block:<3} {digits} {says}")
+    wrong = sum(a != b for a, b in zip(found["answer"], found["true"]))
+    verdict = f"right, all {cells} digits" if wrong == 0 else f"{wrong} of {cells} digits are wrong"
+    print(f"\n  the answer      {marked(found['answer'], found['true'])} {verdict}\n")
+
+def marked(digits, true, share=0.0):
+    """Digits with blanks between. A terminal shows the share of the steps that are done as a
+    colour, and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
+    pairs = list(zip(digits, true))
+    if not sys.stdout.isatty():
+        return "".join(digit + (" " if digit == right else "!") for digit, right in pairs)
+    return "".join(painted(digit + " ", share) if digit == right else f"{RED}{digit} \033[0m"
+                   for digit, right in pairs)
+
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
+    config.prompt = prepare.text_or_file(config.prompt)
     device = pick_device(config.device)
     model, settings = open_run(config.run, device)
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     removed = places_of(config.remove, len(model.order))
-    decider = pick_decider(model, config)
+    decider = Without(removed, pick_decider(model, config))
+    if config.inside:
+        model.decider = decider
+        show_inside(model, settings["data"], config.prompt.strip())
+        return
     generator = torch.Generator(model.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)   # --mod random draws coins from torch's own generator.
     style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
@@ -132,7 +187,7 @@ def main(argv=None):
         print(legend(), file=sys.stderr)
     passes, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        passes += sample(model, tokenizer, config, Without(removed, decider), generator, style)
+        passes += sample(model, tokenizer, config, decider, generator, style)
     seconds = time.perf_counter() - begin
     skipped, flops = (sum(column) / len(passes) for column in zip(*passes))
     saved = 1 - flops / flops_per_token(model)

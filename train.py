@@ -320,7 +320,7 @@ def train(gpt, config, data, folder, processes, signals):
             part_loss.backward()
             # What is reported is the cross entropy, without what --mod or --gain_cost adds to it.
             loss += (part_loss - runner.extra_loss() / config.grad_accum).detach()
-            if runner.mean_gains:
+            if runner.mean_gain() is not None:   # Some residuals have no gain.
                 gain += runner.mean_gain().detach() / config.grad_accum
             skipped += runner.skipped() / config.grad_accum
             token_flops += flops_per_token(model, runner=runner) / config.grad_accum

@@ -30,7 +30,7 @@ SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule ws
          "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
 FALLING, RISING = "--taper cosine", "--taper cosine --taper_start 0.5 --taper_end 1.5"
-SKIPS = "--mod_rate 0.25"
+SKIPS = "--mod_rate 0.25"   # the third edition's controller; git checkout 7cf98d5 repeats these runs
 RANDOM, ROUTER = f"--mod random {SKIPS}", f"--mod router {SKIPS}"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
 # Seeds that decide. EIGHT are new ones, for comparisons that came later.
@@ -212,6 +212,8 @@ def main(argv=None):
     done = {(row["experiment"], row["command"]) for row in read_runs(args.out)}
     missing = [(name, *each) for name in names for each in commands(name, args.sweep)
                if (name, each[-1]) not in done]
+    if any(SKIPS in flags for *_, flags in missing):
+        refuse(f"{SKIPS} is gone; git checkout 7cf98d5 repeats the runs that have it")
     if args.dry:
         for *_, flags in missing:
             say(f"python train.py {flags}")

@@ -12,11 +12,12 @@ the smallest true gap that so many runs of such a spread would have found four t
 import csv, math, statistics, sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-from analyze import COLORS, plt
+from draw import COLORS
 from flags import parse, refuse, say, start
 from run import EXPERIMENTS, read_runs
 

@@ -411,7 +411,7 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(mod="gain"), ["--mod gain", "use nag"]), (dict(gain_cost=0.1), ["--gain_cost 0.1", "use nag"]),
     (dict(mod="layerdrop", residual="hyper"), ["--mod layerdrop", "hyper"]),
     (dict(mod="router", residual="x0"), ["--mod router", "x0"]),
-    (dict(mod="router:rate=0.2", n_layer=1), ["--mod router:rate=0.2", "0 of 1"]),
+    (dict(mod="router:rate=0.2", n_layer=1), ["--mod router:rate=0.2", "two blocks"]),
     (dict(mod="router:rate=0.6"), ["rate=0.6"]), (dict(mod="skip"), ["--mod skip", "coins"]),
     (dict(mod="coins", residual="denseformer"), ["--mod coins", "denseformer"]),
     *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
@@ -450,6 +450,10 @@ class Good(M.Residual):
 class NoForward(M.Residual):
     pass
 
+class OnlyItsStart(M.Residual):
+    def init_sublayer(self, module):
+        pass
+
 class Misspelt(M.Residual):
     def foward(self, x, f):
         return x
@@ -485,7 +489,7 @@ class RangeOfNothing(Good):
     allowed = dict(first=(0, 1))
 
 @pytest.mark.parametrize("kind, says", [
-    (Good, ""), (NoForward, "NoForward has no forward of its own, so it would be PreNorm"),
+    (Good, ""), (OnlyItsStart, ""), (NoForward, "NoForward has no forward of its own, so it would be PreNorm"),
     (Misspelt, "Misspelt has a foward; did you mean forward?"),
     (Forgets, "Forgets.forward returned NoneType, expected (2, 3, 8)"),
     (Flattens, "Flattens.forward returned (2, 3), expected (2, 3, 8)"),

@@ -54,6 +54,8 @@ def test_commands_parse_and_are_different(name):
     commands = run.commands(name)
     assert len({flags for *_, flags in commands}) == len(commands) >= 4
     for variant, seed, lr, flags in commands:
+        if run.SKIPS in flags:   # of the third edition
+            continue
         gpt, config = parse((GPTConfig, TrainConfig), shlex.split(flags), defaults=defaults_for)
         assert (gpt.seed, config.lr) == (seed, lr) and config.out == ""
 

@@ -1,12 +1,21 @@
 """sample.py: early exit, then the command line on a real run, in process."""
-import json, os, re, shutil, subprocess, sys
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
-import pytest, torch
-import prepare, runs as folders, sample, train
+import pytest
+import torch
+
+import prepare
+import runs as folders
+import sample
+import train
 from conftest import ROOT, ids, make, same
-from model import (EVERYONE, EarlyExit, KVCache, LEAST_SKIPPED, REMOVED, Without, all_run, calibrate,
-                   flops_per_token, mean_share, ran_shares)
+from model import EarlyExit, KVCache, Runner, Without, flops_per_token
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -30,84 +39,74 @@ def main(runs, capsys):
     return call
 
 def numbers(told):
-    """-> percent skipped, percent saved, sublayers removed"""
-    found = re.fullmatch(r"[\d,]+ tokens/s; (?:(\d+) sublayers removed, )?([-\d.]+)% of the sublayer runs "
-                         r"skipped, ([-\d.]+)% of the FLOPs saved", told.splitlines()[-1])
-    return float(found[2]), float(found[3]), int(found[1] or 0)
+    """-> percent skipped, percent of the FLOPs saved"""
+    found = re.fullmatch(r"[\d,]+ tokens/s; ([-\d.]+)% of the sublayer runs skipped, "
+                         r"([-\d.]+)% of the FLOPs saved", told.splitlines()[-1])
+    return float(found[1]), float(found[2])
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", ["pre", "siamese", "hyper"])
 def test_early_exit(residual):
-    """At confidence 0 after the first block there is, never above 1. test_skip has what is between."""
+    """At confidence 0 after the first block, and never above 1"""
     model, idx = make(residual, n_layer=5), ids(1, 12)
-    for confidence, removed, blocks in (0.0, (), [1]), (0.0, {1, 2}, [2]), (1.1, (), [1, 2, 3, 4, 5]):
-        decider, cache, keeps = EarlyExit(model, confidence), KVCache(model, 1, model.config.block_size), []
-        pieces = [model(part, cache=cache, decider=Without(removed, decider), keeps=keeps)[0]
-                  for part in idx.split([5, 1, 3, 1, 2], 1)]
-        whole = model(idx, decider=Without(removed, EarlyExit(model, confidence)))[0]
-        same(torch.cat(pieces, 1), whole)
-        ran = [l for l, keep in enumerate(keeps[-10:]) if keep is not REMOVED and keep[0, -1]]
-        assert ran == [l for block in blocks for l in (2 * block - 2, 2 * block - 1)]
-        assert decider.looks == (5 if confidence == 0 else 5 * 4)   # one per piece: then all of it is out
+    for confidence, removed, blocks in ((0.0, (), [1]), (1.1, {9, 10}, [1, 2, 3, 4]),
+                                        (1.1, (), [1, 2, 3, 4, 5])):
+        decider = Without(removed, EarlyExit(confidence))
+        cache = KVCache(model, 1, model.config.block_size)
+        runners = [Runner(model, decider) for _ in range(5)]
+        pieces = [model(part, cache=cache, runner=runner)[0]
+                  for part, runner in zip(idx.split([5, 1, 3, 1, 2], 1), runners)]
+        same(torch.cat(pieces, 1), model(idx, runner=Runner(model, decider))[0])
+        ran = [place for place, share in enumerate(runners[-1].ran(last=True), 1) if share]
+        assert ran == [place for block in blocks for place in (2 * block - 1, 2 * block)]
+        looks = 1 if confidence == 0 else len(blocks) - 1   # a piece: then all of it is out
+        assert runners[-1].decider_flops == 2 * looks * model.lm_head.weight.numel()
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
     assert a.out == b.out != c.out and a.out.startswith("line 7: é") and "tokens/s" in a.err
-    assert numbers(a.err) == (0.0, 0.0, 0)
+    assert numbers(a.err) == (0.0, 0.0)
     greedy = main("nag", "--temperature", 0, "--num_samples", 2).out
     assert greedy[:len(greedy) // 2] == greedy[len(greedy) // 2:]   # Both begin alike and draw nothing.
     assert 2 * main("nag", "--top_k", 1).out == greedy
 
 def test_skip_exit_remove(main, runs):
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
-    skipped, saved, removed = numbers(main("nag", "--skip", 0.4, "--max_new_tokens", 200).err)
-    assert 20 < skipped < 60 and 10 < saved < skipped   # Who skips attention has a key there, too.
-    assert removed == 0
-    model, settings = folders.open_run(runs / "nag")
-    x, y = prepare.val_windows(settings["data"], 32, 32)
-    decider, keeps = calibrate(model, x.split(8), 0.1), []
-    model(x, decider=decider, keeps=keeps)
-    ran = ran_shares(keeps)   # Attentions that few tokens would skip run whole.
-    assert mean_share(ran) == pytest.approx(0.9, abs=0.02)
-    assert {1.0} <= {*ran[::2]} and all(share == 1 or share <= 1 - LEAST_SKIPPED for share in ran[::2])
-    trained = SimpleNamespace(decider="as trained", config=model.config, ends=model.ends)
-    assert sample.pick_decider(trained, sample.SampleConfig(skip=0), settings) is all_run
-    assert sample.pick_decider(trained, sample.SampleConfig(), settings) == "as trained"
-    decider = sample.pick_decider(model, sample.SampleConfig(skip=0.4), settings)
-    assert train.evaluate(model, x, y, torch.ones(320), 8, decider)[2] == pytest.approx(0.4, abs=0.02)
-    # Blocks 1 and 3 of three are removed. The FLOPs that stay are those of one block, and of the head.
-    # What is not there is not skipped.
+    assert numbers(main("nag", "--skip_below", 0).err) == (0.0, 0.0)
+    skipped, saved = numbers(main("nag", "--skip_below", 0.3, "--max_new_tokens", 200).err)
+    assert 10 < skipped < 90 and 5 < saved < skipped   # Who skips attention has a key there, too.
+    assert numbers(main("nag", "--skip_below", 99).err)[0] == 100
+    trained = SimpleNamespace(decider="as trained", config=None)
+    assert sample.pick_decider(trained, sample.SampleConfig()) == "as trained"
+    # Blocks 1 and 3 of three are removed. The FLOPs that stay are those of one block, and of the
+    # head.
     model, _ = folders.open_run(runs / "pre")
-    gone = [REMOVED, REMOVED, 1.0, 1.0, REMOVED, REMOVED]
-    assert mean_share([REMOVED, 1.0, 0.0, 0.5]) == 0.5 == 1 - mean_share([REMOVED, 0.5, REMOVED])
-    assert mean_share(gone) == 1 == mean_share(ran_shares([REMOVED, EVERYONE]))
-    left = flops_per_token(model, ran=gone) / flops_per_token(model)
-    saved = pytest.approx(100 * (1 - left), abs=0.06)
-    assert numbers(main("pre", "--remove", "1,3").err) == (0.0, saved, 4)
-    skipped, saved, removed = numbers(main("nag", "--remove", "1", "--skip", 0).err)
-    assert (skipped, removed) == (0.0, 2) and saved > 10
+    def left(places):
+        runner = Runner(model, Without(places, model.decider))
+        model(torch.zeros(1, 1, dtype=torch.long), runner=runner)
+        return flops_per_token(model, runner=runner) / flops_per_token(model)
+    saved = 100 * (1 - left({1, 2, 5, 6}))
+    assert numbers(main("pre", "--remove", "1,3").err) == pytest.approx((200 / 3, saved), abs=0.06)
     # An exit after block 1 costs a look by the head, which is counted.
-    skipped, saved, _ = numbers(main("pre", "--exit", 0).err)
     look = 2 * model.lm_head.weight.numel() / flops_per_token(model)
-    left = flops_per_token(model, ran=[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]) / flops_per_token(model)
-    assert (skipped, saved) == pytest.approx((200 / 3, 100 * (1 - left - look)), abs=0.3)
-    # Of the four sublayers that stay without block 2, two run.
-    skipped, _, removed = numbers(main("pre", "--exit", 0, "--remove", "2").err)
-    assert (skipped, removed) == (pytest.approx(50, abs=0.3), 2)
-    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before   # Nothing is written there.
+    skipped, saved = numbers(main("pre", "--exit", 0).err)
+    assert skipped == pytest.approx(200 / 3, abs=0.1)
+    # (Who exits has keys in the other blocks, so less is saved than by removing them.)
+    assert saved < 100 * (1 - left({3, 4, 5, 6}) - look) + 0.1
+    assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before   # Nothing is written.
 
 def test_depth(main, monkeypatch):
-    piped = main("nag", "--skip", 0.4, "--depth", "--prompt", "é")
+    piped = main("nag", "--skip_below", 0.3, "--depth", "--prompt", "é")
     lines = piped.out.splitlines()
     assert lines[0] == "     'é'" and "\033" not in piped.out + piped.err and len(lines) > 10
     shares = {int(found[1]) for line in lines if (found := re.match(r" *(\d+)% ", line))}
     assert len(shares) > 1 and shares <= {0, 17, 33, 50, 67, 83, 100}
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    terminal = main("nag", "--skip", 0.4, "--depth", "--prompt", "é")
+    terminal = main("nag", "--skip_below", 0.3, "--depth", "--prompt", "é")
     assert re.match(r"é\s*\033\[38;5;", terminal.out)   # A first space has no colour.
     assert all(name in terminal.err for name, _, _ in sample.PALETTE)
     assert sample.painted("x", 1.0) == sample.painted("x", 0.8)
-    assert re.sub(r"\033\[[\d;]*m", "", terminal.out) == main("nag", "--skip", 0.4, "--prompt", "é").out
+    assert re.sub(r"\033\[[\d;]*m", "", terminal.out) == main("nag", "--skip_below", 0.3, "--prompt", "é").out
 
 def test_the_palette_has_contrast():
     def luminance(number):   # of one of xterm's 256 colours, as WCAG defines it
@@ -121,7 +120,7 @@ def test_the_palette_has_contrast():
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--temperature nan", "must be from"), ("nag", "--prompt \udcff", "UTF-8"),
-    ("nag", "--skip 0.2 --exit 0.5", "give one"), ("pre", "--skip 0.2", "nag"),
+    ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
     ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "blocks 1 to 3"),
     ("nag", "--remove 1,2,3", "blocks 1 to 3")])
 def test_bad_input(main, name, flags, message):
@@ -134,20 +133,20 @@ def test_other_tokens_than_the_run_had(main, runs, tmp_path):
     assert "tokens/s" in main(run, "--which", "best.pt").err
     shutil.copy(runs / "data/val_000000.bin", tmp_path / "fineweb_val_000000.bin")   # known as gpt2 tokens
     settings = json.loads((run / "config.json").read_text()) | dict(data=str(tmp_path))
-    for tokenizer, flags, message in ("bytes", ["--skip", 0.2], "other tokens"), ("gpt2", [], "more tokens"):
-        (run / "config.json").write_text(json.dumps(settings | dict(tokenizer=tokenizer)))
-        with pytest.raises(SystemExit, match=message):
-            main(run, "--which", "best.pt", *flags)
+    (run / "config.json").write_text(json.dumps(settings | dict(tokenizer="gpt2")))
+    with pytest.raises(SystemExit, match="more tokens"):
+        main(run, "--which", "best.pt")
 
-def test_stops_at_end_of_text(capsys):
-    """é comes in two tokens. Three sublayers: run by all tokens, removed, run by the first of two tokens"""
-    ran = [EVERYONE, REMOVED, torch.tensor([[True, False]])]
-    tokens = iter([(torch.tensor([[token]]), ran) for token in (0xc3, 0xa9, 0xc3, 256, 67)])
+RUNNER = SimpleNamespace(skipped=lambda last: 0.5 if last else None)   # of stand-ins for a model
+
+def test_stops_at_end_of_text(capsys, monkeypatch):
+    """é comes in two tokens."""
+    monkeypatch.setattr(sample, "flops_per_token", lambda model, runner: 7.0)
+    tokens = iter([(torch.tensor([[token]]), RUNNER) for token in (0xc3, 0xa9, 0xc3, 256, 67)])
     calls = []
     model = SimpleNamespace(device="cpu", new_tokens=lambda *args: calls.append(args) or tokens)
-    shown = sample.sample(model, prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt="A"), None, None)
-    shown = [*shown]
-    assert shown == [[1.0, REMOVED, 0.0]] * 4 and all(each[1] is REMOVED for each in shown)
+    tokenizer, config = prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt="A")
+    assert [*sample.sample(model, tokenizer, config, None, None)] == [(0.5, 7.0)] * 4
     assert calls[0][0].tolist() == [[ord("A")]] and calls[0][-1] == 257   # tokens that may come
     assert next(tokens)[0] == 67 and capsys.readouterr().out == "Aé\ufffd\n"
     sample.show(" \n", 0.5, "colours")   # needs no colour
@@ -160,7 +159,8 @@ def test_a_terminal_gets_no_control_characters(main, monkeypatch, capsys):
 
     def say_bad(*args):   # as new_tokens
         for token in bad:
-            yield torch.tensor([[token]]), [EVERYONE, REMOVED]
+            yield torch.tensor([[token]]), RUNNER
+    monkeypatch.setattr(sample, "flops_per_token", lambda model, runner: 7.0)
     model = SimpleNamespace(device="cpu", new_tokens=say_bad)
     def shown(style):
         tokenizer, config = prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt=prompt)
@@ -168,11 +168,11 @@ def test_a_terminal_gets_no_control_characters(main, monkeypatch, capsys):
         return capsys.readouterr().out
 
     assert shown("plain") == prompt + bytes(bad).decode() + "\n"
-    assert main("nag", "--prompt", prompt).out.startswith(prompt)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     plain = shown("plain")
     assert plain == "a\tb\n?]0;x???31m?" + 400 * "é" + "?]0;y???\t\n?5n?z\n"
     assert re.sub(r"\033\[([\d;]*)m", "", shown("colours")) == plain
+    monkeypatch.setattr(sample, "flops_per_token", flops_per_token)
     for flags in (), ("--depth",):
         told = main("nag", "--prompt", prompt, *flags)
         text = re.sub(r"\033\[([\d;]*)m", "", told.out + told.err)   # our own colours

@@ -59,6 +59,7 @@ def masked(model, decider, idx=IDX):
     stream, decisions, runner = next(model.walk(idx))[1], [], M.Runner(model, decider)
     for place, residual, f in model.sublayers(idx):
         runner.place, runner.residual, runner.stream, runner.known_gain = place, residual, stream, None
+        runner.shape = idx.shape
         decisions.append(mask(decider.decide(runner), idx))
         stream = choose(decisions[-1], residual(stream, f), stream)
     return model.head(stream), torch.stack(decisions)
@@ -388,7 +389,7 @@ def test_a_model_says_what_it_can_not(residual, can):
 @pytest.mark.parametrize("mod, says", [
     ("gian", "choose from all, gain"), ("gain:blow=1", "no option 'blow'; its options are below=0.05"),
     ("gain:below=-1", "from 0 to 100"), ("router:rate=0.5", "from 0.001 to 0.45"),
-    ("router:rate=0.4", "1 of 3 blocks have a router, so rate must be at most 0.30")])
+    ("router:rate=0.4", "1 of 3 blocks have a router, so rate must be at most 0.3")])
 def test_wrong_deciders_get_a_sentence(mod, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         make("pre" if "router" in mod else "nag", mod=mod)
@@ -402,8 +403,7 @@ def test_a_decider_of_ones_own(monkeypatch):
             self.first = first
 
         def decide(self, runner):
-            place = torch.arange(16).expand(len(runner.residual.as_tensor(runner.stream)), 16)
-            return place % 2 == self.first
+            return (torch.arange(16) % 2 == self.first).expand(runner.shape)
 
     class Wrong(M.Decider):
         def decide(self, runner):

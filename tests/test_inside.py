@@ -1,0 +1,312 @@
+"""The lines inside: a probe on streams in which we know what stands, its controls, the patch, and
+the figures of the steps text against loops over single digits."""
+import json
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import analyze
+import inside
+import prepare
+import sample
+import train
+from conftest import ids, make
+from model import ByGain, Runner, Without
+
+CELLS, MOST, L = 4, 3, 3
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder, documents = tmp_path_factory.mktemp("steps") / "data", prepare.DOCUMENTS
+    prepare.DOCUMENTS = dict(train=200, val=200)
+    prepare.main(["steps", "--out", str(folder), "--cells", str(CELLS), "--most", str(MOST)])
+    prepare.DOCUMENTS = documents
+    return folder
+
+@pytest.fixture(scope="module")
+def text(data):
+    return prepare.load_meta(data)["steps"]
+
+@pytest.fixture(scope="module")
+def windows(data):
+    return prepare.val_windows(data, 32, 600)
+
+def step(digits, text):
+    return [text["table"][left][digit] for left, digit in zip([0, *digits], digits)]
+
+def lines_of(row):
+    """Yields of each line that follows another whole one in a window: where it begins, its digits, the
+    letter of the line before, and its digits"""
+    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z](\d{4}))", bytes(min(c, 255) for c in row).decode("latin1")):
+        yield found.start() + CELLS + 2, [*map(int, found[3])], found[1], [*map(int, found[2])]
+
+class Known:
+    """A model that does a step in each block, where the answer is predicted. Half of its stream is
+    about the token, and half of it about the answer."""
+    device = "cpu"
+    ends = SimpleNamespace(as_tensor=lambda stream: stream)
+
+    def __init__(self, text):
+        self.text, self.digit = text, torch.randn(10, 12, generator=torch.Generator().manual_seed(0))
+
+    def walk(self, idx):
+        token = self.digit[(idx - ord("0")).clamp(0, 9)]
+        streams = [torch.cat((token, torch.zeros_like(token)), -1) for _ in range(L + 1)]
+        for i, row in enumerate(idx.tolist()):
+            for begin, _, _, digits in lines_of(row + [ord("0")]):   # The last digit is a target.
+                for stream in streams:
+                    for cell, digit in enumerate(digits):
+                        stream[i, begin + cell, 12:] = self.digit[digit]
+                    digits = step(digits, self.text)
+        for place in range(1, 2 * L + 1):
+            yield place, streams[(place - 1) // 2], streams[place // 2]
+
+    def generate(self, idx, n, temperature):
+        answers = []
+        for row in idx.tolist():
+            digits = [c - ord("0") for c in row[1:1 + CELLS]]
+            for _ in range(row[0] - ord("a")):
+                digits = step(digits, self.text)
+            answers.append([ord("0") + digit for digit in digits])
+        return torch.cat((idx, torch.tensor(answers)), 1)
+
+def test_lines_and_questions(text, windows):
+    lines = inside.lines_after("d3141", text)
+    by_hand = [[3, 1, 4, 1]]
+    for _ in range(3):
+        by_hand.append(step(by_hand[-1], text))
+    assert lines.tolist() == by_hand
+    x, y = windows
+    for k in range(MOST + 1):
+        window, letter, lines = inside.questions(x, y, text, k)
+        right = [(i, begin, digits, answer) for i in range(len(x))
+                 for begin, answer, asked, digits in lines_of([*x[i].tolist(), y[i, -1].item()])
+                 if ord(asked) - ord("a") == k]
+        assert [*zip(window.tolist(), letter.tolist())] == [each[:2] for each in right]
+        assert lines[0].tolist() == [digits for *_, digits, _ in right]
+        assert lines[-1].tolist() == [answer for *_, answer in right] and len(right) > 50
+    assert [inside.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]
+
+def test_a_probe_reads_what_is_there():
+    digits = torch.randint(10, (2, 900), generator=torch.Generator().manual_seed(0))
+    codes = torch.randn(2, 10, 24, generator=torch.Generator().manual_seed(1))
+    features = codes[0][digits[0]] + codes[1][digits[1]] + 0.1 * torch.randn(900, 24)
+    weights = inside.probe(features[:500], digits[:, :500], 10)
+    assert weights.shape == (2, 25, 10)
+    assert (inside.read(weights, features[500:]) == digits[:, 500:]).double().mean() > 0.99
+    x, wanted = inside.with_one(features[:500]), torch.eye(10, dtype=torch.double)[digits[1, :500]]
+    slope = x.T @ (x @ weights[1] - wanted) + weights[1]   # of half the squared error and the ridge
+    assert slope.abs().max() < 1e-9
+    shuffled = digits[:, torch.randperm(900, generator=torch.Generator().manual_seed(2))]
+    weights = inside.probe(features[:500], shuffled[:, :500], 10)
+    found = (inside.read(weights, features[500:]) == shuffled[:, 500:]).double().mean()
+    assert found < 0.16   # chance is .1
+
+def test_lines_inside_a_model_that_we_know(text, windows):
+    found = inside.Inside(Known(text), text, windows, 3)
+    for block in range(L + 1):
+        assert found.share["answer"][block][block] == 1.0
+        assert found.newest(block) == (block, "answer")
+        assert found.share["line"][block][0] == 1.0 and found.share["line"][block][1] < 0.75
+    example = found.example("d3141")
+    lines = [inside.spelled(line) for line in inside.lines_after("d3141", text)]
+    assert example["answer"] == example["true"] == lines[3]
+    assert [row["digits"] for row in example["blocks"]] == lines
+    assert [row["steps"] for row in example["blocks"]] == [0, 1, 2, 3]
+    with pytest.raises(inside.NotHere, match="too few lines that ask for three steps"):
+        inside.Inside(Known(text), text, [part[:20] for part in windows], 3)
+
+def test_controls(text, windows, monkeypatch):
+    """In an untrained model a probe reads what the token itself says, and no more; and digits that are
+    shuffled between lines, it reads by chance alone."""
+    model = make("pre", n_layer=L, n_embd=32, vocab_size=320, block_size=32, dtype=torch.float32, noise=0)
+    share = inside.Inside(model, text, windows, 3).share
+    assert share["line"][0][0] == 1.0 and share["line"][0][1] < 0.75
+    assert max(row[steps] for row in share["answer"] for steps in (1, 2, 3)) < 0.45
+    assert max(row[steps] for row in share["line"] for steps in (2, 3)) < 0.5
+    questions = inside.questions
+    def shuffled(*args):
+        window, letter, lines = questions(*args)
+        return window, letter, lines[:, torch.randperm(len(window))]
+    monkeypatch.setattr(inside, "questions", shuffled)
+    torch.manual_seed(0)
+    share = inside.Inside(Known(text), text, windows, 3).share
+    assert max(max(row) for rows in share.values() for row in rows) < 0.2
+
+@torch.no_grad()
+def test_patch(text):
+    """After the last block, the stream where the answer is predicted is all that the head reads. After the
+    first, patching everything gives the other line's logits."""
+    model = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1")
+    found = inside.patch(model, text, 2, n=40)
+    at_line, at_answer = found["where the line stands"], found["where the answer is predicted"]
+    assert {len(line) for lines in found.values() for line in lines.values()} == {L}
+    idx = ids(4, 10)
+    full = model(idx)[0]
+    def patched(block, tokens):
+        return model(idx, runner=Runner(model, inside.Patched(block, tokens, model.decider)))[0]
+    torch.testing.assert_close(patched(L, slice(6, None))[:, 6:], full.roll(1, 0)[:, 6:])
+    torch.testing.assert_close(patched(L, slice(0, 6))[:, 6:], full[:, 6:])
+    torch.testing.assert_close(patched(1, slice(None)), full.roll(1, 0))
+    assert (patched(1, slice(0, 6))[:, 6:] - full[:, 6:]).abs().max() > 1e-3
+    whole = at_line["its own answer"][-1]   # Nothing hangs on the line after the last block.
+    swapped = at_answer["the other line's answer"][-1]
+    assert whole == pytest.approx(swapped)
+    with pytest.raises(inside.NotHere):
+        inside.patch(make("attnres"), text, 2)
+
+# ---------------------------------------------------------------------------------- the statistics
+
+def run_of(text, windows, data, residual="nag", **config):
+    model = make(residual, n_layer=L, vocab_size=320, block_size=32, **config)
+    settings = dict(batch_size=4, block_size=32, tokenizer="bytes", residual=residual, data=str(data))
+    args = SimpleNamespace(text="", skip_below=0.3, asked=0)
+    return analyze.Run(model, settings, {}, args, [part[:48] for part in windows], text)
+
+@torch.no_grad()
+def test_figures_by_steps_by_hand(text, windows, data):
+    """Against loops over single targets. A silent block costs nothing."""
+    run = run_of(text, windows, data)
+    x, y = (part[:48] for part in windows)
+    steps, cell = prepare.steps_asked(torch.cat((x[:, :1], y), 1), CELLS)
+    def means(values):
+        found = [[] for _ in range(MOST + 1)]
+        for row, t in (steps >= 0).nonzero().tolist():
+            if cell[row, t] >= CELLS // 2:
+                found[steps[row, t]].append(float(values[row, t]))
+        return [sum(each) / len(each) for each in found]
+    def shares(decider=None):
+        return means(run.model(x, runner=Runner(run.model, decider))[0].argmax(-1) == y)
+    for _, sublayer in run.model.blocks[2].pairs():
+        torch.nn.init.zeros_(sublayer.c_proj.weight)
+    found = analyze.steps(run)["share of right digits"]
+    assert found["measured"] == pytest.approx(shares()) and found["guessing"] == [0.1] * 4
+    without = analyze.removal_by_steps(run)[""]
+    assert without[0] == pytest.approx(shares(Without({1, 2}, run.model.decider)))
+    assert len(without) == L
+    residuals = run.model.residuals()
+    gains = [residuals[place - 1].gain(before).abs()[..., 0] for place, before, _ in run.model.walk(x)]
+    assert analyze.gain_by_steps(run)[""] == [pytest.approx(means(each)) for each in gains]
+    runner = Runner(run.model, ByGain(None, 0.3))
+    run.model(x, runner=runner)
+    ran, right = analyze.who_skips(run).values()
+    by_hand = means(torch.stack(runner.keeps).double().mean(0))
+    assert ran["measured"] == pytest.approx(by_hand) and 0 < min(by_hand) < 1
+    assert right == {"measured": pytest.approx(shares(ByGain(None, 0.3))), "if all run": pytest.approx(shares())}
+    lines, = analyze.skip_curve(run).values()
+    assert lines["by gain"][0] == pytest.approx([0, analyze.steps_learned(shares(), 0.1)])
+
+def test_statistics_of_the_lines_inside(text, windows, data):
+    run = run_of(text, windows, data, dtype=torch.float32)
+    found = analyze.lines_inside(run)
+    assert found["asked"] == 1   # It has learned nothing, so we look at the first step.
+    assert len(found["line"]) == len(found["answer"]) == L + 1 and len(found["line"][0]) == 2
+    assert found["examples"][0]["line"] == "b3141" and len(found["examples"]) > 1
+    run.args.asked = 2
+    assert analyze.lines_inside(run)["asked"] == 2 and len(analyze.patched(run)) == 2
+    run.args.asked = MOST + 1
+    for statistic in analyze.lines_inside, analyze.patched:
+        with pytest.raises(analyze.NotHere, match="for three steps at most, not for --asked 4"):
+            statistic(run)
+    table = analyze.puzzle(run)
+    assert table["lines"][2] == "c3141" and table["true"][0] == "3141"
+    assert len(table["answers"]) == len(table["true"]) == MOST + 1
+
+def test_too_few_windows_for_some_steps():
+    text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
+    about, windows = dict(batch_size=4, tokenizer="bytes"), ids(2, 12, 250).split(6, 1)
+    run = analyze.Run(make("pre", vocab_size=320), about, {}, None, windows, text)
+    with pytest.raises(analyze.NotHere, match="--windows"):
+        analyze.steps(run)
+
+# ---------------------------------------------------------------------------------- the command lines
+
+@pytest.fixture(scope="module")
+def trained(data):
+    """It learns to copy a line, in seconds."""
+    for name, residual in (("nag", "nag"), ("pre", "pre")):
+        out = data.parent / name
+        train.main(["--data", str(data), "--out", str(out), "--residual", residual, "--n_layer", "2",
+                    "--n_embd", "32", "--n_head", "2", "--block_size", "32", "--batch_size", "8",
+                    "--max_iters", "30", "--eval_windows", "16", "--device", "cpu"])
+    return data.parent
+
+def test_inside_on_a_terminal(trained, capsys, monkeypatch):
+    def told(*flags):
+        capsys.readouterr()
+        sample.main([str(trained / "nag"), "--inside", *flags])
+        return capsys.readouterr().out
+    piped = told("--prompt", "b3141")
+    lines = piped.splitlines()
+    assert lines[1] == "b3141" and "after one step" in lines[2]
+    assert lines[5].startswith("  after block 1 ") and lines[6].startswith("  after block 2 ")
+    assert max(map(len, lines)) <= 80
+    assert re.search(r"the answer +([\d?][ !]){4} +([1-4] of 4 digits are wrong|right, all 4)", piped)
+    assert "\033" not in piped and told("--prompt", "b3141\n") == piped
+    assert told("--prompt", "b3141", "--remove", "2") != piped
+    monkeypatch.setattr(sample.sys.stdout, "isatty", lambda: True, raising=False)
+    shown = told("--prompt", "b3141")
+    assert "\033[38;5;" in shown
+    plain = re.sub(r"\033\[[\d;]*m", "", shown)
+    assert plain.split() == piped.replace("!", " ").split()
+    told("--prompt", "a3141")   # No steps are asked for.
+
+@pytest.mark.parametrize("flags, message", [
+    (["--prompt", "b314"], "a letter from a to d, and 4 digits from 0 to 9"), ([], "needs a --prompt"),
+    (["--prompt", "e3141"], "from a to d"), (["--prompt", "b3141\nb3141"], "of one line")])
+def test_inside_needs_a_line(trained, flags, message):
+    with pytest.raises(SystemExit, match=f"^--inside: [^\n]*{message}[^\n]*$"):
+        sample.main([str(trained / "nag"), "--inside", *flags])
+
+def test_inside_needs_the_text(trained, tmp_path):
+    run = shutil.copytree(trained / "nag", tmp_path / "run")
+    other = shutil.copytree(trained / "data", tmp_path / "data")
+    settings = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(settings | dict(data=str(other))))
+    for shard in other.glob("val*"):
+        shard.unlink()
+    with pytest.raises(SystemExit, match="^[^\n]*no val shard[^\n]*$"):
+        sample.main([str(run), "--inside", "--prompt", "b3141"])
+    meta = json.loads((other / "meta.json").read_text())
+    del meta["steps"]
+    (other / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(SystemExit, match="^--inside: is for a run on the steps text[^\n]*$"):
+        sample.main([str(run), "--inside", "--prompt", "b3141"])
+
+@pytest.fixture(scope="module")
+def page(trained):
+    analyze.main([f"{trained}/pre", f"{trained}/nag", "--out", f"{trained}/out", "--windows", "64"])
+    return trained / "out"
+
+def test_page_of_the_steps_text(page):
+    numbers = json.loads((page / "numbers.json").read_text())["statistics"]
+    here = {name for name, found in numbers.items() if type(found["nag"]) is not str}
+    assert here == {*analyze.STATS} - {"deep_characters", "depth_by_loss", "depth_map"}
+    assert {path.stem for path in page.glob("*.png")} == here - {"puzzle"}
+    assert len(here) - 1 <= 12
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here")
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_browser_shows_it(page, width):
+    """As if somebody chose the second line of the second run, in a window of this width"""
+    script = """<script>
+        const button = document.querySelectorAll("input[name='nag']")[1]
+        button.click()
+        const shown = button.closest("p").nextSibling.textContent
+        document.title = [shown, document.documentElement.scrollWidth, innerWidth].join("|")
+        </script></body>"""
+    (page / "choose.html").write_text((page / "index.html").read_text().replace("</body>", script))
+    frame = f"<iframe src=choose.html width={width} height=900 onload='this.after(contentDocument.title)'>"
+    (page / "frame.html").write_text(frame)
+    words = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--allow-file-access-from-files",
+             "--virtual-time-budget=5000", f"--user-data-dir={page}/chromium", f"file://{page}/frame.html"]
+    dom = subprocess.run(words, capture_output=True, text=True, timeout=100).stdout
+    numbers = json.loads((page / "numbers.json").read_text())["statistics"]
+    example = numbers["lines_inside"]["nag"]["examples"][1]
+    shown, wide, inner = re.search(r"</iframe>(.*?)<", dom)[1].split("|")
+    assert "the answer" + example["answer"] in shown and "after block 2" in shown
+    assert int(wide) <= int(inner) == width   # Nobody has to scroll the page sideways.
