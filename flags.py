@@ -16,82 +16,75 @@ A value may have options of its own, such as hyper:kind=mhc,n=2: see read_option
 import argparse
 import dataclasses
 import difflib
-import errno
 import inspect
 import os
-import re
 import sys
 from typing import Literal, get_args, get_origin
 
 # ------------------------------------------------------------------------- sentences for the user
 
-def say(text):
+def say(text, file=None):
     """Prints, in the first of several processes. A stdout that is closed or full ends no run."""
     if environment("RANK", 0) == 0:
         try:
-            print(printable(text), flush=True)
+            print(text, file=file, flush=True)
         except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            mute_stdout()
 
 def refuse(*sentences):
-    """Ends the program with a sentence for the user, or several. See `start`. Each gets one line,
-    whatever was typed."""
-    raise SystemExit("\n".join(printable(each).replace("\n", "?")[:1000] for each in sentences))
+    """Ends the program with a sentence for the user, or several, a line each. See `start`."""
+    raise SystemExit("\n".join(sentences))
 
 def printable(text):
-    """No character that could do something to a terminal, and no word without an end"""
-    text = re.sub(r"\S{300,}", lambda word: word[0][:60] + "...", text)
+    """No character that could do something to a terminal"""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 def environment(name, default):
     """A number that torchrun puts into the environment"""
-    value = os.environ.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,6}", value) or name == "WORLD_SIZE" and int(value) == 0:
-        refuse(f"{name}={value}: must be a number, as torchrun sets it")
-    return int(value)
+    return int(os.environ.get(name, default))
+
+def mute_stdout():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def start(main):
     """Runs a script: main() -> exit status, or None. Whatever ends it, there is a sentence and no
-    traceback, unless it is a mistake of ours. Of several processes each one speaks for itself."""
-    sys.stdout = sys.stdout or open(os.devnull, "w")    # None: it is closed
-    sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
+    traceback, unless it is a mistake in the code. Of several processes each speaks for itself."""
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         status = main() or 0
     except KeyboardInterrupt:
         status = 130
     except SystemExit as end:
         status = end.code or 0
+    except BrokenPipeError:   # A reader of stdout, such as head, has had enough.
+        mute_stdout()
+        status = 0
+    except OSError as error:
+        mute_stdout()   # It may be on a full disk. What is left to print would fail again.
+        status = f"{sys.argv[0]}: {error}"
     except (MemoryError, RuntimeError) as error:
         status = sentence_about(error)
-    except OSError as error:   # A full stdout, or one whose reader, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        remedy = "; make that readable, or name another" if error.filename else ""
-        remedy = "; make room" if error.errno == errno.ENOSPC else remedy
-        status = 0 if isinstance(error, BrokenPipeError) else f"{sys.argv[0]}: {str(error)[:300]}{remedy}"
     if isinstance(status, str):
-        rank = os.environ.get("RANK", "0")
-        process = f"process {rank}: " if re.fullmatch("[1-9][0-9]*", rank) else ""
-        print(process + printable(status), file=sys.stderr, flush=True)
+        rank = environment("RANK", 0)
+        process = f"process {rank}: " if rank else ""
+        print(process + status, file=sys.stderr, flush=True)
         status = 1
     if "RANK" in os.environ:   # A tidy exit may abort in a thread of torch, though all is saved.
         os._exit(status)
     sys.exit(status)
 
 def sentence_about(error):
+    """What a user can do about an error that is no mistake in the code. All others are raised."""
     text = f"{type(error).__name__} {error}".lower()
-    if is_about_memory(error):
+    if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
         return (f"{sys.argv[0]}: out of memory; make the model, the batch, the context or the text "
                 f"smaller")
     if "c++ compiler" in text or "c compiler" in text:   # what torch says, and what triton says
         return "--compile: torch can't compile here; install a C compiler, or add --no-compile"
-    if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and the like
-        return "another process of this run has ended, so this one can't go on; look at what that says"
+    if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and others
+        return "another process of this run has ended, so this one can't go on; see what that says"
     raise error
-
-def is_about_memory(error):
-    """Is it that there is too little? torch has a RuntimeError for this."""
-    text = str(error).lower() if isinstance(error, RuntimeError) else ""
-    return isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text
 
 # ------------------------------------------------------------------------------ fields of a config
 
@@ -120,15 +113,15 @@ FIRST = "residual", "n_layer", "data", "out", "resume"   # These come first in -
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        refuse(f"{self.prog}: {message[:300]}; {self.prog} --help lists the flags")
+        refuse(f"{self.prog}: {message}; {self.prog} --help lists the flags")
 
 def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None, retired={}):
     """Command line -> an instance of each config class. SystemExit, with a sentence for each
     problem, if a config can't be used: see field_problems, and a config's own method `problems`.
 
     positional: names of fields that are no flags but words; defaults: a function from the flags
-    that are given to values that count where there is no flag; doc, epilog: for --help; retired:
-    flags that are gone, and what to use instead"""
+    that are typed to values that count where none is; doc, epilog: for --help; retired: flags that
+    are gone, and what to use instead"""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     groups = {"": parser.add_argument_group("what everyone uses")}
@@ -142,15 +135,11 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
             add_flag(groups[name], field, field.name in positional)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        word = next((word for word in unknown if word.startswith("--")), unknown[0]).split("=")[0]
-        if word.removeprefix("--") in retired:
-            parser.error(f"{word}: is gone; {retired[word.removeprefix('--')]}")
-        near = difflib.get_close_matches(word, parser._option_string_actions, 1)
-        parser.error(f"{word}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
+        refuse_unknown(parser, unknown, retired)
     given = vars(given)
-    for name in "out", "config":
-        if given.get(name) == "":
-            refuse(f"--{name}: is empty; name one, or leave it out")
+    empty = [name for name in ("out", "config", "init_from") if given.get(name) == ""]
+    if empty:   # a variable of the shell without a value, perhaps
+        refuse(f"--{empty[0]}: is empty; name one, or leave it out")
     values = (defaults(given) if defaults else {}) | given
     made, bad = [], []
     for config in configs:
@@ -161,6 +150,13 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
     if bad:
         refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
     return made
+
+def refuse_unknown(parser, words, retired):
+    word = next((word for word in words if word.startswith("--")), words[0]).split("=")[0]
+    if word.removeprefix("--") in retired:
+        parser.error(f"{word}: is gone; {retired[word.removeprefix('--')]}")
+    near = difflib.get_close_matches(word, parser._option_string_actions, 1)
+    parser.error(f"{word}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
 
 def add_flag(group, field, is_positional):
     text, low = field.metadata.get("help", ""), field.metadata.get("low")
@@ -188,8 +184,6 @@ def option_defaults(function):
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
-KINDS = {int: "a whole number", float: "a number", bool: "0 or 1", str: "a word"}
-
 def read_options(text, defaults, allowed):
     """"kind=mhc,n=2" -> dict(kind="mhc", n=2). ValueError, with a sentence, if that can't be.
 
@@ -197,32 +191,25 @@ def read_options(text, defaults, allowed):
     its highest value, or its choices if these are words"""
     found = {}
     for option in filter(None, text.split(",")):
-        key, _, value = option.partition("=")
+        key, _, word = option.partition("=")
         if key not in defaults:
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
             raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
-        kind = type(defaults[key])
-        try:
-            found[key] = convert(value, kind)
-        except ValueError:
-            raise ValueError(f"{key} must be {KINDS[kind]}, such as {defaults[key]}") from None
-        check_option(key, found[key], allowed.get(key))
+        found[key] = value = convert(key, word, defaults[key])
+        limits = allowed.get(key)
+        if limits and isinstance(value, str) and value not in limits:
+            raise ValueError(f"option {key}={value} must be one of {', '.join(limits)}")
+        if limits and not isinstance(value, str) and not limits[0] <= value <= limits[1]:
+            raise ValueError(f"option {key}={value} must be from {limits[0]} to {limits[1]}")
     return found
 
-def convert(text, kind):
-    if kind is bool:
-        return ("0", "false", "1", "true").index(text.lower()) >= 2
-    value = kind(text)
-    if kind in (int, float) and not abs(value) <= 1e4:   # too large, or nan
-        raise ValueError
-    return value
-
-def check_option(key, value, allowed):
-    if allowed is None:
-        return
-    if isinstance(value, str):
-        right, wanted = value in allowed, f"one of {', '.join(allowed)}"
-    else:
-        right, wanted = allowed[0] <= value <= allowed[1], f"from {allowed[0]} to {allowed[1]}"
-    if not right:
-        raise ValueError(f"option {key}={value} must be {wanted}")
+def convert(key, word, default):
+    """A word -> a value of the default's type. A bool is written as 0 or 1."""
+    kind = int if type(default) is bool else type(default)
+    try:
+        value = kind(word)
+    except ValueError:
+        raise ValueError(f"{key}={word} can't be; give something such as {default}") from None
+    if kind is not str and not abs(value) <= 1e4:   # too large, or nan
+        raise ValueError(f"{key}={word} can't be; give something such as {default}")
+    return bool(value) if type(default) is bool else value

@@ -44,9 +44,8 @@ class SampleConfig:
     inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
                         "block, before the model answers")
 
-    which: Literal["ckpt.pt", "best.pt"] = flag("ckpt.pt", "the last checkpoint, or the best one",
-                                                group="machine")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
+                                                  group="machine")
 
     def problems(self):
         if self.skip_below >= 0 and self.exit < 1:
@@ -200,7 +199,7 @@ def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     config.prompt = prepare.text_or_file(config.prompt)
     device = pick_device(config.device)
-    model, settings = open_run(config.run, device, config.which)
+    model, settings = open_run(config.run, device)
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     removed = places_of(config.remove, len(model.order))

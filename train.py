@@ -1,177 +1,144 @@
 """
 Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
-    python train.py                                     # on a CPU minutes; on a GPU, GPT-2 small
+    python train.py                                     # PreNorm on Python code: minutes on a CPU
     python train.py --residual nag --out runs/nag       # every field of both configs is a flag
     python train.py --out runs/nag --resume             # go on from its checkpoint
-    python train.py --config runs/nag/config.json --out runs/nag1 --seed 1    # another seed
-    torchrun --nproc_per_node 8 train.py                # batch_size counts all processes
-"""
-# How to read this file: it is nanoGPT's train.py as functions and one class. Begin with the class,
-# Training: its `run` is the loop, and calls take_step, forward_and_backward, update. Then read
-# data, evaluation and optimizers, above it. Saving, resuming and settings can wait. model.py has
-# the GPT, prepare.py data, flags.py the command line, runs.py run folders, processes.py devices.
-#
-# What nanoGPT doesn't have: a block is two sublayers, attention and MLP, and some tokens may skip
-# some of them. A Runner (model.py) runs them, and afterwards knows who has skipped what.
+    python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
+    torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 
+Read it as you read nanoGPT's train.py: settings, data, evaluation, optimizers, and then the loop,
+`train`. The model is in model.py, the command line in flags.py, the run folder in runs.py. Unlike
+in nanoGPT, some tokens may skip some sublayers. A Runner (model.py) knows afterwards who did.
+"""
 import contextlib
 import math
 import re
+import shlex
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
+
+import prepare   # comes first, because it says what to do where torch is not installed
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import prepare
-from flags import environment, flag, parse, refuse, say, start
+from flags import environment, flag, option_defaults, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
-                   constrain_weights, flops_per_token, num_params, option_defaults)
-from processes import check_memory, join_processes, note_signals, pick_device, pick_threads
-from runs import (RunFolder, all_finite, checked_progress, explain_read_errors, optimizer_state,
-                  read_checkpoint, read_metrics, read_settings, restore_optimizers)
+                   constrain_weights, flops_per_token, num_params)
+from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
+from runs import (RunFolder, data_of, optimizer_state, read_changes, read_checkpoint,
+                  read_settings, restore_optimizers)
 
 # ----------------------------------------------------------------------------------------- settings
-
-LENGTHS = "max_iters", "max_tokens", "max_flops"   # Each can end a run; a typed one alone counts.
-
-# Good for small models: the learning rate, if --optimizer is typed, changes it, and --lr is not.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# On a GPU the default is GPT-2 small, with 0.5M tokens a step. These values fit together. So if one
-# of SIZES is typed, the model is another one, and none of them counts.
-CUDA_DEFAULTS = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, batch_size=512,
-                     grad_accum=8, optimizer="adamw", lr=1e-3, max_iters=2000, eval_interval=250)
-SIZES = {"n_layer", "n_head", "n_embd", "block_size"}
 
 @dataclass
 class TrainConfig:
     """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
-    new section. The defaults are for a CPU. The model's size and the seed are in GPTConfig, in
-    model.py."""
-    data: str = flag("data/stdlib", "folder of token shards, made by prepare.py",
-                     group="data and run folder")
+    new section. The model's size and the seed are in GPTConfig, in model.py."""
+    data: str = flag("data/stdlib", "folder of token shards, made by prepare.py", group="run")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
-    config: str = flag("", "config.json of an earlier run to repeat; flags beside it win")
+    config: str = flag("", "settings: of an earlier run, or of a file such as configs/gpt2.json")
+    init_from: str = flag("", "an earlier run: its model, with its weights, trains on other data")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
-    max_iters: int = flag(420, "iterations, that is steps of the optimizer; or give max_tokens or "
-                          "max_flops instead", 0, 1e9, group="length of the run")
-    max_tokens: float = flag(0.0, "end after this many training tokens", 0, 1e15)
-    max_flops: float = flag(0.0, "end after this many matmul FLOPs; what is skipped is not counted",
-                            0, 1e27)
+    max_iters: int = flag(420, "steps of the optimizer", 0, 1e9, group="length of the run")
+    max_flops: float = flag(0.0, "FLOPs of the matmuls that run, in place of max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
 
-    batch_size: int = flag(16, "sequences per optimizer step, of all processes together", 1, 1e6,
+    batch_size: int = flag(16, "sequences per step, of all processes together", 1, 1e6,
                            group="optimizer")
-    grad_accum: int = flag(1, "micro-batches per optimizer step, in each process", 1, 1e6)
+    grad_accum: int = flag(1, "parts of a batch that each process takes in turn; each part has "
+                           "coins of its own", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
-    lr: float = flag(RATES["muon"], "peak learning rate; with --optimizer adamw 0.006, with sgd "
-                     "0.1", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of gates: what a residual lists in own_lr "
-                          "(model.py)", 0, 1e3)
+    lr: float = flag(2e-2, "peak learning rate", 0, 1e3)
+    gate_lr: float = flag(1e-3, "that of gates: what a residual lists in own_lr (model.py)", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
     weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
-    beta1: float = flag(0.9, "decay of AdamW's mean of gradients; sgd: momentum; muon has 0.95", 0,
-                        0.9999)
-    beta2: float = flag(0.95, "decay of AdamW's mean of squared gradients", 0, 0.9999)
-    gate_beta1: float = flag(0.8, "AdamW's beta1 of what trains with gate_lr", 0, 0.9999)
+    beta1: float = flag(0.9, "of adamw: decay of its mean gradient; of sgd: momentum", 0, 0.9999)
+    beta2: float = flag(0.95, "of adamw: decay of its mean squared gradient", 0, 0.9999)
+    gate_beta1: float = flag(0.8, "beta1 of what trains with gate_lr", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
     equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    # None: neither --compile nor --no-compile is typed.
-    compile: bool = flag(None, "torch.compile what no token skips; if not given: on CUDA")
+    compile: bool = flag(False, "torch.compile what no token skips; good on a GPU")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
         """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
-        parts = self.n_parts(environment("WORLD_SIZE", 1))   # as torchrun says it
-        lengths = [name for name in LENGTHS if getattr(self, name)]
+        n_parts = self.grad_accum * environment("WORLD_SIZE", 1)   # how many processes there are
         rules = [
-            (len(lengths) > 1,
-             f"--{' and --'.join(lengths)}: each ends the run; give one of them"),
-            (not lengths, "--max_iters, --max_tokens and --max_flops: are 0, so this would train "
-                          "nothing; give one of them"),
+            (not self.max_iters and not self.max_flops,
+             "--max_iters 0: this would train nothing; give some, or --max_flops"),
             (self.resume and self.overwrite,
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
              f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
-            (self.schedule == "wsd" and self.warmup > 0.8,
-             f"--warmup {self.warmup}: with --schedule wsd at most 0.8; the rate falls after that"),
-            (self.batch_size % parts,
+            (self.batch_size % n_parts,
              f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
-             f"{parts}")]
+             f"{n_parts}")]
         return [sentence for wrong, sentence in rules if wrong]
-
-    def n_parts(self, n_processes):
-        """How many parts a batch is cut into: grad_accum in each process"""
-        return self.grad_accum * n_processes
 
 # --------------------------------------------------------------------------------------------- data
 
-def find_data(config, processes):
-    """-> what meta.json says of the data. Makes the default data if they are missing."""
-    if processes.rank == 0 and config.data == TrainConfig.data:
-        if not any(Path(config.data).glob("*.bin")):
-            say(f"{config.data} is not there yet: making it from the Python standard library")
-            prepare.main(["stdlib", "--out", config.data])
+def open_data(config, gpt, processes):
+    """-> what a run reads: shards of training tokens, and windows for validation"""
+    folder = config.data
+    if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
+        say(f"{folder} is not there yet: making it from the Python standard library")
+        prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first process may still be writing the data.
-    return prepare.load_meta(config.data)
+    meta = prepare.load_meta(folder)   # meta.json
+    return SimpleNamespace(
+        folder=folder, meta=meta,
+        shards=prepare.open_split(folder, "train", gpt.block_size),
+        val=prepare.val_windows(folder, gpt.block_size, config.eval_windows),   # x, y: (n, T)
+        # If meta.json or the shards are others one day, in name or size, --resume notices it.
+        fingerprint=prepare.fingerprint(folder, meta))
 
-class Data:
-    """The text of a run: shards of training tokens, and fixed windows of validation tokens"""
-    def __init__(self, meta, model_config, config, n_parts):
-        self.folder, self.n_parts, self.batch_size = config.data, n_parts, config.batch_size
-        self.micro_batch_size = config.batch_size // n_parts
-        self.T, self.seed = model_config.block_size, model_config.seed
-        self.tokenizer, self.n_vocab = meta["tokenizer"], meta["vocab_size"]
-        self.shards = prepare.open_split(self.folder, "train", self.T)
-        self.val = prepare.val_windows(self.folder, self.T, config.eval_windows)   # x, y
-        # (V,): how many bytes of text a token stands for
-        self.token_bytes = prepare.token_bytes(meta, model_config.vocab_size)
-        # If meta.json or the shards are others now, in name or size, --resume notices it by this.
-        self.fingerprint = prepare.fingerprint(self.folder, meta)
-
-    def batch(self, step, part):
-        """The micro-batch number `part` of the n_parts of a step: x, y (micro_batch_size, T). It
-        depends on seed, step and part only, so there is no random state to save: any number of
-        processes, and a run that is resumed, see the same batches. SystemExit if a token isn't one
-        of the tokenizer's."""
-        n_windows = sum(len(shard) - self.T for shard in self.shards)
-        # Windows are numbered through all shards.
-        starts = np.random.default_rng((self.seed, step)).integers(0, n_windows, self.batch_size)
-        x, y = prepare.read_windows(self.shards, starts.reshape(self.n_parts, -1)[part], self.T)
-        if max(x.max(), y.max()) >= self.n_vocab:
-            refuse(f"--data {self.folder}: has a token beyond the {self.n_vocab} of its "
-                   f"tokenizer; prepare it anew")
-        return x, y
+def get_batch(shards, gpt, batch_size, step, part=0, n_parts=1, device="cpu"):
+    """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
+    part only, so there is no random state to save: any number of processes, and a run that is
+    resumed, see the same batches."""
+    T = gpt.block_size
+    n_windows = sum(len(shard) - T for shard in shards)   # numbered through all shards
+    starts = np.random.default_rng((gpt.seed, step)).integers(0, n_windows, batch_size)
+    x, y = prepare.read_windows(shards, starts.reshape(n_parts, -1)[part], T)
+    if max(x.max(), y.max()) >= gpt.vocab_size:
+        refuse(f"--data: has a token beyond the vocabulary of {gpt.vocab_size}; prepare it anew")
+    if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
+        x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
+    return x, y
 
 # --------------------------------------------------------------------------------------- evaluation
 
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
-    skipped. token_bytes (V,): see Data. decider: says who skips, in place of model.decider"""
+    skipped. token_bytes (V,): how many bytes each token stands for. decider: says who skips, in
+    place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
-    torch.manual_seed(0)   # so that --mod random draws the same coins each time
-    for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        runner = Runner(model, decider)
-        _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
-        nats += loss.item() * len(xi) / len(x)
-        skipped += runner.skipped() * len(xi) / len(x)
+    with torch_as_it_was(model.device):
+        torch.manual_seed(0)   # Coins, if --mod draws some, are the same each time.
+        for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
+            runner = Runner(model, decider)
+            _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
+            nats += loss.item() * len(xi) / len(x)
+            skipped += runner.skipped() * len(xi) / len(x)
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
     bytes_per_token = n_bytes / y.numel()
@@ -179,38 +146,31 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
 
 # -------------------------------------------------------------------------- optimizers and schedule
 
-def sort_parameters(model, uses_muon):
-    """-> four lists: gates, which are what residuals name in `own_lr`; vectors; matrices for Muon;
-    and all other matrices"""
-    # Residuals name their gates. (model.ends, which begins and ends the stream, may lack them.)
+def make_optimizers(model, config):
+    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
+    blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
+    own_lr, have the learning rate gate_lr."""
     gate_set = {getattr(residual, name, None)
                 for residual in model.residuals() for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
-    gates, vectors, for_muon, matrices = [], [], [], []
+    gates, vectors, matrices, for_muon = [], [], [], []
     for p in model.parameters():
         if p in gate_set:
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
-        elif uses_muon and p in in_blocks:
+        elif config.optimizer == "muon" and p in in_blocks and p.dim() == 2:
             for_muon.append(p)
         else:
             matrices.append(p)
-    return gates, vectors, for_muon, matrices
-
-def make_optimizers(model, config):
-    """-> a list of optimizers, one or two. Matrices have weight decay, and vectors have none. Gates
-    have the learning rate gate_lr. Muon is a second optimizer, for the matrices of blocks."""
-    gates, vectors, for_muon, matrices = sort_parameters(model, config.optimizer == "muon")
+    # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
-    # peak_lr is a key of ours: before each step, Training.update sets lr = peak_lr * lr_factor.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
               dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
     if config.optimizer == "sgd":
-        optimizers = [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]   # ignores betas
-    else:
-        optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
+        return [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]   # It ignores betas.
+    optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
     if for_muon:
         groups = [dict(params=for_muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
         optimizers.append(Muon(groups, config.lr))
@@ -256,15 +216,23 @@ def orthogonal(x):
 
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
-    (wsd)."""
+    (wsd). progress: the share of the run that is done"""
+    progress = min(1.0, progress)
     if progress < config.warmup:
         return progress / config.warmup
     if config.schedule == "cosine":
         done = (progress - config.warmup) / max(1e-9, 1 - config.warmup)
-        fallen = 0.5 - 0.5 * math.cos(math.pi * min(1.0, done))   # from 0 to 1
+        fallen = 0.5 - 0.5 * math.cos(math.pi * done)   # from 0 to 1
     else:
         fallen = max(0.0, (progress - 0.8) / 0.2)   # from 0 to 1, in the last fifth
     return 1 - (1 - config.min_lr) * fallen
+
+def block_gradients(model):
+    """-> for each block a list of its gradients, and the norms of these lists, (L,)"""
+    grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
+    # A block that all tokens skip has no gradients. The norm of nothing is a zero on the CPU.
+    norms = [torch.nn.utils.get_total_norm(each).to(model.device) for each in grads]
+    return grads, torch.stack(norms)
 
 def equalize(grads, norms):
     """Scales the gradients of each block to the root mean square of all blocks' norms (L,)."""
@@ -275,377 +243,286 @@ def equalize(grads, norms):
 
 # ----------------------------------------------------------------------------------------- the loop
 
-class Training:
-    """A run: its model, its optimizers, and how far it is. `run` has the loop."""
-    def __init__(self, model_config, config, data, folder, processes):
-        self.config, self.data, self.folder, self.processes = config, data, folder, processes
-        self.tokens_per_step = config.batch_size * model_config.block_size
-        # The model, new or from the checkpoint
-        self.ckpt_path = folder.out / "ckpt.pt"
-        if config.resume:
-            ckpt, self.model = read_checkpoint(self.ckpt_path, model_config)
-        else:
-            self.model = GPT(model_config)
-        self.model.to(processes.device)
-        if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere, 2020
-            # The model computes its products in this type, as autocast would. Weights stay float32.
-            self.model.dtype = torch.bfloat16
-        self.optimizers = make_optimizers(self.model, config)
-        # How far it is. The checkpoint has these, too, but for best_loss: metrics.jsonl tells it.
-        self.step, self.flops, self.best_loss = 0, 0.0, math.inf
-        # The norm of each block's gradient, summed over the steps: analyze.py ranks blocks by it.
-        self.block_norm_sums = torch.zeros(model_config.n_layer, dtype=torch.float64,
-                                           device=processes.device)
-        self.n_steps = self.count_steps()   # in the whole run; with --max_flops a guess
-        if config.resume:
-            self.restore(ckpt)
-        self.first_step = self.step
-        # take_step sets these. They are read before the first step, too.
-        self.loss, self.grad_norm = torch.zeros(()), torch.zeros(())
-        self.forward_model = self.compile_and_wrap()   # the model, or DDP around it
+def train(gpt, config, data, folder, processes, signals):
+    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
 
-    def run(self):
-        """The whole run -> exit status"""
-        self.announce()
-        # Writes config.json. Metrics of later steps go, and with --overwrite the old run.
-        self.folder.begin(self.step)
-        signals = note_signals()   # an empty list, until Ctrl-C or a kill comes
-        self.start_clock()
-        while True:
-            # The share of the run that will be done after the coming step. The learning rate
-            # follows it. So does what a model turns on little by little, in before_step: now,
-            # because what is saved and evaluated is the model of the coming step.
-            progress = min(1.0, self.share_done() + 1 / self.n_steps)
-            # If any process got a signal, all of them stop at this step. (0: none got one.)
-            signal = self.processes.highest(signals[0] if signals else 0)
-            ends = bool(signal) or self.share_done() >= 1   # There is no further step.
-            if ends or self.is_due(self.config.eval_interval):
-                # The checkpoint comes first: an evaluation that fails must not cost the run.
-                state = self.save()
-                if not signal:
-                    self.evaluate_and_report(state)
-            if ends:
-                break
-            self.take_step(progress)
-            if self.is_due(self.config.log_interval):
-                self.log()
-            elif self.step == self.first_step + 1:
-                self.start_clock()   # The first step may compile: it is not counted.
-        self.processes.wait()   # Nobody leaves while another one is still writing.
-        return self.finish(signal)
+    gpt, config: the settings of the model and of its training; data: see open_data; folder: a
+    RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
+    model, ckpt = begin_or_resume(gpt, config, data, folder)   # A new run has ckpt = {}.
+    call_model = compile_and_wrap(model, config, processes)
+    optimizers = make_optimizers(model, config)
+    if config.resume:
+        restore_optimizers(model, optimizers, ckpt["optimizers"])
+    # How far the run is. block_norms: of each block's gradient, summed over the steps (analyze.py
+    # ranks blocks by them)
+    step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
+    best_loss = ckpt.get("best_loss", math.inf)
+    block_norms = ckpt.get("grad_norms", torch.zeros(gpt.n_layer, dtype=torch.float64))
+    block_norms = block_norms.to(model.device)
+    # How far it goes
+    n_parts = config.grad_accum * processes.count   # of each batch
+    tokens_per_step = config.batch_size * gpt.block_size
+    n_steps = config.max_iters
+    if config.max_flops:   # a guess, because skipping makes steps cheaper
+        n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
+    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {num_params(model) / 1e6:.2f}M "
+        f"parameters; iterations {step} to {n_steps} of {tokens_per_step:,} tokens on "
+        f"{processes.count} x {processes.device}")
+    changes = folder.begin(step)   # From here on, files are written.
+    if changes:   # by flags beside --resume
+        what = ", ".join(f"{name} {value}" for name, value in changes.items())
+        factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
+        say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
+    token_bytes = prepare.token_bytes(data.meta, gpt.vocab_size)
+    loss = norm = torch.zeros(())   # of the last step
+    clock, clock_step = time.perf_counter(), step
 
-    def share_done(self):
-        """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
-        if self.config.max_flops:
-            return self.flops / self.config.max_flops
-        return self.step / self.n_steps
+    while True:
+        done = share_done(config, step, flops)
+        # If any process has got a signal, all of them stop at this step. (0: none has.)
+        signal = processes.highest(signals[0] if signals else 0)
+        ends = bool(signal) or done >= 1
 
-    def is_due(self, interval):
-        return self.step % interval == 0
+        # --- Evaluate and save. Each process evaluates all windows, because it is short.
+        if ends or step % config.eval_interval == 0:
+            refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
+            if not signal:
+                val_loss, bits, skipped = evaluate(model, *data.val, token_bytes,
+                                                   config.batch_size // n_parts)
+                say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
+                    f"{skipped:.1%} skipped")
+                best_loss = min(best_loss, val_loss)
+                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
+                           grad_norms=block_norms.tolist())
+            # This is all. Batches, coins and learning rates follow from the settings and the step.
+            folder.save(dict(model=model.state_dict(), model_config=asdict(gpt),
+                             optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
+                             best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
+            clock, clock_step = time.perf_counter(), step
+        if ends:
+            break
 
-    def start_clock(self):
-        """From here to the next log or evaluation, tokens per second are counted."""
-        if self.processes.on_cuda:   # A GPU runs behind: it has to catch up first.
-            torch.cuda.synchronize()
-        self.clock, self.clock_step = time.perf_counter(), self.step
-
-    def take_step(self, progress):
-        """One step of training. It also notes its loss, the norm of the whole gradient, the
-        learning rate, the mean gain, and the share of the sublayer runs that were skipped."""
-        self.loss, self.mean_gain, self.skipped, flops = self.forward_and_backward()
-        self.grad_norm, self.lr = self.update(progress)
-        constrain_weights(self.model)   # nGPT normalises its weights.
-        self.step += 1
-        self.flops += 3 * self.tokens_per_step * flops   # The backward pass costs two forward ones.
-
-    def forward_and_backward(self):
-        """Puts the gradient of a batch into .grad -> its cross entropy, and the mean gain (0 if
-        nobody asked for it), tensors; the share of the sublayer runs that were skipped, and FLOPs
-        per token. All are means over micro-batches and processes. (With --deep_supervision the
-        cross entropy is a mean over blocks. What --mod or --gain_cost adds to it is left out.)"""
-        config, processes, model = self.config, self.processes, self.model
-        loss, mean_gain = torch.zeros(2, device=model.device)
-        counts = torch.zeros(2, dtype=torch.float64)
+        # --- From a batch to gradients. Each process takes grad_accum parts of the batch.
+        loss, gain = torch.zeros(2, device=model.device)
+        skipped = token_flops = 0.0
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
-            x, y = self.to_device(*self.data.batch(self.step, part))
+            x, y = get_batch(data.shards, gpt, config.batch_size, step, part, n_parts,
+                             processes.device)
             # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
-            seed = np.random.SeedSequence((model.config.seed, self.step, part))
-            torch.manual_seed(int(seed.generate_state(1)[0]))
-            if processes.count > 1:   # Processes exchange gradients once a step.
-                self.forward_model.require_backward_grad_sync = micro == config.grad_accum - 1
-            runner = Runner(model)
-            _, micro_loss = self.forward_model(x, y, runner=runner)
-            micro_loss = micro_loss / config.grad_accum
-            micro_loss.backward()
-            loss += (micro_loss - runner.extra_loss() / config.grad_accum).detach()
-            if runner.mean_gain() is not None:
-                mean_gain += runner.mean_gain().detach() / config.grad_accum
-            found = [runner.skipped(), flops_per_token(model, runner=runner)]
-            counts += torch.tensor(found, dtype=torch.float64) / config.grad_accum
-        return processes.mean(loss), processes.mean(mean_gain), *processes.mean(counts).tolist()
+            seed = np.random.SeedSequence((gpt.seed, step, part)).generate_state(1)
+            torch.manual_seed(int(seed[0]))
+            if processes.count > 1:   # They exchange gradients once a step, in the last part.
+                call_model.require_backward_grad_sync = micro == config.grad_accum - 1
+            runner = Runner(model)   # knows afterwards who skipped what
+            _, part_loss = call_model(x, y, runner=runner)
+            part_loss = part_loss / config.grad_accum
+            part_loss.backward()
+            # What is reported is the cross entropy, without what --mod or --gain_cost adds to it.
+            loss += (part_loss - runner.extra_loss() / config.grad_accum).detach()
+            if runner.mean_gain() is not None:   # Some residuals have no gain.
+                gain += runner.mean_gain().detach() / config.grad_accum
+            skipped += runner.skipped() / config.grad_accum
+            token_flops += flops_per_token(model, runner=runner) / config.grad_accum
 
-    def to_device(self, *tensors):
-        if self.processes.on_cuda:   # Copying from pinned memory doesn't wait for the GPU.
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        return [tensor.to(self.processes.device, non_blocking=True) for tensor in tensors]
-
-    def update(self, progress):
-        """Lets the optimizers take a step -> the norm of the whole gradient, not clipped, and the
-        learning rate"""
-        config = self.config
-        grads, block_norms = self.block_gradients()
-        self.block_norm_sums += block_norms   # for analyze.py
+        # --- From gradients to weights
+        grads, norms = block_gradients(model)
+        block_norms += norms
         if config.equalize_grads:
-            equalize(grads, block_norms)
-        clip = config.grad_clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        factor = lr_factor(config, progress)
-        for optimizer in self.optimizers:
+            equalize(grads, norms)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        # The rate of a step is that at its end: at its beginning, the first one would be 0.
+        factor = lr_factor(config, done + 1 / n_steps)
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return norm, config.lr * factor
+        constrain_weights(model)   # nGPT normalises its weights.
+        step += 1
+        # The backward pass costs as much as two forward passes.
+        flops += 3 * tokens_per_step * processes.mean(token_flops)
 
-    def block_gradients(self):
-        """-> a list of gradients for each block, and their norms (L,)"""
-        grads = [[p.grad for p in block.parameters() if p.grad is not None]
-                 for block in self.model.blocks]
-        # A block that all tokens skip has no gradients. The norm of nothing is a zero on the CPU.
-        norms = [torch.nn.utils.get_total_norm(each).to(self.model.device) for each in grads]
-        return grads, torch.stack(norms)
+        # --- Report
+        if step % config.log_interval == 0:
+            refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
+            loss, gain, skipped = map(processes.mean, (loss.item(), gain.item(), skipped))
+            now = time.perf_counter()
+            speed = (step - clock_step) * tokens_per_step / (now - clock)
+            clock, clock_step = now, step
+            lr = config.lr * factor
+            folder.log(step=step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=speed,
+                       tokens=step * tokens_per_step, flops=flops, skip_rate=skipped,
+                       mean_gain=gain)
+            about_gain = f"mean gain {gain:.3f} | " if gain else ""
+            say(f"iter {step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
+                f"{about_gain}{skipped:.1%} skipped | {speed:,.0f} tokens/s")
 
-    # ------------------------------------------------------------------------- saving and reporting
+    processes.wait()   # Nobody leaves while another one is still writing.
+    out = shlex.quote(str(folder.out))
+    if signal:
+        how = "python" if processes.count == 1 else "torchrun ..."
+        say(f"stopped at iteration {step}, all is saved; go on with: {how} train.py --out {out} "
+            f"--resume")
+        return 128 + signal
+    say(f"done: {out} holds the run; best validation loss {best_loss:.4f}\n"
+        f"next: python sample.py {out}   or: python analyze.py {out}")
+    return 0
 
-    def save(self):
-        """Writes the checkpoint (in the first process), and returns it. To resume is exact, because
-        all else follows from settings, step and FLOPs: batches, what LayerDrop draws, rates."""
-        self.refuse_if_not_finite()   # Nothing that has gone wrong is saved.
-        state = dict(model=self.model.state_dict(), model_config=asdict(self.model.config),
-                     optimizers=optimizer_state(self.model, self.optimizers), step=self.step,
-                     flops=self.flops, grad_norms=self.block_norm_sums, data=self.data.fingerprint)
-        self.folder.save("ckpt.pt", state)
-        return state
+def share_done(config, step, flops):
+    """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
+    return flops / config.max_flops if config.max_flops else step / config.max_iters
 
-    def refuse_if_not_finite(self):
-        """SystemExit, if the loss, a gradient or a weight is not finite any more"""
-        loss, sums = self.loss.item(), self.block_norm_sums
-        finite = math.isfinite(loss) and self.grad_norm.isfinite() and sums.isfinite().all()
-        if not finite or not all_finite(self.model):
-            refuse(f"iteration {self.step}: loss {loss}, or gradients or weights that are not "
-                   f"finite; {self.ckpt_path}, if it is there, is from before: go on from there "
-                   f"with --resume and a lower --lr")
+# What may differ from the run in --init_from: it shapes no weight.
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
-    def evaluate_and_report(self, state):
-        """Evaluates the model, and saves `state`, its checkpoint, as best.pt, too, if no loss was
-        lower so far. Each process evaluates all windows: it is short, and needs no exchange."""
-        nats, bits, skipped = evaluate(self.model, *self.data.val, self.data.token_bytes,
-                                       self.data.micro_batch_size)
-        say(f"iter {self.step:5d} | validation loss {nats:.4f} | {bits:.4f} bits/byte | "
-            f"{skipped:.1%} skipped")
-        if not math.isfinite(nats):
-            refuse(f"iteration {self.step}: validation loss {nats}; best.pt, if it is there, has "
-                   f"better weights; start a new run with a lower --lr")
-        if nats < self.best_loss:
-            self.folder.save("best.pt", state)
-        # After best.pt, because a run that is resumed finds the best loss here.
-        self.folder.log(step=self.step, val_loss=nats, val_bpb=bits, val_skip_rate=skipped,
-                        grad_norms=self.block_norm_sums.tolist())
-        self.best_loss = min(nats, self.best_loss)
-        self.start_clock()
+def begin_or_resume(gpt, config, data, folder):
+    """-> the model, and the checkpoint to go on from: {} if this is a new run"""
+    if config.resume:
+        path = folder.out / "ckpt.pt"
+        ckpt, model = read_checkpoint(path, gpt)
+        if ckpt["data"] != data.fingerprint:
+            refuse(f"{path}: is of other data than --data has now; put that back, or start a new "
+                   f"run")
+        if not config.max_flops and ckpt["step"] > config.max_iters:
+            refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond "
+                   f"the end; give more, or none")
+        return model, ckpt
+    if not config.init_from:
+        return GPT(gpt), {}
+    tokenizer = read_settings(config.init_from, dict(tokenizer=""), strict=False)["tokenizer"]
+    if tokenizer != data.meta["tokenizer"]:
+        refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and --data "
+               f"{data.folder} has {data.meta['tokenizer']}; prepare that with --tokenizer "
+               f"{tokenizer}")
+    ckpt, model = read_checkpoint(Path(config.init_from) / "ckpt.pt", gpt, may_differ=FREE)
+    folder.settings["init_step"] = ckpt["step"]   # goes into config.json
+    return model, {}
 
-    def log(self):
-        """A line of metrics.jsonl, and one for people, about the last step"""
-        self.refuse_if_not_finite()   # (This also waits for a GPU, so the clock is right.)
-        n_tokens = (self.step - self.clock_step) * self.tokens_per_step
-        tok_s = n_tokens / (time.perf_counter() - self.clock)
-        loss, norm, mean_gain = (x.item() for x in (self.loss, self.grad_norm, self.mean_gain))
-        self.folder.log(step=self.step, loss=loss, lr=self.lr, grad_norm=norm, tok_s=tok_s,
-                        tokens=self.step * self.tokens_per_step, flops=self.flops,
-                        skip_rate=self.skipped, mean_gain=mean_gain)
-        gain = f"mean gain {mean_gain:.3f} | " if mean_gain else ""
-        say(f"iter {self.step:5d} | loss {loss:.4f} | lr {self.lr:.2e} | gradient {norm:.2f} | "
-            f"{gain}{self.skipped:.1%} skipped | {tok_s:,.0f} tokens/s")
-        self.start_clock()
+def compile_and_wrap(model, config, processes):
+    """Brings the model to its device, and compiles it, if need be -> what training calls: the
+    model, or, for several processes, its DDP wrapper"""
+    model.to(processes.device)
+    if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere, 2020
+        # The model computes its products in this type, as autocast would. Weights stay float32.
+        model.dtype = torch.bfloat16
+    if config.compile:
+        compile_blocks(model)
+    if config.checkpoint_blocks:
+        checkpoint_blocks(model)
+    if processes.count == 1:
+        return model
+    # It may be that no token of this process runs some sublayer.
+    return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-    def announce(self):
-        model_config = self.model.config
-        if self.processes.on_cuda:
-            where = torch.cuda.get_device_name()
-        else:
-            threads = torch.get_num_threads()
-            where = f"CPU, {threads} thread{'s' * (threads > 1)}"
-        say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-            f"{num_params(self.model) / 1e6:.2f}M parameters; iterations {self.step} to "
-            f"{self.n_steps} of {self.tokens_per_step:,} tokens on {self.processes.count} x "
-            f"{where}")
-
-    def finish(self, signal):
-        """Says how the run has ended -> exit status. signal: its number, or 0"""
-        out = self.folder.out
-        if signal:
-            how = "python" if self.processes.count == 1 else "torchrun ..."
-            say(f"stopped at iteration {self.step}, all is saved; go on with: {how} train.py "
-                f"--out {out} --resume")
-            return 128 + signal
-        say(f"done: {out} holds the run; best validation loss {self.best_loss:.4f}\n"
-            f"next: python sample.py {out}   or: python analyze.py {out}")
-        return 0
-
-    # ---------------------------------------------------------------------------- length of the run
-
-    def count_steps(self):
-        """Steps in the whole run. For --max_flops it is a guess: skipping makes steps cheaper."""
-        config = self.config
-        if config.max_flops:
-            return math.ceil(config.max_flops / self.step_flops())
-        return config.max_iters or math.ceil(config.max_tokens / self.tokens_per_step)
-
-    def step_flops(self):
-        """FLOPs of a step in which nobody skips"""
-        return 3 * self.tokens_per_step * flops_per_token(self.model)
-
-    def is_beyond_end(self):
-        """Is the checkpoint later than the last step that a run of this length would take?"""
-        if self.config.max_flops:   # A run may end beyond it, by less than a step.
-            return self.flops - self.step_flops() >= self.config.max_flops
-        return self.step > self.n_steps
-
-    # ------------------------------------------------------------------------ starting and resuming
-
-    def compile_and_wrap(self):
-        """Compiles the model, if need be -> what training calls: the model, or, for several
-        processes, its DDP wrapper"""
-        compiles = self.config.compile
-        if compiles is None:
-            compiles = self.processes.on_cuda
-        if compiles:
-            compile_blocks(self.model)
-        if self.config.checkpoint_blocks:
-            checkpoint_blocks(self.model)
-        if self.processes.count == 1:
-            return self.model
-        # It may be that no token of this process runs some sublayer.
-        return DistributedDataParallel(self.model, find_unused_parameters=self.some_tokens_skip())
-
-    def some_tokens_skip(self):
-        return self.model.decider.needs_skipping
-
-    def restore(self, ckpt):
-        """Goes on where the checkpoint is. SystemExit if it doesn't fit."""
-        no_momentum = self.config.optimizer == "sgd" and self.config.beta1 == 0
-        with explain_read_errors(self.ckpt_path):
-            # A parameter has no moments before its first gradient, and none with SGD's beta1 of 0.
-            # (Rates are those of the flags, not of the checkpoint.)
-            may_lack_moments = self.some_tokens_skip() or no_momentum or ckpt["step"] == 0
-            if ckpt["data"] != self.data.fingerprint:
-                refuse(f"{self.ckpt_path}: is of other data than --data has now; put that back, "
-                       f"or start a new run")
-            restore_optimizers(self.model, self.optimizers, ckpt["optimizers"], may_lack_moments)
-            self.step, self.flops, norms = checked_progress(ckpt, self.block_norm_sums.shape)
-            self.block_norm_sums.copy_(norms)
-        if self.is_beyond_end():
-            refuse(f"--resume: {self.ckpt_path} is at iteration {self.step}, beyond the end that "
-                   f"the flags set (about {self.n_steps} iterations); give a later end, or none")
-        self.best_loss = self.best_loss_so_far()
-
-    def best_loss_so_far(self):
-        """The lowest validation loss up to this step, as the metrics say"""
-        metrics = read_metrics(self.folder.out).items()
-        return min((entry["val_loss"] for step, entry in metrics
-                    if step <= self.step and "val_loss" in entry), default=math.inf)
+def refuse_if_not_finite(step, folder, model, *numbers):
+    """SystemExit if a number or a weight is not finite any more, so that none is ever saved. (A
+    weight beyond 1e6 counts as infinite: what it makes soon is.)"""
+    finite = all(math.isfinite(number) for number in numbers)
+    if not finite or not all((w.abs() < 1e6).all() for w in model.state_dict().values()):
+        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
+               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
+               f"--resume and a lower --lr")
 
 # ------------------------------------------------------------------------ where settings come from
 
-NOT_SAVED = "out", "config", "resume", "overwrite"   # These belong to one start, not to the run.
+# For small models. Another optimizer needs another rate, so --optimizer asks for --lr beside it.
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 def defaults_for(given):
-    """Values for flags that were not typed. `parse` calls this. given: the typed flags, a dict
-
-    First comes what is typed; then what this returns, values of the run to resume, or of --config,
-    or of CUDA_DEFAULTS; then the defaults of the two configs."""
+    """Values for flags that were not typed: those of the run to resume or of --config, or none.
+    `parse` asks for them; what they leave open has the default of its config. given: the typed
+    flags, a dict"""
     values = {}
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:
-        values = read_config(given["config"])
+        values = read_config(given["config"], with_changes=False)
+        if changes := read_changes(given["config"]):
+            say(f"--config {given['config']}: begins as that run did; it changed later, at "
+                f"iteration: {changes}", file=sys.stderr)
         if "data" in given:   # Other data may have another tokenizer.
             values.pop("vocab_size")
-    elif pick_device(given.get("device", "auto")) == "cuda" and SIZES.isdisjoint(given):
-        values = dict(CUDA_DEFAULTS)
-    optimizer = given.get("optimizer")
-    if optimizer and optimizer != values.get("optimizer", TrainConfig.optimizer):
-        values["lr"] = RATES[optimizer]
-    if any(name in given for name in LENGTHS):   # The typed one wins over these zeros.
-        values.update(dict.fromkeys(LENGTHS, 0))
+    source = given.get("init_from") or values.get("init_from")
+    if source and not given.get("resume"):
+        values |= {name: value for name, value in model_settings(source, given).items()
+                   if name not in FREE or name not in values}
+    optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
+    if optimizer not in (None, usual) and "lr" not in given:
+        refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
+               f"{RATES.get(optimizer, 'RATE')}")
+    if "max_iters" in given and (values | given).get("max_flops"):
+        refuse("--max_iters: this run ends by its --max_flops; add --max_flops 0, or give that "
+               "only")
     return values
 
 def settings_to_resume(given):
     """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
     (read_checkpoint refuses changed flags of the model.)"""
-    if "config" in given or "out" not in given:
-        refuse("--resume: continues the run in --out with its own settings; give --out, and no "
-               "--config")
-    values = read_config(Path(given["out"]) / "config.json")
+    if "out" not in given or "config" in given or "init_from" in given:
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    values = read_config(given["out"])
     # Another one would change batches or moments, or make losses that can't be compared.
     for name in "batch_size", "optimizer", "eval_windows":
         if given.get(name, values[name]) != values[name]:
             refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
                    f"{values[name]}; leave that, or start a new run")
+    if "data" not in given and values["data"] != TrainConfig.data:
+        data_of(given["out"], values)
     return values
 
-def read_config(path):
-    """The settings of a run, a dict. path: its config.json, or its folder. A missing setting has
-    its default. SystemExit if one is unknown. NOT_SAVED are left out: where a run goes, and what it
-    may replace, has to be typed anew."""
-    if Path(path).is_dir():
-        path = Path(path) / "config.json"
-    # config.json also says the tokenizer, for sample.py. It is no flag, so `parse` ignores it.
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
-    values = read_settings(path, defaults)
-    return {name: value for name, value in values.items() if name not in NOT_SAVED}
+def model_settings(run, given):
+    """The model that --init_from begins with. SystemExit if a typed flag contradicts it"""
+    values = read_settings(run, asdict(GPTConfig()), strict=False)
+    for name, value in values.items():
+        if name not in FREE and given.get(name, value) != value:
+            refuse(f"--{name} {given[name]}: the model of --init_from {run} has {value}; leave "
+                   f"--{name} out")
+    return values
+
+def read_config(path, **options):
+    """The settings of a run, or of a file such as configs/gpt2.json, a dict"""
+    # config.json also says these two, which are no flags, so `parse` ignores them.
+    more = dict(tokenizer="", init_step=0)
+    return read_settings(path, asdict(GPTConfig()) | asdict(TrainConfig()) | more, **options)
 
 # --------------------------------------------------------------------------------------------- main
 
-RETIRED = dict(mod_rate="what is skipped is measured now, not set: --gain_cost 0.1 --mod gain:below=0.05",
-               layer_drop="use --mod layerdrop:rate=0.1")
+RETIRED = dict(mod_rate="what is skipped is measured now, not set: --gain_cost 0.1 --mod "
+                        "gain:below=0.05",
+               layer_drop="use --mod layerdrop:rate=0.1",
+               max_tokens="use --max_iters, the tokens / (batch_size x block_size)")
 
 def residual_list():
     """For --help: all residuals with their options"""
     lines = ["residuals, with their options:"]
     for name in RESIDUALS:
-        options = ",".join(f"{key}={default}" for key, default in option_defaults(RESIDUALS[name]).items())
+        defaults = option_defaults(RESIDUALS[name]).items()
+        options = ",".join(f"{key}={default}" for key, default in defaults)
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
-def settings_to_save(model_config, config, data):
-    settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.tokenizer)
-    return {name: value for name, value in settings.items() if name not in NOT_SAVED}
-
-def default_folder(residual):
-    """attnres:group=4 -> runs/attnres-group4"""
-    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
+# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
+NOT_SAVED = "out", "config", "resume", "overwrite"
 
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
-    model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                                 epilog=residual_list(), retired=RETIRED)
+    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
+                        epilog=residual_list(), retired=RETIRED)
     processes = join_processes(config)
-    pick_threads(model_config, processes.device, processes.count)
-    meta = find_data(config, processes)
-    rows = math.ceil(meta["vocab_size"] / 64) * 64   # of the head: multiples of 64 are fast
-    model_config.vocab_size = max(model_config.vocab_size, rows)
-    check_memory(model_config, config, processes)
-    data = Data(meta, model_config, config, n_parts=config.n_parts(processes.count))
-    if not config.resume:
-        data.batch(step=0, part=processes.rank)   # Refuses most bad data, before there is a folder.
-    out = config.out or default_folder(model_config.residual)
-    settings = settings_to_save(model_config, config, data)
-    folder = RunFolder(out, settings, resume=config.resume, overwrite=config.overwrite,
-                       is_first=processes.rank == 0)
-    with contextlib.closing(folder):
-        return Training(model_config, config, data, folder, processes).run()
+    with torch_as_it_was(processes.device):
+        pick_threads(gpt, processes.device, processes.count)
+        data = open_data(config, gpt, processes)
+        rows = math.ceil(data.meta["vocab_size"] / 64) * 64   # Multiples of 64 are fast.
+        gpt.vocab_size = max(gpt.vocab_size, rows)
+        settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+        settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
+        # attnres:group=4 -> runs/attnres-group4
+        out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
+        folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+        with contextlib.closing(folder), noted_signals() as signals:
+            return train(gpt, config, data, folder, processes, signals)
 
 if __name__ == "__main__":
     start(main)

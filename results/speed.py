@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 import prepare
 from flags import flag, parse, refuse, say, start
 from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
-from train import Data, TrainConfig
+from train import get_batch
 
 @dataclass
 class SpeedConfig:
@@ -104,10 +104,10 @@ def read_nanogpt(path):
 def skipping(args):
     """A nag of 12 x 256 that pays for gain, where half is skipped: the measured share of the predicted saving"""
     model = make("nag", 12, 256, gain_cost=0.1)
-    data = Data(prepare.load_meta(args.data), model.config, TrainConfig(data=args.data, batch_size=B), n_parts=1)
+    shards = prepare.open_split(args.data, "train", T)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
-        x, y = data.batch(step, part=0)
+        x, y = get_batch(shards, model.config, B, step)
         model(x, y)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
