@@ -1616,12 +1616,6 @@ def checkpoint_blocks(model):
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
-def fewest_weights(model_config):
-    """A number of weights that a model has at least, found without making it, before memory is
-    taken"""
-    width, n_layer = model_config.n_embd, model_config.n_layer
-    return (model_config.vocab_size + sum(hidden_units(model_config)) + n_layer * width) * width
-
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
     has three times as many. The scores of later tokens count, too. runner: a Runner after its

@@ -86,7 +86,7 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_steps("a router that skips a quarter", "pre", 2e-2, SWEEP, more=ROUTER),
         on_steps("5 blocks", "pre", n_layer=5)]),
     "start": ("The residual or the first weights? (text)", [
-        Variant(f"{name}, {init}", f"{TEXT} --max_tokens 3e5 --residual {residual}{more}", 2e-2, (), FOUR)
+        Variant(f"{name}, {init}", f"{TEXT} --max_iters 147 --residual {residual}{more}", 2e-2, (), FOUR)
         for name, residual in (("PreNorm", "pre"), ("NAG", "nag"))
         for init, more in (("width", ""), ("gpt2", " --init gpt2"))]),
     "text": ("And on text?", [
