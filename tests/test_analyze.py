@@ -273,29 +273,6 @@ assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg"
     environment = os.environ | dict(MPLBACKEND="svg")
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
-def test_whatever_metrics_hold_is_one_entry_less(made, tmp_path):
-    """Norms that are no numbers, and lines that are none of ours"""
-    out, run = tmp_path / "out", shutil.copytree(made / "a$x^$b", tmp_path / "run")
-    lines = {"step": 7, "grad_norms": "x"}, {"step": "x"}, {"loss": 1.0}, [7], {"step": 7, "loss": "x"}
-    kept, found = (run / "metrics.jsonl").read_text(), []
-    more = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 8, "loss": NaN}\n{"step":'
-    for end in "", more:
-        (run / "metrics.jsonl").write_text(kept + end)
-        analyze.main([str(run), "--out", str(out), "--only", "loss_curve"])
-        found.append(json.loads((out / "numbers.json").read_text())["statistics"])
-    assert found[0] == found[1]
-
-def test_names_do_nothing_to_a_terminal(made, tmp_path, capsys):
-    run = shutil.copytree(made / "_<b>", tmp_path / "a\x1b]0;x\x07\r\x9b5n")
-    capsys.readouterr()
-    for words in ([run], [run, tmp_path / ".." / tmp_path.name / run.name]):   # names, whole paths
-        analyze.main([*map(str, words), "--only", "update", "--out", str(tmp_path / "o\x1b[2Jut")])
-        told = capsys.readouterr()
-        assert "index.html shows " in told.out
-        assert told.err.count("measuring 1 statistics") == len(words)
-        assert all(c.isprintable() or c == "\n" for c in told.out + told.err)
-    assert (tmp_path / "o\x1b[2Jut" / "index.html").exists()
-
 def test_list_and_bad_input(made, tmp_path, capsys):
     analyze.main(["--list"])
     assert capsys.readouterr().out.count("\n") == len(analyze.STATS)

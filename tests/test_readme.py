@@ -15,6 +15,7 @@ def blocks(kind, text=README + WORKSHOP):
 
 COMMANDS = [line.split("  #")[0].strip() for block in blocks("sh") for line in block.splitlines()]
 OWN = [code for code in blocks("python") if "RESIDUALS[" in code]   # residuals to be put into model.py
+DECIDERS = [code for code in blocks("python") if "DECIDERS[" in code]
 
 @pytest.fixture
 def own_residuals():
@@ -25,23 +26,27 @@ def own_residuals():
     model.RESIDUALS.clear()
     model.RESIDUALS.update(before)
 
+TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=64)
+
 def learns(residual):
     """Gradients reach all parameters, and half of the tokens can skip."""
     torch.manual_seed(0)
     idx = torch.arange(12).view(2, 6)
-    gpt = model.GPT(model.GPTConfig(residual, n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=64))
+    gpt = model.GPT(model.GPTConfig(residual, **TINY))
     torch.nn.utils.vector_to_parameters(torch.randn(model.num_params(gpt)), gpt.parameters())
     gpt(idx, idx)[1].backward()
-    half = gpt(idx, decider=model.ByFunction(lambda *_: (idx % 2 > 0, None)))[0]
+    half = gpt(idx, runner=model.Runner(gpt, model.ByFunction(lambda runner: idx % 2 > 0)))[0]
     return half.isfinite().all() and all(p.grad.isfinite().all() and p.grad.any() for p in gpt.parameters())
 
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
 def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
     monkeypatch.chdir(tmp_path)
     settings = asdict(model.GPTConfig()) | asdict(train.TrainConfig()) | dict(tokenizer="bytes")
+    monkeypatch.setenv("WORLD_SIZE", "8" if "torchrun" in line else "1")
     for run in re.findall(r"runs/[\w-]+", line):   # The command may want it to be there.
         (tmp_path / run).mkdir(parents=True, exist_ok=True)
         (tmp_path / run / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     program, *argv = shlex.split(line.replace("torchrun --nproc_per_node 8 ", "python "))
     if program == "make":
         assert all(re.search(f"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in argv)
@@ -115,7 +120,7 @@ def test_own_residuals_learn(own_residuals):
     assert len(own_residuals) == len(OWN) >= 3 and all(learns(name) for name in own_residuals)
 
 def test_what_is_named_exists():
-    flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help"}
+    flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help", "max_restarts"}
     source = "".join(inspect.getsource(module) for module in (model, train, sample, analyze, prepare))
     assert not [flag for flag in flags if not re.search(rf'^    {flag}: |"--{flag}"', source, re.M)]
     for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", README + WORKSHOP):   # classes and methods
@@ -128,6 +133,18 @@ def test_table():
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
     assert rows == [line.strip() for line in train.residual_list().splitlines()[1:]]
     assert f"{len(analyze.STATS)} statistics" in README
+
+def test_own_deciders_decide(monkeypatch):
+    for code in DECIDERS:
+        monkeypatch.setattr(model, "DECIDERS", dict(model.DECIDERS))
+        before = {*model.DECIDERS}
+        exec(code, dict(vars(model)))
+        name, = {*model.DECIDERS} - before
+        gpt = model.GPT(model.GPTConfig(mod=name, **TINY))
+        runner = model.Runner(gpt)
+        gpt(torch.arange(12).view(2, 6), runner=runner)
+        assert 0 < runner.skipped() < 1
+    assert DECIDERS
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name):

@@ -127,14 +127,6 @@ def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())
 
-def test_other_tokens_than_the_run_had(main, runs, tmp_path):
-    run = shutil.copytree(runs / "nag", tmp_path / "run")
-    shutil.copy(runs / "data/val_000000.bin", tmp_path / "fineweb_val_000000.bin")   # known as gpt2 tokens
-    settings = json.loads((run / "config.json").read_text()) | dict(data=str(tmp_path))
-    (run / "config.json").write_text(json.dumps(settings | dict(tokenizer="gpt2")))
-    with pytest.raises(SystemExit, match="more tokens"):
-        main(run)
-
 RUNNER = SimpleNamespace(skipped=lambda last: 0.5 if last else None, keeps=[None, False], shape=(1, 1))   # of stand-ins for a model
 
 def test_stops_at_end_of_text(capsys, monkeypatch):
