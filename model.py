@@ -22,7 +22,7 @@ V = vocab_size different tokens. The following words have one meaning each, in a
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               (block_size has nothing to do with it: nanoGPT calls the longest context so.)
+               (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
 
@@ -61,8 +61,8 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """Each field is a flag of train.py. flag(default, help, lowest, highest) is a field of a
-    dataclass that has a help text, too (flags.py)."""
+    """flag(default, help, lowest, highest) declares a field of a dataclass (flags.py). Each is also
+    a flag of train.py."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -85,7 +85,7 @@ class GPTConfig:
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
-    gain_cost: float = flag(0.0, "training: loss + gain_cost x mean |gain|, so turning is paid for",
+    gain_cost: float = flag(0.0, "nag, in training: adds gain_cost x mean |gain| to the loss",
                             0, 1000)
 
     def problems(self):
@@ -112,7 +112,7 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# The largest score, q @ k times a scale. Queries and keys have rms 1 here, so q @ k is at most
+# The largest score, q @ k times a scale. Our queries and keys have rms 1, so q @ k is at most
 # head_size. The usual scale 1 / sqrt(head_size) would cap a score at sqrt(head_size): 11.3 for
 # heads of 128, but 5.7 for heads of 32, too flat to pick one token of many. With the scale
 # SHARPNESS / head_size, the cap is 11.3 for every head size.
@@ -120,8 +120,7 @@ SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
     """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> what the queries find, shaped
-    like q. seen: bools (B or 1, Q, S), True where a query sees a key; None: all earlier ones, and
-    its own"""
+    like q. seen: bools (B or 1, Q, S), True where a query sees a key. None: the causal mask"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     mask = None if seen is None else seen[:, None]
     scale = SHARPNESS / q.shape[-1]
@@ -144,8 +143,8 @@ class Attention(nn.Module):
         return self.scale_q(rotate(unit(q), rotation)), self.scale_k(rotate(unit(k), rotation)), v
 
     def forward(self, x, rotation, append=None):
-        """x (B, T, C) -> (B, T, C). append: in sampling, a function that puts k and v into a cache
-        -> those of all tokens so far, and which of them a new token sees"""
+        """x (B, T, C) -> (B, T, C). append(k, v), only in sampling: stores k and v in a cache, and
+        returns those of all tokens so far, and a mask for `attend`"""
         q, k, v = self.qkv(x, rotation)
         seen = None
         if append:
@@ -180,9 +179,9 @@ class PreNorm(nn.Module):
     """The rule of GPT-2 and of most models since: stream + f(norm(stream)). Other rules replace
     some of these methods.
 
-    Sublayer l has residual l, with l = 1 .. 2L. model.ends is one more, number 2L + 1, which has no
-    sublayer. It only makes the first stream (start), and closes the last one (finish): so its norm
-    is what GPT-2 calls ln_f."""
+    Sublayer l has residual l, with l = 1 .. 2L. A model has one more residual, `ends`, number
+    2L + 1, which has no sublayer. It makes the first stream (start), and closes the last one
+    (finish): its norm is what GPT-2 calls ln_f."""
     norms = ("norm",)       # names of the norms of residuals 1 .. 2L
     end_norms = ("norm",)   # names of the norms of model.ends
 
@@ -213,6 +212,16 @@ class PreNorm(nn.Module):
         # added up, so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
+    # The next two do nothing here. nGPT uses them.
+
+    def head_weight(self, weight):
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        return weight
+
+    def constrain(self, module):
+        """After the weights are drawn, and after each step: may change the weights of module, say
+        to give them norm 1. module: its attention or MLP; `ends` gets embedding and head."""
+
 # ----------------------------------------------------------------------------------------- blocks
 
 class Block(nn.Module):
@@ -228,9 +237,15 @@ class Block(nn.Module):
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
+def products_in(dtype, x):
+    """For a with-block in which matrix products are computed in dtype, on the device of x"""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, dtype=dtype)
+
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: of an attention its rotation
-    and, in sampling, `append`; an MLP needs nothing.
+    """The f that residuals get: f(x) = module(x, *others). others: rotation and `append` for an
+    attention, nothing for an MLP.
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. Only f is
     computed in it. The stream stays float32, because rounding errors would add up over the depth"""
@@ -240,62 +255,6 @@ class SublayerFunction:
     def __call__(self, x):
         with products_in(self.dtype, x):
             return self.module(x, *self.others).to(x.dtype)
-
-def products_in(dtype, x):
-    """For a with-block in which matrix products are computed in dtype, on the device of x"""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, dtype=dtype)
-
-# ---------------------------------------------------------------------------------- first weights
-
-# The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
-#
-#                  --init width            --init gpt2
-#     embedding    3                       0.02
-#     head         0.8 / sqrt(n_embd)      0.02
-#     all others   1 / sqrt(columns)       0.02
-#
-# PreNorm then divides each c_proj by sqrt(2L). With `width`, a token's embedding is longer than
-# what its first sublayers add to it. And the first logits have a standard deviation of about 0.8,
-# so the first loss is little above ln(V). (With --tie it is 2 or 3 nats above: a token's own logit
-# is large, because its row of the head is its own embedding.)
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
-
-def first_stds(config):
-    """-> the first standard deviations of embedding and head"""
-    if config.init == "gpt2":
-        return 0.02, 0.02
-    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
-
-def seeded(config, name):
-    """A random generator for the weights of this name alone: two models that have the same layer
-    start it with the same weights, which makes comparisons fair."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
-
-@torch.no_grad()
-def init_weights(model):
-    config = model.config
-    embedding_std, head_std = first_stds(config)
-    if config.tie:
-        # A head needs small numbers, an embedding larger ones. So their one matrix is drawn as a
-        # head, below, and the model multiplies each embedding by the ratio.
-        model.embedding_scale = embedding_std / head_std
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue
-        if module is model.wte:
-            std = embedding_std
-        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
-            std = head_std
-        elif config.init == "gpt2":
-            std = 0.02
-        else:
-            std = module.weight.shape[1] ** -0.5
-        module.weight.normal_(generator=seeded(config, name)).mul_(std)
-    for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.init_sublayer(module)
 
 # -------------------------------------------------------------------------------------- the model
 
@@ -312,26 +271,27 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
+def causal(new, length, device):
+    """The causal mask of the `new` last of `length` tokens: (1, new, length)"""
+    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
+
 class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
-    def __init__(self, model, batch_size, size):
+    def __init__(self, config, n_attentions, batch_size, size, dtype, device):
         """size: how many tokens it has room for, block_size at most"""
         self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        n_embd, n_head = model.config.n_embd, model.config.n_head
-        shape = len(model.order), batch_size, size, n_head, n_embd // n_head
-        dtype = model.dtype or model.wte.weight.dtype
-        # One for each attention, in the order of running
-        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+        shape = n_attentions, batch_size, size, config.n_head, config.n_embd // config.n_head
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=device)
 
     def begin(self, n):
-        """n new tokens are coming."""
+        """Before each pass: n new tokens are coming."""
         self.start, self.length = self.length, self.length + n
 
     def append(self, i, k, v, there=True):
         """Stores the k, v (B, T, n_head, head_size) that attention i = 0, 1, .. has made of the new
-        tokens. there: True, or bools (B, T), which of them have any, in case that tokens skip
+        tokens. there: True, or bools (B, T), which of them have any (part 3 lets some skip)
 
         -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
         new = slice(self.start, self.length)
@@ -339,10 +299,6 @@ class KVCache:
         seen = causal(self.length - self.start, self.length, k.device)
         k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
         return k, v, seen & self.there[i, :, None, :self.length]
-
-def causal(new, length, device):
-    """The causal mask of the `new` last of `length` tokens: (1, new, length)"""
-    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
 
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError, with a sentence for each problem of the config"""
@@ -356,8 +312,12 @@ class GPT(nn.Module):
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.embedding_scale = 1.0
-        if config.tie:   # One matrix for both. init_weights changes the scale then.
+        if config.tie:
+            # One matrix for both. A head needs small numbers, and an embedding larger ones. So it
+            # is drawn as a head, and embeddings are multiplied by the ratio.
             self.wte.weight = self.lm_head.weight
+            embedding_std, head_std = first_stds(config)
+            self.embedding_scale = embedding_std / head_std
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # [0, 1, 2, ...], or what --repeat says
         self.decider = make_decider(config)   # By default all tokens run all sublayers.
@@ -368,7 +328,7 @@ class GPT(nn.Module):
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields its place, and the stream before and after it."""
+        each sublayer it yields (place, stream before, stream after)."""
         runner = runner or Runner(self)   # It runs a sublayer for all tokens, or for some (part 3).
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
@@ -378,7 +338,7 @@ class GPT(nn.Module):
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
-        place counts runs, l counts weights. They differ only with --repeat."""
+        place numbers the runs, and l the weights: they differ only with --repeat."""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
         length = past + idx.shape[1]
         if length > self.config.block_size:
@@ -423,7 +383,7 @@ class GPT(nn.Module):
         tokenizer has. (The head may have more rows, because train.py rounds vocab_size up.)"""
         size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
         # new: the tokens that the cache doesn't have yet, at first the whole text
-        new, cache = idx[:, -size:], KVCache(self, len(idx), size)
+        new, cache = idx[:, -size:], self.new_cache(len(idx), size)
         for _ in range(max_new_tokens):
             runner = Runner(self, decider, compiled=False)
             logits, _ = self(new, cache=cache, runner=runner)
@@ -432,12 +392,16 @@ class GPT(nn.Module):
             yield token, runner
             new = token
             if cache.length == size:   # It is full: a new one starts with the newer half.
-                new, cache = idx[:, -max(1, size // 2):], KVCache(self, len(idx), size)
+                new, cache = idx[:, -max(1, size // 2):], self.new_cache(len(idx), size)
 
     def generate(self, idx, max_new_tokens, **options):
         """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
         new = [token for token, _ in self.new_tokens(idx, max_new_tokens, **options)]
         return torch.cat([idx, *new], dim=1)
+
+    def new_cache(self, batch_size, size):
+        dtype = self.dtype or self.wte.weight.dtype
+        return KVCache(self.config, len(self.order), batch_size, size, dtype, self.device)
 
     def residuals(self):
         return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
@@ -445,6 +409,52 @@ class GPT(nn.Module):
     @property
     def device(self):
         return self.rotation.device
+
+# ---------------------------------------------------------------------------------- first weights
+
+# The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
+#
+#                  --init width            --init gpt2
+#     embedding    3                       0.02
+#     head         0.8 / sqrt(n_embd)      0.02
+#     all others   1 / sqrt(columns)       0.02
+#
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the first
+# updates that are added to it. And the first logits have a standard deviation of about 0.8,
+# so the first loss is little above ln(V). (With --tie it is 2 or 3 nats above: a token's own logit
+# is large, because its row of the head is its own embedding.)
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
+
+def first_stds(config):
+    """-> the first standard deviations of embedding and head"""
+    if config.init == "gpt2":
+        return 0.02, 0.02
+    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
+
+def seeded(config, name):
+    """A random generator for the weights of this name: what two models have in common starts with
+    the same weights, which makes comparisons fair."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
+
+@torch.no_grad()
+def init_weights(model):
+    config = model.config
+    embedding_std, head_std = first_stds(config)
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        if module is model.wte:
+            std = embedding_std
+        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
+            std = head_std
+        elif config.init == "gpt2":
+            std = 0.02
+        else:
+            std = module.weight.shape[1] ** -0.5
+        module.weight.normal_(generator=seeded(config, name)).mul_(std)
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.init_sublayer(module)
 
 # ================================================================================ part 2: residuals
 
@@ -463,14 +473,6 @@ class Residual(PreNorm):
 
     def finish(self, stream):
         return self.norm(self.as_tensor(stream))
-
-    def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
-        return weight
-
-    def constrain(self, module):
-        """After the weights are drawn, and after each step: may change the weights of module, say
-        to give them norm 1. module: its attention or MLP; model.ends gets embedding and head."""
 
     def read(self, stream):
         """What f would get: the residual runs with a stand-in for f, which notes its input. If a

@@ -598,7 +598,7 @@ def test_no_tensor_is_on_the_wrong_device(residual, how, monkeypatch):
     gpt = M.GPT(config).to("meta")
     idx = torch.zeros(2, 8, dtype=torch.long, device="meta")
     if how == "cached":
-        cache = M.KVCache(gpt.eval(), 2, gpt.config.block_size)
+        cache = gpt.eval().new_cache(2, gpt.config.block_size)
         for part in idx[:, :6], idx[:, 6:7], idx[:, 7:]:
             found, _ = gpt(part, cache=cache)
             assert found.device.type == "meta" and found.shape == (2, part.shape[1], 64)

@@ -15,7 +15,7 @@ import runs as folders
 import sample
 import train
 from conftest import ROOT, ids, make, same
-from model import EarlyExit, KVCache, Runner, Without, flops_per_token
+from model import EarlyExit, Runner, Without, flops_per_token
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -52,7 +52,7 @@ def test_early_exit(residual):
     for confidence, removed, blocks in ((0.0, (), [1]), (1.1, {9, 10}, [1, 2, 3, 4]),
                                         (1.1, (), [1, 2, 3, 4, 5])):
         decider = Without(removed, EarlyExit(confidence))
-        cache = KVCache(model, 1, model.config.block_size)
+        cache = model.new_cache(1, model.config.block_size)
         runners = [Runner(model, decider) for _ in range(5)]
         pieces = [model(part, cache=cache, runner=runner)[0]
                   for part, runner in zip(idx.split([5, 1, 3, 1, 2], 1), runners)]
