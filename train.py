@@ -6,11 +6,10 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --out runs/nag --resume             # go on from its checkpoint
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
-
-Read it as you read nanoGPT's train.py: settings, data, evaluation, optimizers, and then the loop,
-`train`. The model is in model.py, the command line in flags.py, the run folder in runs.py. Unlike
-in nanoGPT, some tokens may skip some sublayers. A Runner (model.py) knows afterwards who did.
 """
+# Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
+# New here: some tokens may skip some sublayers. A Runner (model.py) notes which ones did.
+
 import contextlib
 import math
 import re
@@ -57,11 +56,11 @@ class TrainConfig:
     batch_size: int = flag(16, "sequences per step, of all processes together", 1, 1e6,
                            group="optimizer")
     grad_accum: int = flag(1, "parts of a batch that each process takes in turn; each part has "
-                           "coins of its own", 1, 1e6)
+                           "random numbers of its own", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
     lr: float = flag(2e-2, "peak learning rate", 0, 1e3)
-    gate_lr: float = flag(1e-3, "that of gates: what a residual lists in own_lr (model.py)", 0, 1e3)
+    gate_lr: float = flag(1e-3, "peak learning rate of gates, the parameters in own_lr", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -79,7 +78,8 @@ class TrainConfig:
 
     def problems(self):
         """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
-        n_parts = self.grad_accum * environment("WORLD_SIZE", 1)   # how many processes there are
+        n_processes = environment("WORLD_SIZE", 1)
+        n_parts = self.grad_accum * n_processes
         rules = [
             (not self.max_iters and not self.max_flops,
              "--max_iters 0: this would train nothing; give some, or --max_flops"),
@@ -87,6 +87,8 @@ class TrainConfig:
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
              f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
+            (self.schedule == "wsd" and self.warmup > 0.8,
+             f"--warmup {self.warmup}: with --schedule wsd at most 0.8; the rate falls after that"),
             (self.batch_size % n_parts,
              f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
              f"{n_parts}")]
@@ -94,7 +96,7 @@ class TrainConfig:
 
 # --------------------------------------------------------------------------------------------- data
 
-def open_data(config, gpt, processes):
+def open_data(config, model_config, processes):
     """-> what a run reads: shards of training tokens, and windows for validation"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
@@ -104,21 +106,22 @@ def open_data(config, gpt, processes):
     meta = prepare.load_meta(folder)   # meta.json
     return SimpleNamespace(
         folder=folder, meta=meta,
-        shards=prepare.open_split(folder, "train", gpt.block_size),
-        val=prepare.val_windows(folder, gpt.block_size, config.eval_windows),   # x, y: (n, T)
-        # If meta.json or the shards are others one day, in name or size, --resume notices it.
+        shards=prepare.open_split(folder, "train", model_config.block_size),
+        # x, y: (n, T)
+        val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),
+        # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
 
-def get_batch(shards, gpt, batch_size, step, part=0, n_parts=1, device="cpu"):
+def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
     part only, so there is no random state to save: any number of processes, and a run that is
-    resumed, see the same batches."""
-    T = gpt.block_size
-    n_windows = sum(len(shard) - T for shard in shards)   # numbered through all shards
-    starts = np.random.default_rng((gpt.seed, step)).integers(0, n_windows, batch_size)
-    x, y = prepare.read_windows(shards, starts.reshape(n_parts, -1)[part], T)
-    if max(x.max(), y.max()) >= gpt.vocab_size:
-        refuse(f"--data: has a token beyond the vocabulary of {gpt.vocab_size}; prepare it anew")
+    resumed, see the same batches. data: see open_data"""
+    T = model_config.block_size
+    n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
+    starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
+    x, y = prepare.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
+    if max(x.max(), y.max()) >= data.meta["vocab_size"]:
+        refuse(f"--data {data.folder}: has a token beyond its tokenizer's; prepare it anew")
     if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
         x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
     return x, y
@@ -135,10 +138,10 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     with torch_as_it_was(model.device):
         torch.manual_seed(0)   # Coins, if --mod draws some, are the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-            runner = Runner(model, decider)
+            runner, share = Runner(model, decider), len(xi) / len(x)
             _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
-            nats += loss.item() * len(xi) / len(x)
-            skipped += runner.skipped() * len(xi) / len(x)
+            nats += loss.item() * share
+            skipped += runner.skipped() * share
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
     bytes_per_token = n_bytes / y.numel()
@@ -150,7 +153,7 @@ def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
     blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
     own_lr, have the learning rate gate_lr."""
-    gate_set = {getattr(residual, name, None)
+    gate_set = {getattr(residual, name, None)   # None: model.ends may lack it.
                 for residual in model.residuals() for name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
     gates, vectors, matrices, for_muon = [], [], [], []
@@ -163,8 +166,8 @@ def make_optimizers(model, config):
             for_muon.append(p)
         else:
             matrices.append(p)
-    # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
+    # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
               dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
@@ -178,8 +181,8 @@ def make_optimizers(model, config):
 
 class Muon(torch.optim.Optimizer):
     """For matrices (Jordan et al. 2024). The momentum of the gradient is made orthogonal, so that a
-    step has the same size in all directions, and not only in those where gradients are large. Its
-    entries have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: 0.02
+    step is equally large in every direction, not just where gradients are large. The step's entries
+    have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: 0.02
     here, where AdamW wants 0.006.
 
     torch.optim.Muon can do the same, but always in bfloat16, which is very slow on many CPUs."""
@@ -198,12 +201,13 @@ class Muon(torch.optim.Optimizer):
                 mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 update = orthogonal(p.grad.lerp(mean, momentum))   # one step ahead: Nesterov's way
                 p.mul_(1 - group["lr"] * group["weight_decay"])
+                # Its entries have the rms 1 / sqrt(longer side). Those of AdamW's are near 0.2.
                 p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
 def orthogonal(x):
     """A matrix with the directions of x, whose singular values are roughly 1: about 0.7 to 1.2, but
-    less if they were below a hundredth of the norm. Five steps of a polynomial bring them there
-    (Newton-Schulz). It is fast, and need not be exact."""
+    less if they were much below a hundredth of the norm. Five steps of a polynomial bring them
+    there (Newton-Schulz). It is fast, and need not be exact."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
     if x.is_cuda:
@@ -243,37 +247,36 @@ def equalize(grads, norms):
 
 # ----------------------------------------------------------------------------------------- the loop
 
-def train(gpt, config, data, folder, processes, signals):
+def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
 
-    gpt, config: the settings of the model and of its training; data: see open_data; folder: a
-    RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    model, ckpt = begin_or_resume(gpt, config, data, folder)   # A new run has ckpt = {}.
+    model_config, config: the settings of the model and of its training; data: see open_data;
+    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
+    model, ckpt = begin_or_resume(model_config, config, data, folder)   # A new run has ckpt = {}.
     call_model = compile_and_wrap(model, config, processes)
     optimizers = make_optimizers(model, config)
     if config.resume:
         restore_optimizers(model, optimizers, ckpt["optimizers"])
-    # How far the run is. block_norms: of each block's gradient, summed over the steps (analyze.py
-    # ranks blocks by them)
+    # How far the run is. block_norms: of each block's gradient, summed over the steps
     step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
     best_loss = ckpt.get("best_loss", math.inf)
-    block_norms = ckpt.get("grad_norms", torch.zeros(gpt.n_layer, dtype=torch.float64))
+    block_norms = ckpt.get("grad_norms", torch.zeros(model_config.n_layer, dtype=torch.float64))
     block_norms = block_norms.to(model.device)
     # How far it goes
     n_parts = config.grad_accum * processes.count   # of each batch
-    tokens_per_step = config.batch_size * gpt.block_size
+    tokens_per_step = config.batch_size * model_config.block_size
     n_steps = config.max_iters
     if config.max_flops:   # a guess, because skipping makes steps cheaper
         n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
-    say(f"{gpt.residual}: {gpt.n_layer} blocks x {gpt.n_embd}, {num_params(model) / 1e6:.2f}M "
-        f"parameters; iterations {step} to {n_steps} of {tokens_per_step:,} tokens on "
-        f"{processes.count} x {processes.device}")
-    changes = folder.begin(step)   # From here on, files are written.
+    say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {n_steps} of "
+        f"{tokens_per_step:,} tokens on {processes.count} x {processes.device}")
+    changes = folder.begin(step)   # From here on, the run's files are written.
     if changes:   # by flags beside --resume
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
         factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
         say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
-    token_bytes = prepare.token_bytes(data.meta, gpt.vocab_size)
+    token_bytes = prepare.token_bytes(data.meta, model_config.vocab_size)
     loss = norm = torch.zeros(())   # of the last step
     clock, clock_step = time.perf_counter(), step
 
@@ -291,11 +294,12 @@ def train(gpt, config, data, folder, processes, signals):
                                                    config.batch_size // n_parts)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
                     f"{skipped:.1%} skipped")
+                refuse_if_not_finite(step, folder, model, val_loss)
                 best_loss = min(best_loss, val_loss)
                 folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
                            grad_norms=block_norms.tolist())
-            # This is all. Batches, coins and learning rates follow from the settings and the step.
-            folder.save(dict(model=model.state_dict(), model_config=asdict(gpt),
+            # Nothing else: batches, coins and learning rates follow from the settings and the step.
+            folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
                              best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
             clock, clock_step = time.perf_counter(), step
@@ -303,27 +307,27 @@ def train(gpt, config, data, folder, processes, signals):
             break
 
         # --- From a batch to gradients. Each process takes grad_accum parts of the batch.
-        loss, gain = torch.zeros(2, device=model.device)
+        loss, gains, share = torch.zeros((), device=model.device), [], 1 / config.grad_accum
         skipped = token_flops = 0.0
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
-            x, y = get_batch(data.shards, gpt, config.batch_size, step, part, n_parts,
+            x, y = get_batch(data, model_config, config.batch_size, step, part, n_parts,
                              processes.device)
             # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
-            seed = np.random.SeedSequence((gpt.seed, step, part)).generate_state(1)
+            seed = np.random.SeedSequence((model_config.seed, step, part)).generate_state(1)
             torch.manual_seed(int(seed[0]))
             if processes.count > 1:   # They exchange gradients once a step, in the last part.
                 call_model.require_backward_grad_sync = micro == config.grad_accum - 1
-            runner = Runner(model)   # knows afterwards who skipped what
+            runner = Runner(model)   # notes who skips what
             _, part_loss = call_model(x, y, runner=runner)
-            part_loss = part_loss / config.grad_accum
-            part_loss.backward()
-            # What is reported is the cross entropy, without what --mod or --gain_cost adds to it.
-            loss += (part_loss - runner.extra_loss() / config.grad_accum).detach()
-            if runner.mean_gain() is not None:   # Some residuals have no gain.
-                gain += runner.mean_gain().detach() / config.grad_accum
-            skipped += runner.skipped() / config.grad_accum
-            token_flops += flops_per_token(model, runner=runner) / config.grad_accum
+            (part_loss / config.grad_accum).backward()
+            # Reported is the cross entropy (with --deep_supervision a mean over blocks), without
+            # what --mod or --gain_cost adds to it.
+            loss += share * (part_loss - runner.extra_loss()).detach()
+            if runner.mean_gain() is not None:   # None: nobody has asked for gains.
+                gains.append(runner.mean_gain().detach())
+            skipped += share * runner.skipped()
+            token_flops += share * flops_per_token(model, runner=runner)
 
         # --- From gradients to weights
         grads, norms = block_gradients(model)
@@ -331,7 +335,7 @@ def train(gpt, config, data, folder, processes, signals):
         if config.equalize_grads:
             equalize(grads, norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # The rate of a step is that at its end: at its beginning, the first one would be 0.
+        # A step has the rate at its end, because that at the beginning of the first one is 0.
         factor = lr_factor(config, done + 1 / n_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -346,17 +350,18 @@ def train(gpt, config, data, folder, processes, signals):
         # --- Report
         if step % config.log_interval == 0:
             refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
-            loss, gain, skipped = map(processes.mean, (loss.item(), gain.item(), skipped))
+            mean_loss, mean_skipped = map(processes.mean, (loss.item(), skipped))
             now = time.perf_counter()
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
-            lr = config.lr * factor
-            folder.log(step=step, loss=loss, lr=lr, grad_norm=norm.item(), tok_s=speed,
-                       tokens=step * tokens_per_step, flops=flops, skip_rate=skipped,
-                       mean_gain=gain)
-            about_gain = f"mean gain {gain:.3f} | " if gain else ""
-            say(f"iter {step:5d} | loss {loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
-                f"{about_gain}{skipped:.1%} skipped | {speed:,.0f} tokens/s")
+            lr, more, about_gain = config.lr * factor, {}, ""
+            if gains:
+                more["mean_gain"] = processes.mean((sum(gains) / len(gains)).item())
+                about_gain = f"mean gain {more['mean_gain']:.3f} | "
+            folder.log(step=step, loss=mean_loss, lr=lr, grad_norm=norm.item(), tok_s=speed,
+                       tokens=step * tokens_per_step, flops=flops, skip_rate=mean_skipped, **more)
+            say(f"iter {step:5d} | loss {mean_loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
+                f"{about_gain}{mean_skipped:.1%} skipped | {speed:,.0f} tokens/s")
 
     processes.wait()   # Nobody leaves while another one is still writing.
     out = shlex.quote(str(folder.out))
@@ -373,31 +378,38 @@ def share_done(config, step, flops):
     """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
     return flops / config.max_flops if config.max_flops else step / config.max_iters
 
-# What may differ from the run in --init_from: it shapes no weight.
+# ---------------------------------------------------------------------------- beginning, resuming
+
+# Settings that may differ from those of the run in --init_from: they change no weight's shape.
 FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
-def begin_or_resume(gpt, config, data, folder):
+def begin_or_resume(model_config, config, data, folder):
     """-> the model, and the checkpoint to go on from: {} if this is a new run"""
     if config.resume:
-        path = folder.out / "ckpt.pt"
-        ckpt, model = read_checkpoint(path, gpt)
-        if ckpt["data"] != data.fingerprint:
-            refuse(f"{path}: is of other data than --data has now; put that back, or start a new "
-                   f"run")
-        if not config.max_flops and ckpt["step"] > config.max_iters:
-            refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond "
-                   f"the end; give more, or none")
-        return model, ckpt
+        return resume(model_config, config, data, folder.out / "ckpt.pt")
     if not config.init_from:
-        return GPT(gpt), {}
-    tokenizer = read_settings(config.init_from, dict(tokenizer=""), strict=False)["tokenizer"]
-    if tokenizer != data.meta["tokenizer"]:
-        refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and --data "
-               f"{data.folder} has {data.meta['tokenizer']}; prepare that with --tokenizer "
-               f"{tokenizer}")
-    ckpt, model = read_checkpoint(Path(config.init_from) / "ckpt.pt", gpt, may_differ=FREE)
+        return GPT(model_config), {}
+    ckpt, model = model_of(config.init_from, model_config, data)
     folder.settings["init_step"] = ckpt["step"]   # goes into config.json
     return model, {}
+
+def resume(model_config, config, data, path):
+    """-> the model and the checkpoint at path"""
+    ckpt, model = read_checkpoint(path, model_config)
+    if ckpt["data"] != data.fingerprint:
+        refuse(f"{path}: is of other data than --data has now; put that back, or start a new run")
+    if not config.max_flops and ckpt["step"] > config.max_iters:
+        refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond the "
+               f"end; give more, or none")
+    return model, ckpt
+
+def model_of(run, model_config, data):
+    """-> the checkpoint of --init_from, and its model"""
+    tokenizer = read_settings(run, dict(tokenizer=""), strict=False)["tokenizer"]
+    if tokenizer != data.meta["tokenizer"]:
+        refuse(f"--init_from {run}: its tokens are those of {tokenizer}, and --data {data.folder} "
+               f"has {data.meta['tokenizer']}; prepare that with --tokenizer {tokenizer}")
+    return read_checkpoint(Path(run) / "ckpt.pt", model_config, may_differ=FREE)
 
 def compile_and_wrap(model, config, processes):
     """Brings the model to its device, and compiles it, if need be -> what training calls: the
@@ -416,8 +428,8 @@ def compile_and_wrap(model, config, processes):
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
 def refuse_if_not_finite(step, folder, model, *numbers):
-    """SystemExit if a number or a weight is not finite any more, so that none is ever saved. (A
-    weight beyond 1e6 counts as infinite: what it makes soon is.)"""
+    """SystemExit if a number or a weight is not finite any more, so that none is ever saved.
+    (Weights beyond 1e6 are refused, too: they soon overflow.)"""
     finite = all(math.isfinite(number) for number in numbers)
     if not finite or not all((w.abs() < 1e6).all() for w in model.state_dict().values()):
         refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
@@ -445,8 +457,8 @@ def defaults_for(given):
             values.pop("vocab_size")
     source = given.get("init_from") or values.get("init_from")
     if source and not given.get("resume"):
-        values |= {name: value for name, value in model_settings(source, given).items()
-                   if name not in FREE or name not in values}
+        kept = {name: values[name] for name in FREE if name in values}   # --config wins here.
+        values |= model_settings(source, given) | kept
     optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
     if optimizer not in (None, usual) and "lr" not in given:
         refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
@@ -508,21 +520,22 @@ NOT_SAVED = "out", "config", "resume", "overwrite"
 
 def main(argv=None):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
-    gpt, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
+    model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
                         epilog=residual_list(), retired=RETIRED)
     processes = join_processes(config)
-    with torch_as_it_was(processes.device):
-        pick_threads(gpt, processes.device, processes.count)
-        data = open_data(config, gpt, processes)
-        rows = math.ceil(data.meta["vocab_size"] / 64) * 64   # Multiples of 64 are fast.
-        gpt.vocab_size = max(gpt.vocab_size, rows)
-        settings = asdict(gpt) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
+    with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
+        pick_threads(model_config, processes.device, processes.count)
+        data = open_data(config, model_config, processes)
+        rows = math.ceil(data.meta["vocab_size"] / 64) * 64   # of embedding and head: 64s are fast
+        model_config.vocab_size = max(model_config.vocab_size, rows)
+        settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
         settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
         # attnres:group=4 -> runs/attnres-group4
-        out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", gpt.residual.replace("=", ""))
+        name = model_config.residual.replace("=", "")
+        out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", name)
         folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
-            return train(gpt, config, data, folder, processes, signals)
+            return train(model_config, config, data, folder, processes, signals)
 
 if __name__ == "__main__":
     start(main)

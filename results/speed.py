@@ -12,6 +12,7 @@ are new, but the one that skips has trained for 60 steps. What half skip is foun
 import json, os, runpy, statistics, sys, time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -104,10 +105,10 @@ def read_nanogpt(path):
 def skipping(args):
     """A nag of 12 x 256 that pays for gain, where half is skipped: the measured share of the predicted saving"""
     model = make("nag", 12, 256, gain_cost=0.1)
-    shards = prepare.open_split(args.data, "train", T)
+    data = SimpleNamespace(shards=prepare.open_split(args.data, "train", T), meta=prepare.load_meta(args.data))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     for step in range(60):
-        x, y = get_batch(shards, model.config, B, step)
+        x, y = get_batch(data, model.config, B, step)
         model(x, y)[1].backward()
         optimizer.step()
         optimizer.zero_grad()
