@@ -1672,6 +1672,7 @@ def config_problems(config):
 
 @lru_cache   # once for each residual
 @torch.enable_grad()
+@torch.random.fork_rng(devices=[])   # A new model draws random numbers. They are given back.
 def look_for_mistakes(residual, kind):
     """residual: as --residual names it. kind: its class. ValueError, if it has a misspelt name or
     changes nothing, returns a wrong shape, sees later tokens (as far as its first weights show
