@@ -436,13 +436,12 @@ def main(argv=None):
     meta = dict(name=config.name, tokenizer=config.tokenizer,
                 vocab_size=VOCABULARIES[config.tokenizer])
     try:
-        refuse_if_taken(config.out, out, meta)
-        make(config, meta)
+        make(config, out, meta)
     except BlockingIOError:
         refuse(f"--out {out}: another prepare.py is writing there; wait for it, or take another")
     except (KeyboardInterrupt, OSError, OverflowError) as error:
         why = str(error) or "interrupted"
-        refuse(f"--out {out}: not written ({why}); mend that, then type it again")
+        refuse(f"--out {out}: not written ({why}); type it again when that is mended")
     train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     say(f"{train:,} train and {val:,} val tokens ({config.tokenizer}); next: "
         f"python train.py --data {shlex.quote(out)}")
@@ -453,19 +452,24 @@ def refuse_if_taken(folder, out, meta):
         if not OUR_FILE.fullmatch(name) or not meta.items() <= load_meta(folder).items():
             refuse(f"--out {out}: its {name!r} is of another data set; choose another folder")
 
-def make(config, meta):
+def make(config, out, meta):
     """Makes the data set in a temporary folder beside --out, so that there is never half of one.
-    The lock on that folder ends with this process, however that ends."""
+    (fineweb puts shard after shard into --out.) The lock on the temporary folder ends with this
+    process, however that ends."""
     temporary = config.out.parent / f".{config.out.name}.tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     folder = os.open(temporary, os.O_RDONLY | os.O_NOFOLLOW)
     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
+        refuse_if_taken(config.out, out, meta)   # now, when nobody else can write there
         new = Path(tempfile.mkdtemp(dir=temporary), "new")
         new.mkdir()
         (new / "meta.json").write_text(json.dumps(meta))
         DATA_SETS[config.name](config, new)
     finally:
+        for old in temporary.glob("*/old"):
+            if not config.out.exists():   # Ctrl-C came just when it was to be replaced.
+                old.rename(config.out)
         shutil.rmtree(temporary, ignore_errors=True)   # also what killed runs have left there
 
 if __name__ == "__main__":
