@@ -110,14 +110,14 @@ def test_lines_inside_a_model_that_we_know(text, windows):
     found = inside.Inside(Known(text), text, windows, 3)
     for block in range(L + 1):
         assert found.share["answer"][block][block] == 1.0
-        assert found.newest(block) == (block, "answer")
+        assert found.furthest(block) == (block, "answer")
         assert found.share["line"][block][0] == 1.0 and found.share["line"][block][1] < 0.75
     example = found.example("d3141")
     lines = [inside.spelled(line) for line in inside.lines_after("d3141", text)]
     assert example["answer"] == example["true"] == lines[3]
     assert [row["digits"] for row in example["blocks"]] == lines
     assert [row["steps"] for row in example["blocks"]] == [0, 1, 2, 3]
-    with pytest.raises(inside.NotHere, match="too few lines that ask for three steps"):
+    with pytest.raises(inside.NotHere, match="too few lines that ask for three steps: fewer than 200"):
         inside.Inside(Known(text), text, [part[:20] for part in windows], 3)
 
 def test_controls(text, windows, monkeypatch):
