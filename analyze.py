@@ -208,7 +208,7 @@ def steps_found(result, run):
     if run.right[0] < KNOWN:
         return "It has not even learned to copy a line."
     return (f"{steps_learned(run.right, run.guess):.1f} steps learned. Up to "
-            f"{in_words(most_learned(run.right))}, {KNOWN:.0%} of the digits are right.")
+            f"{in_words(most_learned(run.right))}, at least {KNOWN:.0%} of the digits are right.")
 
 @stat("How many steps it has learned", finding=steps_found, x="steps asked for", start=0)
 def steps(run):
@@ -276,38 +276,43 @@ def patched(run):
 
     400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
     above; the right half of their answers' digits. Chance is 1 / symbols. Before the line is
-    fetched, it stands higher, because the answer so far is fed in, and never patched away."""
+    fetched, one share stands higher, because the answer so far is still fed in."""
     puzzle = run.need_puzzle()
     return patch(run.model, puzzle, k_of(run))
 
 def removal_by_steps_found(result, run):
-    intact, *without = [statistics.mean(row[:run.known + 1]) for row in result[""]]
+    known = most_learned(run.right)
+    intact, *without = [statistics.mean(row[:known + 1]) for row in result[""]]
     worst, least = without.index(min(without)), without.index(max(without))
-    return (f"Up to {in_words(run.known)}, which it has learned, {intact:.0%} of the digits are "
-            f"right. Without block {worst + 1}, {without[worst]:.0%} are; without block "
+    return (f"Up to {in_words(known)}, which it has learned, {intact:.0%} of the digits are right. "
+            f"Without block {worst + 1}, {without[worst]:.0%} are; without block "
             f"{least + 1}, which does least, {without[least]:.0%}.")
 
 @stat("What breaks without a block", draw="heat", finding=removal_by_steps_found,
       x="steps asked for", y="block left out", label="share of right digits", first_column=0,
       first_row=0, lowest="none", vmax=1)
 def removal_by_steps(run):
-    """Right digits without one block. A row as bright as the lowest one: the model hardly needs
-    this block.
+    """Right digits without one block. The lowest row is the whole model: it hardly needs a block
+    whose row is as bright.
 
     The stream passes a removed block unchanged; nothing is trained after it. Digits as in the first
-    figure. The lowest row is the whole model."""
+    figure."""
     run.need_puzzle()
     without = [Without(sublayers_of(run.model, block), run.model.decider)
                for block in range(len(run.model.blocks))]
     return {"": [run.right, *(right_by_steps(run, decider)[0] for decider in without)]}
 
 def gain_found(result, run):
-    rows = [row[:run.known + 1] for row in result[""]]
+    known = most_learned(run.right)
+    if known == 0:
+        return "It has learned no steps, so it has no digits to tell apart."
+    rows = [row[:known + 1] for row in result[""]]
     rises = [max(row) - row[0] for row in rows]
     number = rises.index(max(rises))
     copies, most = rows[number][0], max(rows[number])
-    return (f"Of all sublayers, {number + 1} tells learned digits apart best: it turns copies by "
-            f"{copies:.0f} degrees, and {in_words(rows[number].index(most))} by {most:.0f}.")
+    return (f"Sublayer {number + 1} tells learned digits apart best: it turns copies by "
+            f"{copies:.0f} degrees, and digits after {in_words(rows[number].index(most))} by "
+            f"{most:.0f}.")
 
 @stat("What turns, and for whom", draw="heat", finding=gain_found, x="steps asked for",
       y="sublayer", label="mean angle (degrees)", first_column=0, cmap="Blues")

@@ -66,7 +66,8 @@ def pick_decider(model, config):
     if why := why_not(decider, model.config):
         refuse(f"{asked}: {why}")
     if model.decider.needs_tensor:
-        refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another run")
+        refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another "
+               f"run")
     return decider
 
 def places_of(blocks, model):
@@ -86,8 +87,8 @@ RED = "\033[38;5;231;48;5;160m"
 
 def show(text, ran=None, style="plain", span=(0.0, 1.0)):
     """Prints text at once. ran: the share of the sublayers that ran for it. style: plain, colours
-    or numbers. span: the shares that are palest and darkest. A terminal gets no characters that could
-    do something to it, whatever a model says."""
+    or numbers. span: the shares that are palest and darkest. A terminal gets no characters that
+    could do something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
     if style == "numbers":
