@@ -48,14 +48,17 @@ def draw_lines(stat, results, colors):
     styles = dict(zip(names, itertools.cycle(STYLES)))
     figure, grid = new_figure(len(titles), 3, (4.2, 3.2))
     for axes, title in zip(grid, titles):
-        axes.set(xlabel=how["x"], ylabel=how.get("ylabel", title), title=title * ("ylabel" in how))
+        axes.set(xlabel=how["x"], ylabel=how.get("ylabel", title))
+        if "ylabel" in how:
+            axes.set_title(title)
         for run, result in results.items():
             for name, line in result.get(title, {}).items():
                 if line and not isinstance(line[0], (list, tuple)):
                     line = list(enumerate(line, how.get("start", 1)))
                 x, y = zip(*line) if line else ((), ())
-                width = 3 if names.index(name) == 0 < len(names) - 1 else 1.3
-                axes.plot(x, y, styles[name], color=colors[run], ms=3.5, lw=width, alpha=0.85)
+                is_first_of_many = name == names[0] and len(names) > 1
+                axes.plot(x, y, styles[name], color=colors[run], alpha=0.85,
+                          lw=3 if is_first_of_many else 1.3, ms=10 if len(line) == 1 else 3.5)
         if "limits" in how:
             axes.set_ylim(how["limits"])
         if how.get("log") in (True, title):   # like a logarithm, but it goes through 0
@@ -78,32 +81,36 @@ def draw_heat(stat, results, colors):
     """A panel per run and matrix, the lowest number at the lower left"""
     how, found = stat.options, [(run, *each) for run in results for each in results[run].items()]
     figure, grid = new_figure(len(found), how.get("columns", 2), (4.6, 3.6))
+    largest = max(x for *_, matrix in found for row in matrix for x in row if x is not None)
     for axes, (run, title, matrix) in zip(grid, found):
-        image = heat(axes, matrix, **how)
+        image = heat(axes, matrix, **{"vmax": largest} | how)
         axes.set_title(f"{run} {title}", color=colors[run])
-        if "vmax" not in how:
-            figure.colorbar(image, ax=axes, label=how["label"])
-    if "vmax" in how:   # All panels have one scale.
-        figure.colorbar(image, ax=list(grid), label=how["label"])
+    figure.colorbar(image, ax=list(grid), label=how["label"])   # All panels have one scale.
     return figure
 
-def heat(axes, matrix, x, y, first_row=1, first_column=1, step=1, vmin=0, vmax=None, cmap="viridis",
-         **_):
-    """A matrix as colours. None is grey, and a small one gets its numbers: .73 for 0.73"""
+def heat(axes, matrix, x, y, vmax, first_row=1, first_column=1, lowest=None, cmap="viridis", **_):
+    """A matrix as colours. None is grey, and a narrow one gets its numbers. lowest: the name
+    of the lowest row"""
     values = torch.tensor([[math.nan if x is None else x for x in row] for row in matrix])
     rows, columns = values.shape
-    xs, ys = [first_column + step * i for i in range(columns)], range(first_row, first_row + rows)
-    image = axes.pcolormesh(xs, ys, values.numpy(), vmin=vmin, vmax=vmax, cmap=cmap)
+    xs, ys = range(first_column, first_column + columns), range(first_row, first_row + rows)
+    image = axes.pcolormesh(xs, ys, values.numpy(), vmin=0, vmax=vmax, cmap=cmap)
     axes.set(xlabel=x, ylabel=y, facecolor="0.85")
     axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
-    if step == 1 and columns <= 16:
+    if lowest:
+        axes.set_yticks(ys, [lowest, *ys[1:]])
+    if columns <= 16:
         axes.set_xticks(xs)
-        for place, value in zip(itertools.product(ys, xs), values.flatten().tolist()):
-            if value == value:   # not nan
+        for (row, column), value in zip(itertools.product(ys, xs), values.flatten().tolist()):
+            if not math.isnan(value):
                 *rgb, _ = image.cmap(image.norm(value))
-                axes.text(*place[::-1], f"{value:.2f}".removeprefix("0"), ha="center", va="center",
-                          fontsize=7, color="white" if sum(rgb) < 1.5 else "black")
+                axes.text(column, row, short(value, vmax), ha="center", va="center", fontsize=7,
+                          color="white" if sum(rgb) < 1.5 else "black")
     return image
+
+def short(value, largest):
+    """.73 for a share, and 12 for degrees"""
+    return f"{value:.0f}" if largest > 2 else f"{value:.2f}".removeprefix("0")
 
 def draw_inside(stat, results, colors):
     """Three panels per run: what can be read where the line stands, and where the answer is
@@ -120,7 +127,7 @@ def draw_inside(stat, results, colors):
     return figure
 
 def draw_digits(axes, example):
-    """One line, a row a block: the newest digits that can be read, coloured by steps"""
+    """One line, a row a block: the furthest digits that can be read, coloured by steps"""
     blocks, n, most = example["blocks"], len(example["true"]), ord(example["line"][0]) - ord("a")
     for block, row in enumerate(blocks):
         if row is None:
@@ -131,9 +138,11 @@ def draw_digits(axes, example):
         for x, (digit, true) in enumerate(zip(row["digits"], row["true"])):
             color = "black" if digit == true else "red"
             axes.text(x, block, digit, ha="center", va="center", color=color)
-        where = ", in the line" * (row["place"] == "line")
-        axes.text(n - 0.2, block, in_words(row["steps"]) + where, va="center", fontsize=9)
-    axes.set(title=f"{example['line']}: the newest digits that can be read", xlim=(-0.5, n + 5),
+        says = in_words(row["steps"])
+        if row["where"] == "line":
+            says += ", in the line"
+        axes.text(n - 0.2, block, says, va="center", fontsize=9)
+    axes.set(title=f"{example['line']}: the furthest digits that can be read", xlim=(-0.5, n + 5),
              ylim=(-0.5, len(blocks) - 0.5), xticks=range(n), xticklabels=example["answer"])
     axes.set_xlabel("the model's answer", loc="left")
     axes.spines[["top", "right", "bottom"]].set_visible(False)
@@ -161,14 +170,14 @@ def draw_bars(stat, results, colors):
 
 def draw_depth_map(stat, results, colors):
     """A heat map per run, of what was not skipped, with the tokens below"""
-    maps = {run: {"": [[size if ran else None for size, ran in zip(*rows)]
-                       for rows in zip(result["size"], result["ran"])]}
+    maps = {run: {"": [[angle if ran else None for angle, ran in zip(*rows)]
+                       for rows in zip(result["degrees"], result["ran"])]}
             for run, result in results.items()}
     figure = draw_heat(stat, maps, colors)
     figure.set_figwidth(12)
     for axes, result in zip(figure.axes, results.values()):
         image = axes.collections[0]
-        image.set_norm(PowerNorm(0.5, *image.get_clim()))   # so that small gains differ, too
+        image.set_norm(PowerNorm(0.5, *image.get_clim()))   # so that small angles differ, too
         tokens = [repr(token)[1:-1].replace("\\n", "↵") for token in result["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
                         rotation=90 if max(map(len, tokens)) > 2 else 0)

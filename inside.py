@@ -2,50 +2,66 @@
 The lines that nobody wrote. A line of the steps text, such as f314159265358, asks for its line five
 steps later. The text never has the lines between. Are they inside of the model?
 
-A probe, a linear map from the stream to a digit, reads them there, block by block (`Inside`). And
-a patch shows that the model uses them, and which block fetches them (`patch`). sample.py --inside
-and analyze.py show both.
+A probe, a linear map from the stream to a digit, reads them there, block by block (`Inside`). A
+patch shows at which block the answer stops needing the place where the line stands (`patch`).
+sample.py --inside shows the first, analyze.py shows both.
 """
 import torch
 import torch.nn.functional as F
 
 import prepare
-from model import Runner, Without, unit
+from model import EVERYONE, Runner, Without, unit
 
 WINDOWS = 1024     # of validation text: half of them to fit a probe, half to see what it reads
-READABLE = 0.9     # A line can be read if the probe is right for so many of its digits.
+KNOWN = 0.9        # A probe can read a line, and a model knows a step, if so many digits are right.
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
 
+# ------------------------------------------------------------------------------ who runs what
+
+def sublayers_of(model, block):
+    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
+    --repeat runs it several times"""
+    return {place for i, number in enumerate(model.order) if number == block
+            for place in (2 * i + 1, 2 * i + 2)}
+
+def who_ran(runner):
+    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
+    device = runner.model.device
+    return torch.stack([keep if torch.is_tensor(keep)
+                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
+                        for keep in runner.keeps])
+
 # ------------------------------------------------------------------------- lines and their answers
 
-def lines_after(line, text):
-    """f314159265358 -> digits (6, cells), after 0, 1, .. 5 steps. text: what meta.json says"""
-    return all_lines(torch.tensor([*map(int, line[1:])]), ord(line[0]) - ord("a"), text)
+def lines_after(line, puzzle):
+    """f314159265358 -> digits (6, cells), after 0, 1, .. 5 steps. puzzle: what meta.json says of
+    the steps text: its table, cells and most steps"""
+    return all_lines(torch.tensor([*map(int, line[1:])]), ord(line[0]) - ord("a"), puzzle)
 
-def all_lines(digits, k, text):
+def all_lines(digits, k, puzzle):
     """digits (..., cells) -> (k + 1, ..., cells), after 0, 1, .. k steps"""
     lines = [digits]
     for _ in range(k):
-        lines.append(torch.from_numpy(prepare.next_line(lines[-1], text["table"])))
+        lines.append(torch.from_numpy(prepare.next_line(lines[-1], puzzle["table"])))
     return torch.stack(lines)
 
-def answers(model, lines, text):
-    """What the model writes after each line, digit by digit the likeliest. (The letter before the
-    answer could be any one, so it is given.)"""
+def answers(model, lines, puzzle):
+    """What the model writes after each line, digit by digit the likeliest. (We write the answer's
+    letter, because the text draws it at random.)"""
     idx = torch.tensor([[*f"{line}\na".encode()] for line in lines], device=model.device)
-    new = model.generate(idx, text["cells"], temperature=0)[:, idx.shape[1]:]
+    new = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
     return [spelled(row - ord("0")) for row in new]
 
 def spelled(digits):
     return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
 
-def some_digits(text):
-    """Those of pi, if the text has all ten digits"""
-    if len(text["table"]) == 10:
-        return ("3141592653589793" * 7)[:text["cells"]]
-    return "".join(str(i % len(text["table"])) for i in range(text["cells"]))
+def some_digits(puzzle):
+    """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
+    if len(puzzle["table"]) == 10:
+        return ("3141592653589793" * 7)[:puzzle["cells"]]
+    return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
 
 def in_words(n):
     """2 -> two steps"""
@@ -55,29 +71,37 @@ def in_words(n):
 # --------------------------------------------------------------------------------------- the probe
 
 def probe(features, digits, symbols, ridge=1.0):
-    """Ridge regression, solved at once: the linear map that best tells digits from features.
+    """Ridge regression, one linear system: the linear map that best tells digits from features.
 
-    features (n, C); digits (k, n), of k lines -> a map for each line, (k, C + 1, symbols)"""
+    features (n, C); digits (k + 1, n), of k + 1 lines -> a map for each, (k + 1, C + 1, symbols)"""
     x = with_one(features)
-    wanted = F.one_hot(digits, symbols).double()   # (k, n, symbols)
+    wanted = F.one_hot(digits, symbols).double()   # (k + 1, n, symbols)
     return torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1]), x.T @ wanted)
 
 def read(weights, features):
-    """-> the likeliest digits by each of the k maps, (k, n)"""
+    """-> the likeliest digits by each of the k + 1 maps, (k + 1, n)"""
     return (with_one(features) @ weights).argmax(-1)
 
 def with_one(features):
     return F.pad(features.double(), (0, 1), value=1.0)   # 1: for the constant of the map
 
-def questions(idx, targets, text, k):
+def columns(column, cells):
+    """column (N,): of the answer's letter -> columns (N, cells) of the streams that we read
+
+        f 3 1 4 \\n a 9 5 4
+          line        answer: a token predicts its right neighbour, so it begins at the letter"""
+    cell = torch.arange(cells)
+    return {"line": column[:, None] - cells - 1 + cell, "answer": column[:, None] + cell}
+
+def questions(idx, targets, puzzle, k):
     """All lines in windows that ask for k steps, and whose answer is in the window, too -> window
-    (N,); letter (N,): where the answer begins; lines (k + 1, N, cells): after 0, 1, .. k steps"""
-    cells = text["cells"]
+    (N,); column (N,) of the answer's letter; lines (k + 1, N, cells): after 0, 1, .. k steps"""
+    cells = puzzle["cells"]
     asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
     begins = (asked == k) & (cell == 0)
-    window, letter = begins[:, :idx.shape[1] - cells + 1].nonzero().T
-    place = letter[:, None] - cells - 1 + torch.arange(cells)   # of the line before
-    return window, letter, all_lines(idx[window[:, None], place] - ord("0"), k, text)
+    window, column = begins[:, :idx.shape[1] - cells + 1].nonzero().T
+    line = idx[window[:, None], columns(column, cells)["line"]]
+    return window, column, all_lines(line - ord("0"), k, puzzle)
 
 def ends_of_blocks(model, idx):
     """Yields L + 1 streams: that of the embedding, and that after each block"""
@@ -89,84 +113,90 @@ def ends_of_blocks(model, idx):
 
 class Inside:
     """Probes of the lines inside, for lines that ask for k steps. There is one for each block (0:
-    for the embedding), for the line after 0, 1, .. k steps, and for two places: at "answer", the
-    stream of a token predicts the digit in question; at "line", its token is the digit that stands
-    in this cell in the line before. share[place][block][steps]: how many digits it reads"""
-    def __init__(self, model, text, windows, k):
-        """windows: x, y (n, T)"""
-        self.model, self.text, self.k, self.probes, self.share = model, text, k, {}, {}
+    for the embedding), for the line after 0, 1, .. k steps, and for two places. "answer": the
+    stream that predicts the digit in question; "line": the stream of the digit above it.
+
+    share[where][block][steps]: how many digits it reads, in windows that it was not fitted to"""
+    def __init__(self, model, puzzle, windows, k):
+        """windows: x, y (n, T). NotHere if they have too few such lines"""
+        self.model, self.puzzle, self.k = model, puzzle, k
         half = len(windows[0]) // 2
-        features, digits = self.collect(*(part[:half] for part in windows))
-        new_features, new_digits = self.collect(*(part[half:] for part in windows))
-        for place in features:
-            self.probes[place] = [probe(x, digits, len(text["table"])) for x in features[place]]
-            reads = [read(*pair) for pair in zip(self.probes[place], new_features[place])]
-            self.share[place] = [(said == new_digits).double().mean(-1).tolist() for said in reads]
+        self.probes = self.fit(*self.collect(*(part[:half] for part in windows)))
+        self.share = self.score(*self.collect(*(part[half:] for part in windows)))
+
+    def fit(self, features, digits):
+        symbols = len(self.puzzle["table"])
+        return {where: [probe(x, digits, symbols) for x in blocks]
+                for where, blocks in features.items()}
+
+    def score(self, features, digits):
+        return {where: [(read(weights, x) == digits).double().mean(-1).tolist()
+                        for weights, x in zip(self.probes[where], blocks)]
+                for where, blocks in features.items()}
 
     def collect(self, x, y):
-        """-> {place: features (L + 1, n, C)} and digits (k + 1, n) of all lines that ask for k"""
+        """-> {where: features (L + 1, n, C)} and digits (k + 1, n) of all lines that ask for k"""
         features, digits = {"line": [], "answer": []}, []
         for idx, targets in zip(x.split(64), y.split(64)):
-            window, letter, lines = questions(idx, targets, self.text, self.k)
+            window, column, lines = questions(idx, targets, self.puzzle, self.k)
             digits.append(lines.flatten(1))
-            for place, found in self.features(idx, window, letter).items():
-                features[place].append(found)
+            for where, found in self.features(idx, window, column).items():
+                features[where].append(found)
         digits = torch.cat(digits, 1)
         if digits.shape[1] < 200:
-            raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}")
-        return {place: torch.cat(parts, 1) for place, parts in features.items()}, digits
+            raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}: "
+                          f"fewer than 200 digits")
+        return {where: torch.cat(parts, 1) for where, parts in features.items()}, digits
 
     @torch.no_grad()
-    def features(self, idx, window, letter):
-        """unit(stream) after each block, at all cells of these lines: {place: (L + 1, n, C)}.
-        window (N,): the row of idx; letter (N,): where the answer begins, with its letter"""
-        cells = torch.arange(self.text["cells"])
-        line = letter[:, None] - len(cells) - 1 + cells
-        where, found = {"line": line, "answer": letter[:, None] + cells}, {"line": [], "answer": []}
+    def features(self, idx, window, column):
+        """unit(stream) after each block, at all cells of these lines: {where: (L + 1, n, C)}.
+        window (N,): the row of idx; column (N,): of the answer's letter"""
+        found = {"line": [], "answer": []}
         for stream in ends_of_blocks(self.model, idx.to(self.model.device)):
             x = unit(self.model.ends.as_tensor(stream)).cpu()
-            for place in found:
-                found[place].append(x[window[:, None], where[place]].flatten(0, 1))
-        return {place: torch.stack(parts) for place, parts in found.items()}
+            for where, read_at in columns(column, self.puzzle["cells"]).items():
+                found[where].append(x[window[:, None], read_at].flatten(0, 1))
+        return {where: torch.stack(parts) for where, parts in found.items()}
 
-    def newest(self, block):
-        """-> steps and place of the newest line that can be read after a block, or None"""
-        found = [(steps, place == "answer") for place, rows in self.share.items()
-                 for steps, share in enumerate(rows[block]) if share >= READABLE]
-        if not found:
-            return None
-        steps, is_answer = max(found)
-        return steps, "answer" if is_answer else "line"
+    def furthest(self, block):
+        """-> (steps, where) of the furthest line that can be read after a block, or None"""
+        for steps in range(self.k, -1, -1):
+            for where in "answer", "line":
+                if self.share[where][block][steps] >= KNOWN:
+                    return steps, where
+        return None
 
     def example(self, line):
         """What can be read while the model answers a line such as f314159265358, block by block"""
-        answer, = answers(self.model, [line], self.text)
+        answer, = answers(self.model, [line], self.puzzle)
         idx = torch.tensor([[*f"{line}\na{answer}".encode()]])
         features = self.features(idx, torch.tensor([0]), torch.tensor([len(line) + 1]))
-        true, blocks = lines_after(line, self.text), []
+        true, blocks = lines_after(line, self.puzzle), []
         for block in range(len(self.share["line"])):
-            newest = self.newest(block)
-            if newest is None:
+            furthest = self.furthest(block)
+            if furthest is None:
                 blocks.append(None)
                 continue
-            steps, place = newest
-            digits = read(self.probes[place][block], features[place][block])[steps]
-            blocks.append(dict(steps=steps, place=place, share=self.share[place][block][steps],
+            steps, where = furthest
+            digits = read(self.probes[where][block], features[where][block])[steps]
+            blocks.append(dict(steps=steps, where=where, share=self.share[where][block][steps],
                                digits=spelled(digits), true=spelled(true[steps])))
         return dict(line=line, answer=answer, true=spelled(true[-1]), blocks=blocks)
 
-def inside_of(model, data, text, k):
-    """-> Inside, from the validation windows in the folder `data`. SystemExit if there are none"""
+def inside_of(model, data, puzzle, k):
+    """-> Inside, from the validation windows in the folder `data`. SystemExit if there are none;
+    NotHere if they have too few lines that ask for k steps"""
     windows = prepare.val_windows(data, model.config.block_size, WINDOWS)
-    return Inside(model, text, windows, k)
+    return Inside(model, puzzle, windows, k)
 
 # --------------------------------------------------------------------------------------- the patch
 
 class Patched(Without):
-    """After one block, some tokens of each sequence get the stream of the sequence before it."""
-    def __init__(self, block, tokens, decider):
-        super().__init__((), decider)
-        self.block, self.tokens = block, tokens
+    """After one block, some columns of each sequence get the stream of the sequence before it."""
+    def __init__(self, block, where, decider):
+        super().__init__((), decider)   # It removes nothing.
+        self.block, self.where = block, where
 
     def after(self, runner, stream):
         stream = super().after(runner, stream)
@@ -176,31 +206,32 @@ class Patched(Without):
         if isinstance(stream, tuple):
             return tuple(self.patch(x) for x in stream)
         stream = stream.clone()
-        stream[:, self.tokens] = stream.roll(1, dims=0)[:, self.tokens]
+        stream[:, self.where] = stream.roll(1, dims=0)[:, self.where]
         return stream
 
 @torch.no_grad()
-def patch(model, text, k, n=400):
+def patch(model, puzzle, k, n=400):
     """The stream of another line takes the place of this line's. Whose answer comes out?
 
-    n lines of random digits that ask for k steps, each alone in its window, and their right answers
-    -> {patched place: {whose answer: share of digits of the right half, after block 1, 2, ..}}"""
+    n lines of random digits ask for k steps, each alone in its window. The model gets the right
+    answer's digits, and says each next one. Only columns of digits are patched, never the newline
+    -> {where: {whose answer: share of digits of the right half, after block 1, 2, ..}}"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    cells, generator = text["cells"], torch.Generator().manual_seed(0)
-    digits = torch.randint(len(text["table"]), (n, cells), generator=generator)
-    answer = all_lines(digits, k, text)[-1] + ord("0")
+    cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
+    answer = all_lines(digits, k, puzzle)[-1] + ord("0")
     first, newline, letter = (torch.full((n, 1), ord(c)) for c in (chr(ord("a") + k), "\n", "a"))
     idx = torch.cat((first, digits + ord("0"), newline, letter, answer[:, :-1]), 1).to(model.device)
     answer = answer.to(model.device)
-    places = {"where the line stands": slice(1, cells + 1),
-              "where the answer is predicted": slice(cells + 2, None)}
-    found = {place: {"its own answer": [], "the other line's answer": []} for place in places}
-    for place, tokens in places.items():
+    patched = {"where the line stands": slice(1, cells + 1),
+               "where the answer is predicted": slice(cells + 2, None)}
+    found = {name: {"its own answer": [], "the other line's answer": []} for name in patched}
+    for name, where in patched.items():
         for block in range(1, len(model.order) + 1):
-            runner = Runner(model, Patched(block, tokens, model.decider))
+            runner = Runner(model, Patched(block, where, model.decider))
             said = model(idx, runner=runner)[0][:, -cells:].argmax(-1)
-            for whose, wanted in zip(found[place], (answer, answer.roll(1, dims=0))):
+            for whose, wanted in zip(found[name], (answer, answer.roll(1, dims=0))):
                 right = (said == wanted)[:, cells // 2:]
-                found[place][whose].append(right.float().mean().item())
+                found[name][whose].append(right.float().mean().item())
     return found

@@ -18,8 +18,8 @@ import torch
 
 import prepare
 from flags import flag, parse, printable, refuse, start
-from inside import NotHere, in_words, inside_of
-from model import ByGain, EVERYONE, EarlyExit, Without, flops_per_token, why_not
+from inside import NotHere, in_words, inside_of, sublayers_of, who_ran
+from model import ByGain, EarlyExit, Without, flops_per_token, why_not
 from processes import pick_device, pick_threads
 from runs import open_run
 
@@ -58,24 +58,26 @@ class SampleConfig:
 def pick_decider(model, config):
     """-> the decider that the flags ask for. SystemExit if the model can't have it."""
     if config.exit < 1:
-        flag, decider = "--exit", EarlyExit(config.exit)
+        asked, decider = "--exit", EarlyExit(config.exit)
     elif config.skip_below >= 0:
-        flag, decider = "--skip_below", ByGain(model.config, config.skip_below)
+        asked, decider = "--skip_below", ByGain(model.config, config.skip_below)
     else:
         return model.decider   # as trained
     if why := why_not(decider, model.config):
-        refuse(f"{flag}: {why}")
+        refuse(f"{asked}: {why}")
     if model.decider.needs_tensor:
-        refuse(f"{flag}: the run's own --mod {model.config.mod} decides who skips; use another run")
+        refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another "
+               f"run")
     return decider
 
-def places_of(blocks, n_blocks):
-    """"9,10" -> {17, 18, 19, 20}: both sublayers of each block, as they run"""
-    numbers = {str(block): block for block in range(1, n_blocks + 1)}
+def places_of(blocks, model):
+    """"9,10" -> {17, 18, 19, 20}: the places of these blocks' sublayers"""
+    numbers = {str(number + 1): number for number in range(len(model.blocks))}
     named = {*blocks.split(",")} if blocks else set()
     if not named < numbers.keys():
-        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
-    return {place for block in named for place in (2 * numbers[block] - 1, 2 * numbers[block])}
+        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {len(numbers)}, such as "
+               f"1,2")
+    return {place for name in named for place in sublayers_of(model, numbers[name])}
 
 # --------------------------------------------------------------------------------------------- show
 
@@ -83,17 +85,17 @@ def places_of(blocks, n_blocks):
 PALETTE = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
 RED = "\033[38;5;231;48;5;160m"
 
-def show(text, share=None, style="plain", span=(0.0, 1.0)):
-    """Prints text at once. share: of the sublayers that ran for it. style: plain, colours or
-    numbers. span: the shares that are palest and darkest. A terminal gets no characters that could
-    do something to it, whatever a model says."""
+def show(text, ran=None, style="plain", span=(0.0, 1.0)):
+    """Prints text at once. ran: the share of the sublayers that ran for it. style: plain, colours
+    or numbers. span: the shares that are palest and darkest. A terminal gets no characters that
+    could do something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
     if style == "numbers":
-        text = f"{'' if share is None else f'{share:.0%}':>4} {text!r}\n"
-    elif style == "colours" and share is not None and text.strip():
+        text = f"{'' if ran is None else f'{ran:.0%}':>4} {text!r}\n"
+    elif style == "colours" and ran is not None and text.strip():
         low, high = span
-        text = painted(text, (share - low) / max(1e-9, high - low))
+        text = painted(text, (ran - low) / max(1e-9, high - low))
     print(text, end="", flush=True)
 
 def painted(text, shade):
@@ -107,18 +109,10 @@ def legend(span):
     tones = [painted(f" {low + (high - low) * i / 6:.0%} ", i / 6) for i in range(7)]
     return "share of the sublayers that ran for a token: " + "".join(tones)
 
-def depths(runner):
-    """-> for each token of a pass of one sequence, the share of the sublayers that ran for it"""
-    ran = torch.zeros(runner.shape[1])
-    for keep in runner.keeps:
-        ran += keep[0].cpu() if torch.is_tensor(keep) else keep is EVERYONE
-    return (ran / len(runner.keeps)).tolist()
-
 # ----------------------------------------------------------------------------------------- sampling
 
 def sample(model, tokenizer, config, decider, generator, style="plain"):
-    """Shows one sample as it comes. Yields of each token the share of the sublayers that it
-    skipped, and the FLOPs per token of the pass that led to it."""
+    """Prints a sample. Yields (share skipped, FLOPs) for each token."""
     prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
     idx = torch.tensor([prompt], device=model.device)
     tokens = model.new_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
@@ -133,44 +127,46 @@ def sample(model, tokenizer, config, decider, generator, style="plain"):
             skipped = runner.skipped(last=True)
             yield skipped, flops_per_token(model, runner=runner)
             if style != "plain" and span is None:
-                span = show_prompt(config.prompt, runner, style)
+                ran = who_ran(runner).float().mean(0)[0].tolist()   # of each token of the prompt
+                span = min(ran), max(ran)
+                show_prompt(config.prompt, ran, style, span)
             if token.item() == tokenizer.eot_token:
                 break
             text = decoder.decode(tokenizer.decode_single_token_bytes(token.item()))
             show(text, 1 - skipped, style, span)
     finally:   # also after Ctrl-C
-        show(decoder.decode(b"", final=True) + "\n", style=style)
+        if rest := decoder.decode(b"", final=True):
+            show(rest, style=style)
+        if style != "numbers":   # There, each token has its own line.
+            show("\n")
 
-def show_prompt(text, runner, style):
-    """Shows a prompt with its depths, if each of its tokens is a letter -> their span. What
-    predicts a letter is the token before it, so its depth is the letter's."""
-    shares = depths(runner)
-    span = min(shares), max(shares)
+def show_prompt(prompt, ran, style, span):
+    """Shows a prompt, with its depths if each of its tokens is a letter. ran: the share of the
+    sublayers that ran for each token. A letter gets the depth of the token that predicts it."""
     if style == "colours":
         print(legend(span), file=sys.stderr)
-    if len(text) != len(shares):
-        show(text, style=style)
-        return span
-    for letter, share in zip(text, [None] + shares):
+    if len(prompt) != len(ran):
+        show(prompt, style=style)
+        return
+    for letter, share in zip(prompt, [None] + ran):
         show(letter, share, style, span)
-    return span
 
 # --------------------------------------------------------------------------------- the lines inside
 
 def show_inside(model, data, line):
     """Shows what a probe reads in the stream, block by block, and then the answer: see inside.py.
     data: the folder of the steps text; line: such as f314159265358"""
-    text = prepare.load_meta(data).get("steps")
-    if not text:
+    puzzle = prepare.load_meta(data).get("steps")
+    if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
-    letters, cells = "abcdefghijklmnopqrstuvwxyz"[:text["most"] + 1], text["cells"]
-    last = len(text["table"]) - 1
+    letters, cells = "abcdefghijklmnopqrstuvwxyz"[:puzzle["most"] + 1], puzzle["cells"]
+    last = len(puzzle["table"]) - 1
     if not re.fullmatch(f"[{letters}][0-{last}]{{{cells}}}", line):
         refuse(f"--inside: needs a --prompt of one line: a letter from a to {letters[-1]}, and "
                f"{cells} digits from 0 to {last}")
     k = letters.index(line[0])
     try:
-        found = inside_of(model, data, text, k).example(line)
+        found = inside_of(model, data, puzzle, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
@@ -180,19 +176,19 @@ def show_inside(model, data, line):
         digits, says = ". " * cells, "nothing to be read yet"
         if row:
             digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
-            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['place']}"
+            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
         print(f"  after block {block:<3} {digits} {says}")
     wrong = sum(a != b for a, b in zip(found["answer"], found["true"]))
     verdict = f"right, all {cells} digits" if wrong == 0 else f"{wrong} of {cells} digits are wrong"
     print(f"\n  the answer      {marked(found['answer'], found['true'])} {verdict}\n")
 
-def marked(digits, true, share=0.0):
-    """Digits with blanks between. A terminal shows the share of the steps that are done as a
-    colour, and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
+def marked(digits, true, shade=0.0):
+    """Digits with blanks between. A terminal shows the share of the steps that are done as a shade,
+    and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
     pairs = list(zip(digits, true))
     if not sys.stdout.isatty():
         return "".join(digit + (" " if digit == right else "!") for digit, right in pairs)
-    return "".join(painted(digit + " ", share) if digit == right else f"{RED}{digit} \033[0m"
+    return "".join(painted(digit + " ", shade) if digit == right else f"{RED}{digit} \033[0m"
                    for digit, right in pairs)
 
 def main(argv=None):
@@ -202,7 +198,7 @@ def main(argv=None):
     model, settings = open_run(config.run, device)
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    removed = places_of(config.remove, len(model.order))
+    removed = places_of(config.remove, model)
     decider = Without(removed, pick_decider(model, config))
     if config.inside:
         model.decider = decider

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
@@ -21,10 +22,11 @@ import analyze
 import prepare
 import run
 from flags import flag, parse, refuse, say, start
+from inside import sublayers_of
 from model import Runner, Without
 from runs import open_run, read_metrics, read_settings
 
-METHODS = "CascadeFlow", "influence", "worth", "magnitude"   # see prune_curve in analyze.py
+METHODS = "CascadeFlow", "influence", "worth", "magnitude"   # see block_scores
 NAMES = {("pre", "width"): "6 blocks", ("nag", "width"): "NAG",   # residual, init -> the variant in run.py
          ("pre", "gpt2"): "6 blocks, gpt2", ("nag", "gpt2"): "NAG, gpt2, 6 blocks"}
 
@@ -33,15 +35,41 @@ class PruningConfig:
     runs: list = flag(None, "run folders of the steps text")
     out: str = flag("results/runs.csv", "file of the lines")
 
-def steps_without(inspected, text):
+def decider_without(inspected, number):
+    """-> the decider that removes block `number`, from 0, and leaves all else to the model's own"""
+    model = inspected.model
+    return Without(sublayers_of(model, number), model.decider)
+
+def steps_without(inspected):
     """-> for each block the steps that are left without it"""
     found = []
     for number in range(len(inspected.model.blocks)):
-        gone = Without(analyze.sublayers_of(inspected.model, number), inspected.model.decider)
-        right, = analyze.by_steps(inspected, lambda idx, targets: (
-            inspected.model(idx, runner=Runner(inspected.model, gone))[0].argmax(-1) == targets)[None])
-        found.append(analyze.steps_learned(right, 1 / len(text["table"])))
+        right, _ = analyze.right_by_steps(inspected, decider_without(inspected, number))
+        found.append(analyze.steps_learned(right, inspected.guess))
     return found
+
+def block_scores(inspected):
+    """{method: a score for each block}. The lowest is to go first. CascadeFlow: the gradient norms of the
+    training, per root of the block's size. influence: how far the block turns the stream, as 1 - cosine. worth:
+    the loss without it. magnitude: of its weights."""
+    blocks = inspected.model.blocks
+    def influence(idx):
+        x = inspected.streams(idx)[::2]
+        return (1 - F.cosine_similarity(x[:-1], x[1:], dim=-1)).mean((1, 2))
+    scores = {"magnitude": [sum(p.abs().sum() for p in block.parameters()) for block in blocks],
+              "influence": inspected.mean(influence, inspected.others),
+              "worth": [analyze.mean_loss(inspected.model, inspected.others, decider_without(inspected, number))
+                        for number in range(len(blocks))]}
+    if sums := gradient_sums(inspected):
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        scores["CascadeFlow"] = [norm / size ** 0.5 for norm, size in zip(sums, sizes)]
+    return scores
+
+def gradient_sums(inspected):
+    """Gradient norm of each block, summed over the training, as last noted. []: not known."""
+    sums = [entry.get("grad_norms", []) for entry in inspected.history.values()]
+    sums = [each for each in sums if len(each) == len(inspected.model.blocks) and any(each)]
+    return sums[-1] if sums else []
 
 @torch.no_grad()
 def main(argv=None):
@@ -50,14 +78,14 @@ def main(argv=None):
     for folder in args.runs:
         model, config = open_run(folder)
         lr = read_settings(Path(folder) / "config.json", dict(lr=0.0), strict=False)["lr"]
-        text = prepare.load_meta(config["data"]).get("steps")
+        puzzle = prepare.load_meta(config["data"]).get("steps")
         name = NAMES.get((config["residual"], config["init"]))
-        if not text or not name:
+        if not puzzle or not name:
             refuse(f"{folder}: is no run of pre or nag on the steps text; name one")
         windows = prepare.val_windows(config["data"], config["block_size"], 512)
-        inspected = analyze.Run(model, config, read_metrics(folder), None, windows, text)
+        inspected = analyze.Run(model, config, read_metrics(folder), None, windows, puzzle)
         try:
-            left, scores = steps_without(inspected, text), analyze.block_scores(inspected)
+            left, scores = steps_without(inspected), block_scores(inspected)
         except analyze.NotHere as why:
             refuse(f"{folder}: {why}")
         if not scores.keys() >= {*METHODS}:

@@ -22,13 +22,13 @@ from model import ByGain, Runner, Without
 
 L = 4   # blocks
 
-def run_of(residual="pre", history=None, text="", windows=None, steps=None, **config):
+def run_of(residual="pre", history=None, text="", windows=None, puzzle=None, **config):
     """Twelve windows: `some` and `others` are three batches of one."""
     model = make(residual, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual)
     windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
     args = SimpleNamespace(text=text, skip_below=0.3, asked=0)
-    return analyze.Run(model, settings, history or {}, args, windows, steps)
+    return analyze.Run(model, settings, history or {}, args, windows, puzzle)
 
 def loss_of(run, decider=None):
     """On every fourth window, the mean per token"""
@@ -96,19 +96,6 @@ def test_loss_curve():
     curve, = analyze.loss_curve(run_of(history=history)).values()
     assert curve == {"validation": [[640, 3.0]], "training": [[576, 4.0]]}
 
-def test_scores_of_blocks():
-    """CascadeFlow's are gradient norms per root of a size, and a silent block has no influence."""
-    run = silent(2, taper="linear", n_embd=64, n_head=8)
-    sizes = [sum(p.numel() for p in block.parameters()) for block in run.model.blocks]
-    norms = [size ** 0.5 * scale for size, scale in zip(sizes, (1, 1.2, 1.3, 1.1))]
-    run.history = {5: dict(grad_norms=[1.0] * L), 10: dict(grad_norms=norms), 11: dict(loss=1.0)}
-    with torch.no_grad():
-        scores = analyze.block_scores(run)
-    assert scores["CascadeFlow"] == pytest.approx([1, 1.2, 1.3, 1.1])
-    assert torch.as_tensor(scores["influence"]).argmin() == 2
-    run.history = {5: dict(grad_norms=[1.0] * (L + 1))}   # of another number of blocks
-    assert analyze.gradient_sums(run) == []
-
 @torch.no_grad()
 def test_nag_by_hand():
     run = run_of("nag")
@@ -120,9 +107,9 @@ def test_nag_by_hand():
         m = (residual.votes.softmax(0) * near).sum(-1, keepdim=True)
         gains.append(residual.alpha * m ** F.softplus(residual.beta))
         r, s = residual((r, s), f, gains[-1])
-    found = run.mean(lambda idx: run.writes(idx).mean((1, 2))).tolist()
-    assert found == pytest.approx([g.abs().mean().item() for g in gains], rel=1e-6)
     degrees = [g.abs().atan().rad2deg().mean().item() for g in gains]
+    found = run.mean(lambda idx: run.degrees(idx).mean((1, 2))).tolist()
+    assert found == pytest.approx(degrees, rel=1e-6)
     assert flat(analyze.update(run)["turned by (degrees)"]) == pytest.approx(degrees, rel=1e-5)
 
 # ---------------------------------------------------------------------------------- who skips
@@ -137,13 +124,16 @@ def test_depth_map():
     gains = []
     for place, before, _ in run.model.walk(idx, runner=Runner(run.model, run.skipping)):
         gains.append(run.model.residuals()[place - 1].gain(before).abs()[0, :, 0])
-    assert found["size"] == torch.stack(gains).tolist()
+    ran = torch.stack(gains) >= 0.3
+    angles = torch.stack(gains).atan().rad2deg() * ran
+    torch.testing.assert_close(torch.tensor(found["degrees"]), angles.float())
     assert found["ran"] == (torch.stack(gains) >= 0.3).tolist()
     assert any(map(any, found["ran"])) and not all(map(all, found["ran"]))
     run = run_of(text=text)   # has no gain
     x = torch.stack(streams(run.model, idx))[:, 0]
-    found = torch.tensor(analyze.depth_map(run)["size"])
-    torch.testing.assert_close(found, (x.diff(dim=0).norm(dim=-1) / x[:-1].norm(dim=-1)).float())
+    found = torch.tensor(analyze.depth_map(run)["degrees"])
+    degrees = F.cosine_similarity(x[1:], x[:-1], dim=-1).acos().rad2deg()
+    torch.testing.assert_close(found, degrees.float())
 
 @torch.no_grad()
 def test_what_skipping_costs():
@@ -158,12 +148,24 @@ def test_what_skipping_costs():
     assert lines["by gain"][0] == pytest.approx([0, run.loss])
     skipped = [x for x, _ in lines["by gain"]]
     assert skipped == sorted(skipped) and skipped[-1] > 0.5
-    gains = run.mean(lambda idx: run.writes(idx).mean((1, 2)), run.others)
-    for (by_gain, ran), (fixed, ran_fixed), (coins, ran_coins) in zip(*(seen[i::3] for i in range(3))):
+    def mean_gains(idx):
+        walk = run.model.walk(idx)
+        return torch.stack([run.model.residuals()[place - 1].gain(x).abs().mean() for place, x, _ in walk])
+    gains = run.mean(mean_gains, run.others)
+    seen = iter(seen)
+    for (share, _), fixed in zip(lines["by gain"], lines["a fixed set"]):
+        _, ran = next(seen)
+        n = round(share * 2 * L)
+        if n == 0:   # No set of whole sublayers skips as much, so there is nothing to compare.
+            assert fixed == [share, None]
+        else:
+            point, ran_fixed = next(seen)
+            assert fixed == point and point[0] == pytest.approx(n / (2 * L))
+            gone = [i for i, share in enumerate(ran_fixed) if share == 0]
+            assert gone == sorted(gains.argsort()[:n]) and ran_fixed.count(1.0) == 2 * L - n
+        _, ran_coins = next(seen)
         assert ran_coins == pytest.approx(ran, abs=0.15)   # As many tokens skip each sublayer.
-        n = round(by_gain[0] * 2 * L)
-        assert [i for i, share in enumerate(ran_fixed) if share == 0] == sorted(gains.argsort()[:n])
-        assert ran_fixed.count(1.0) == 2 * L - n and fixed[0] == pytest.approx(n / (2 * L))
+    assert lines["a fixed set"][0][1] is None and lines["a fixed set"][-1][1] > 0
     below = loss_of(run, ByGain(None, 0.2)) - loss_of(run, ByGain(None, 0))
     assert lines["by gain"][4][1] == pytest.approx(run.loss + below.item())
 

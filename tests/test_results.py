@@ -8,9 +8,10 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 import analyze
-from conftest import ROOT
+from conftest import ROOT, ids, make
 from flags import parse
 from model import GPTConfig
 from train import TrainConfig, defaults_for
@@ -48,6 +49,23 @@ def test_holm():
 def test_steps_learned():
     assert analyze.steps_learned([1.0, 1.0, 1.0, 0.25, 0.2], 0.25) == pytest.approx(2)
     assert analyze.steps_learned([1.0, 0.625, 0.25], 0.25) == pytest.approx(0.5)
+
+@torch.no_grad()
+def test_scores_of_blocks():
+    """CascadeFlow's are gradient norms per root of a size, and a silent block has no influence."""
+    model = make(n_layer=4, vocab_size=320, taper="linear", n_embd=64, n_head=8)
+    for _, sublayer in model.blocks[2].pairs():
+        torch.nn.init.zeros_(sublayer.c_proj.weight)
+    windows = ids(12, 12, V=256), ids(12, 12, V=256, seed=1)
+    inspected = analyze.Run(model, dict(batch_size=4, block_size=16, tokenizer="bytes"), {}, None, windows)
+    sizes = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    norms = [size ** 0.5 * scale for size, scale in zip(sizes, (1, 1.2, 1.3, 1.1))]
+    inspected.history = {5: dict(grad_norms=[1.0] * 4), 10: dict(grad_norms=norms), 11: dict(loss=1.0)}
+    scores = pruning.block_scores(inspected)
+    assert scores["CascadeFlow"] == pytest.approx([1, 1.2, 1.3, 1.1])
+    assert torch.as_tensor(scores["influence"]).argmin() == 2
+    inspected.history = {5: dict(grad_norms=[1.0] * 5)}   # of another number of blocks
+    assert pruning.gradient_sums(inspected) == []
 
 @pytest.mark.parametrize("name", run.EXPERIMENTS)
 def test_commands_parse_and_are_different(name):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import inside
 import prepare
 import runs as folders
 import sample
@@ -43,6 +44,11 @@ def numbers(told):
     found = re.fullmatch(r"[\d,]+ tokens/s; ([-\d.]+)% of the sublayer runs skipped, "
                          r"([-\d.]+)% of the FLOPs saved", told.splitlines()[-1])
     return float(found[1]), float(found[2])
+
+def test_who_ran():
+    keep = torch.tensor([[True, False]])
+    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
+    assert inside.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", ["pre", "siamese", "hyper"])
@@ -87,6 +93,8 @@ def test_skip_exit_remove(main, runs):
         return flops_per_token(model, runner=runner) / flops_per_token(model)
     saved = 100 * (1 - left({1, 2, 5, 6}))
     assert numbers(main("pre", "--remove", "1,3").err) == pytest.approx((200 / 3, saved), abs=0.06)
+    repeated = make("pre", n_layer=3, repeat="2:2")   # runs 1 2 2 3
+    assert sample.places_of("2", repeated) == {3, 4, 5, 6} and sample.places_of("", repeated) == set()
     # An exit after block 1 costs a look by the head, which is counted.
     look = 2 * model.lm_head.weight.numel() / flops_per_token(model)
     skipped, saved = numbers(main("pre", "--exit", 0).err)
@@ -98,7 +106,7 @@ def test_skip_exit_remove(main, runs):
 def test_depth(main, monkeypatch):
     piped = main("nag", "--skip_below", 0.3, "--depth", "--prompt", "é")
     lines = piped.out.splitlines()
-    assert lines[0] == "     'é'" and "\033" not in piped.out + piped.err and len(lines) > 10
+    assert lines[0] == "     'é'" and lines[-1] != repr("\n").rjust(9) and "\033" not in piped.out + piped.err and len(lines) > 10
     shares = {int(found[1]) for line in lines if (found := re.match(r" *(\d+)% ", line))}
     assert len(shares) > 1 and shares <= {0, 17, 33, 50, 67, 83, 100}
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -127,7 +135,8 @@ def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())
 
-RUNNER = SimpleNamespace(skipped=lambda last: 0.5 if last else None, keeps=[None, False], shape=(1, 1))   # of stand-ins for a model
+RUNNER = SimpleNamespace(skipped=lambda last: 0.5 if last else None, keeps=[None, False], shape=(1, 1),
+                         model=SimpleNamespace(device="cpu"))   # of stand-ins for a model
 
 def test_stops_at_end_of_text(capsys, monkeypatch):
     """é comes in two tokens."""
