@@ -63,7 +63,7 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
 def test_the_workshops_script(tmp_path):
-    """Its nine commands, by a python that only prints them, and what --config repeats of them"""
+    """Its nine commands, in class and at home, by a python that only prints them, and what --config repeats of them"""
     shutil.copytree(ROOT / "workshop", tmp_path / "workshop")
     for path in [*ROOT.glob("*.py")]:
         shutil.copy(path, tmp_path)
@@ -72,10 +72,12 @@ def test_the_workshops_script(tmp_path):
     (tmp_path / "runs/w-2").mkdir(parents=True)
     (tmp_path / "runs/w-2/ckpt.pt").touch()
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = subprocess.run(["bash", "workshop/train.sh"], cwd=tmp_path, text=True, capture_output=True,
-                          env=os.environ | dict(PATH=path, SEED="7"))
-    lines = [line.split()[1:] for line in done.stdout.splitlines()]
-    assert done.returncode == 0 and lines.pop(2) == ["--out", "runs/w-2", "--resume"]
+    env, lines = os.environ | dict(PATH=path, SEED="7"), []
+    for words in [], ["text"]:
+        done = subprocess.run(["bash", "workshop/train.sh", *words], cwd=tmp_path, text=True, capture_output=True,
+                              env=env, check=True)
+        lines += [line.split()[1:] for line in done.stdout.splitlines()]
+    assert lines.pop(2) == ["--out", "runs/w-2", "--resume"]
     made = [flags.parse((model.GPTConfig, train.TrainConfig), line, defaults=train.defaults_for) for line in lines]
     assert {gpt.seed for gpt, _ in made} == {7} and len({str(each) for each in made}) == 8
     named = {*re.findall(r"runs/(w-[\w-]+)", WORKSHOP)} - {"w-broken", "w-steady", "w-cost", "w-cheat"}

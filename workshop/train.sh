@@ -21,17 +21,20 @@ train() {   # the name of a run, then flags
   else python "$code/train.py" --out "$out" --device cpu --seed "$seed" "$@"
   fi
 }
-steps() { train "$@" --data data/steps --n_embd 64 --mlp_ratio 2 --schedule wsd --max_iters 1000; }
+steps() { train "$@" --data data/steps --n_embd 64 --mlp_ratio 2 --schedule wsd; }
 text() { train "$@" --data data/stdlib --n_embd 64 --max_iters 147; }
 
-steps 4 --n_layer 4
-steps 1 --n_layer 1
-steps 2 --n_layer 2
-steps nag --n_layer 4 --residual nag --gate_lr 3e-3
-steps pay --n_layer 4 --residual nag --gate_lr 3e-3 --gain_cost 0.1 --mod gain:below=0.05
+if test "$1" = text   # exercise 8, at home: three minutes
+then
+  text text --residual pre
+  text text-nag --residual nag
+  text text-gpt2 --residual pre --init gpt2
+  text text-nag-gpt2 --residual nag --init gpt2
+  exit
+fi
 
-# For at home, on real text
-text text --residual pre
-text text-nag --residual nag
-text text-gpt2 --residual pre --init gpt2
-text text-nag-gpt2 --residual nag --init gpt2
+steps 4 --n_layer 4 --max_iters 1000
+steps 1 --n_layer 1 --max_iters 1000
+steps 2 --n_layer 2 --max_iters 1000
+steps nag --n_layer 6 --max_iters 1500 --residual nag --gate_lr 3e-3
+steps pay --n_layer 6 --max_iters 1500 --residual nag --gate_lr 3e-3 --gain_cost 0.1 --mod gain:below=0.05
