@@ -203,13 +203,17 @@ def read_options(text, defaults, allowed):
             raise ValueError(f"option {key}={value} must be from {limits[0]} to {limits[1]}")
     return found
 
+KINDS = {int: "a whole number", float: "a number", bool: "0 or 1", str: "a word"}
+
 def convert(key, word, default):
-    """A word -> a value of the default's type. A bool is written as 0 or 1."""
-    kind = int if type(default) is bool else type(default)
+    """A word -> a value of the default's type"""
+    kind = type(default)
     try:
+        if kind is bool:
+            return ("0", "false", "1", "true").index(word.lower()) >= 2
         value = kind(word)
+        if kind is not str and not abs(value) <= 1e4:   # too large, or nan
+            raise ValueError
     except ValueError:
-        raise ValueError(f"{key}={word} can't be; give something such as {default}") from None
-    if kind is not str and not abs(value) <= 1e4:   # too large, or nan
-        raise ValueError(f"{key}={word} can't be; give something such as {default}")
-    return bool(value) if type(default) is bool else value
+        raise ValueError(f"{key} must be {KINDS[kind]}, such as {default}") from None
+    return value

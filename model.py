@@ -1649,6 +1649,7 @@ def config_problems(config):
     try:
         order = block_order(config)
         look_for_mistakes(config.residual, kind)
+        look_for_misspelt_names(choose("--mod", DECIDERS, config.mod).func, Decider)
         with torch.device("meta"):   # shapes without numbers, so without memory
             misfit = why_not(make_decider(config), config)
     except ValueError as error:
@@ -1678,16 +1679,12 @@ def look_for_mistakes(residual, kind):
     changes nothing, returns a wrong shape, sees later tokens (as far as its first weights show
     that), or has a parameter that nothing uses. A tiny model of it is made and run."""
     name = kind.__name__
-    known = [each for each in {**vars(PreNorm), **vars(Residual)} if not each.startswith("_")]
-    look_for_misspelt_names(kind, known)
-    changes = [each for each in known if getattr(kind, each) is not getattr(Residual, each)]
-    if kind is not Residual and not changes:
-        raise ValueError(f"{name} has no forward of its own, so it would be PreNorm")
+    look_for_misspelt_names(kind, Residual)
     config = TrialConfig(residual, n_layer=2, n_head=1, n_embd=8, block_size=4, vocab_size=8)
     try:
         model = GPT(config)
     except AttributeError as error:
-        if "__init__() call" not in str(error):
+        if "__init__() call" not in str(error) and "_modules" not in str(error):
             raise
         raise ValueError(f"{name}.__init__ must begin with super().__init__(config, l)") from None
     names = {parameter for each in model.residuals() for parameter, _ in each.named_parameters()}
@@ -1702,6 +1699,10 @@ def look_for_mistakes(residual, kind):
     if (logits - other)[:, :3].abs().max() > 1e-5:
         raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
                          f"ones predict. Only f may look at other tokens")
+    both, _ = model(torch.tensor([[0, 1, 2, 3], [7, 6, 5, 4]]))
+    if (logits - both[:1]).abs().max() > 1e-5:
+        raise ValueError(f"{name} looks at other sequences of the batch. Only f may look at other "
+                         f"tokens")
     loss.backward()
     for parameter, p in model.named_parameters():
         if p.grad is None:
@@ -1712,11 +1713,18 @@ class TrialConfig(GPTConfig):
     def problems(self):   # config_problems itself makes this model.
         return []
 
-def look_for_misspelt_names(kind, known):
+def look_for_misspelt_names(kind, base):
+    """kind: a class that is derived from base"""
+    ours = base.__mro__[:base.__mro__.index(nn.Module)]   # the classes that are not torch's
+    known = [name for each in ours for name in vars(each) if not name.startswith("_")]
+    changes = [name for name in known if getattr(kind, name) is not getattr(base, name)]
     for name in vars(kind):
         near = difflib.get_close_matches(name, known, 1, 0.85)
         if near and name not in known and not name.startswith(near[0]):
             raise ValueError(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
+    if kind is not base and not changes:
+        raise ValueError(f"{kind.__name__} changes nothing of {base.__name__}; write its forward, "
+                         f"or what else it should do")
     options = option_defaults(kind)
     for option in kind.allowed:
         if option not in options:

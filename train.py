@@ -390,12 +390,16 @@ def begin_or_resume(model_config, config, data, folder):
     if not config.init_from:
         return GPT(model_config), {}
     ckpt, model = model_of(config.init_from, model_config, data)
-    folder.settings["init_step"] = ckpt["step"]   # goes into config.json
+    folder.settings["init_step"] = ckpt.get("step", 0)   # goes into config.json
     return model, {}
 
 def resume(model_config, config, data, path):
     """-> the model and the checkpoint at path"""
     ckpt, model = read_checkpoint(path, model_config)
+    missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
+    if missing:
+        refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
+               f"--init_from begins a new one with its weights")
     if ckpt["data"] != data.fingerprint:
         refuse(f"{path}: is of other data than --data has now; put that back, or start a new run")
     if not config.max_flops and ckpt["step"] > config.max_iters:

@@ -194,7 +194,8 @@ VARIANTS = [(name, {}) for name in NAMES] + [
 @pytest.fixture(autouse=True, scope="module")
 def own_residual():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(M.RESIDUALS, "momentum", Momentum)
+        if "momentum" not in M.RESIDUALS:   # A reader may have put README's there.
+            patch.setitem(M.RESIDUALS, "momentum", Momentum)
         yield
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=str)
@@ -470,6 +471,14 @@ class Ahead(Good):
     def forward(self, x, f):
         return x + self.b * f(self.norm(x)) + x.roll(-1, dims=1)
 
+class Mixes(Good):
+    def forward(self, x, f):
+        return super().forward(x, f) - 0.1 * x.mean(0, keepdim=True)
+
+class PlainNumber(Good):
+    def __init__(self, config, l):
+        self.keep = 0.5
+
 class NoSuper(Good):
     def __init__(self, config, l):
         self.b = nn.Parameter(torch.tensor(1.0))
@@ -489,10 +498,12 @@ class RangeOfNothing(Good):
     allowed = dict(first=(0, 1))
 
 @pytest.mark.parametrize("kind, says", [
-    (Good, ""), (OnlyItsStart, ""), (NoForward, "NoForward has no forward of its own, so it would be PreNorm"),
+    (Good, ""), (OnlyItsStart, ""), (NoForward, "NoForward changes nothing of Residual; write its forward"),
     (Misspelt, "Misspelt has a foward; did you mean forward?"),
     (Forgets, "Forgets.forward returned NoneType, expected (2, 3, 8)"),
     (Flattens, "Flattens.forward returned (2, 3), expected (2, 3, 8)"),
+    (Mixes, "Mixes looks at other sequences of the batch"),
+    (PlainNumber, "PlainNumber.__init__ must begin with super().__init__"),
     (Ahead, "Ahead looks at later tokens"), (NoSuper, "NoSuper.__init__ must begin with super().__init__"),
     (AtTheEnd, "the parameter ends.b gets no gradient"), (WrongGate, "own_lr names 'gaet'"),
     (WrongRange, "WrongRange has a alowed; did you mean allowed?"), (RangeOfNothing, "allowed names 'first'")])

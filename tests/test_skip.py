@@ -220,6 +220,12 @@ def test_a_high_price_makes_gains_fall():
     assert gains[1] < 0.6 * gains[0]
 
 def test_without_a_cost_nobody_asks_for_gains():
+    model = nag(gain_cost=1.0).eval()   # Nobody pays outside of a training.
+    model(IDX, TARGETS, runner=(runner := M.Runner(model)))
+    assert runner.mean_gain() is None and runner.extra_loss() == 0.0
+    gains = M.Runner(model, M.ByGain(model.config, 0.0))
+    model(IDX, runner=gains)
+    assert gains.skipped() == 0   # A gain of 0, that of a shut sublayer, is not below 0.
     model = nag().train()
     model(IDX, TARGETS, runner=(runner := M.Runner(model)))
     assert runner.mean_gain() is None and runner.extra_loss() == 0.0
@@ -271,6 +277,11 @@ def test_a_router_is_its_reference(rate, T, repeat, training):
     his = gradients(model, reference)
     same_gradients(gradients(model, mine), his)
     assert (his["decider.routers.0.weight"].abs().max() > 1e-8) == (training or decisions[0].any().item())
+
+def test_without_nothing_all_is_as_before():
+    """sample.py wraps each decider so."""
+    model = routed()
+    same(forward(model, decider=M.Without((), model.decider))[0], logits(model, IDX), 1e-14)
 
 def test_of_equal_weights_those_of_earlier_tokens_are_larger():
     """To a router in training. What else is in the batch makes no difference."""
@@ -405,12 +416,21 @@ def test_a_decider_of_ones_own(monkeypatch):
         def decide(self, runner):
             return (torch.arange(16) % 2 == self.first).expand(runner.shape)
 
+    class Typo(M.Decider):
+        needs_skiping = True
+
+        def decide(self, runner):
+            return M.EVERYONE
+
     class Wrong(M.Decider):
         def decide(self, runner):
             return runner.stream
 
     monkeypatch.setitem(M.DECIDERS, "second", EverySecond)
     monkeypatch.setitem(M.DECIDERS, "wrong", Wrong)
+    monkeypatch.setitem(M.DECIDERS, "typo", Typo)
+    with pytest.raises(ValueError, match="Typo has a needs_skiping; did you mean needs_skipping?"):
+        make(mod="typo")
     model = make(mod="second:first=0")
     assert (forward(model)[1] == (torch.arange(16) % 2 == 0)).all()
     same_as_masking(model, model.decider)
