@@ -142,7 +142,10 @@ def test_patch(text):
     """After the last block, the stream where the answer is predicted is all that the head reads. After the
     first, patching everything gives the other line's logits."""
     model = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1")
-    found = inside.patch(model, text, 2, n=40)
+    writes_digits = make("pre", n_layer=L, vocab_size=320)   # right or wrong ones, but always digits
+    with torch.no_grad():
+        writes_digits.lm_head.weight[ord("0"):ord("9") + 1] *= 50
+    found = inside.patch(writes_digits, text, 2, n=40)
     at_line, at_answer = found["where the line stands"], found["where the answer is predicted"]
     assert {len(line) for lines in found.values() for line in lines.values()} == {L}
     idx = ids(4, 10)
@@ -155,7 +158,8 @@ def test_patch(text):
     assert (patched(1, slice(0, 6))[:, 6:] - full[:, 6:]).abs().max() > 1e-3
     whole = at_line["its own answer"][-1]   # Nothing hangs on the line after the last block.
     swapped = at_answer["the other line's answer"][-1]
-    assert whole == pytest.approx(swapped)
+    assert whole == pytest.approx(swapped) and whole > 0.02
+    assert at_line["its own answer"][0] != at_line["its own answer"][-1]
     with pytest.raises(inside.NotHere):
         inside.patch(make("attnres"), text, 2)
 
