@@ -3,7 +3,9 @@
 # make test    the tests; make test-slow runs the long ones
 PYTHON ?= python3
 BIN = .venv/bin
-PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP = $(BIN)/python -m pip install --disable-pip-version-check
+SHELL = /bin/bash
+.SHELLFLAGS = -o pipefail -c
 
 # On Linux, memory that a step frees is kept for the next step: a few percent of the time on a CPU.
 export MALLOC_TRIM_THRESHOLD_ = 2147483647
@@ -22,7 +24,7 @@ code: figures/code/index.html
 	$(PYTHON) -m venv .venv
 	@test -e /dev/nvidiactl || $(PIP) --retries 0 --timeout 10 `grep ^torch requirements.txt` \
 	  --index-url https://download.pytorch.org/whl/cpu 2>/dev/null || echo "make: torch's CPU index can't be reached"
-	$(PIP) -r requirements.txt pytest pytest-xdist 2>&1 | { grep -v ^WARNING || true; }
+	$(PIP) -r requirements.txt pytest pytest-xdist 2>&1 | { grep --line-buffered -v ^WARNING || true; }
 	@$(BIN)/python -c "import torch, numpy, tiktoken, matplotlib, pytest"
 	touch $@
 
@@ -40,13 +42,11 @@ STEPS = --data data/steps --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd -
 
 # Two residuals on the steps text, where it is known which depth a digit needs: PreNorm, and NAG that pays for turning.
 runs/steps-pre/done: data/steps/meta.json | .venv/installed idle
-	$(TRAIN) $(STEPS)
+	$(TRAIN) $(STEPS) | awk '{print "pre | " $$0; fflush()}'
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed idle
-	@echo "make: trains runs/steps-nag, too; its lines are in runs/steps-nag.log"
-	@mkdir -p runs
-	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.1 --mod gain:below=0.05 --gate_lr 3e-3 > $(@D).log
+	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.1 --mod gain:below=0.05 --gate_lr 3e-3 | awk '{print "nag | " $$0; fflush()}'
 	touch $@
 
 # The lines that the text never shows, read out of the model

@@ -594,8 +594,8 @@ def main(argv=None):
     refuse_if_taken(Path(args.out))   # now, not after minutes of measuring
     results = {name: {} for name in wanted}
     for run_name, run in runs.items():
-        print(printable(f"{run_name}: measuring {len(wanted)} statistics"), file=sys.stderr)
         for name in wanted:
+            print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # --mod coins draws the same coins, whatever --only names.
             try:
                 results[name][run_name] = STATS[name].measure(run)
