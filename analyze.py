@@ -376,7 +376,7 @@ def skip_curve(run):
     def mean_gains(idx):
         runner = Runner(model, run.by_gain(0))   # All run, and all gains are asked for.
         model(idx, runner=runner)
-        return torch.stack(runner.gains)
+        return torch.stack([gain.abs().mean() for gain in runner.gains])
     gains = run.mean(mean_gains, run.others)
     lines = {"by gain": [], "a fixed set": [], "coins": []}
     for below in BELOW:

@@ -1127,7 +1127,7 @@ class Runner:
         self.run_all = model.run if compiled else run_sublayer
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
-        self.gains = []            # mean |gain| of all tokens, or None where nobody asked
+        self.gains = []            # the gains of all tokens, or None where nobody asked
         self.decider_flops = 0.0   # what deciders have computed, per token
         self.decider.begin(self)
 
@@ -1143,7 +1143,7 @@ class Runner:
         if keep is not REMOVED and self.must_pay():
             self.gain()   # All tokens pay, whether they run or skip.
         self.keeps.append(keep)
-        self.gains.append(None if self.known_gain is None else self.known_gain.abs().mean())
+        self.gains.append(self.known_gain)
         if keep is EVERYONE:
             stream = self.run_all(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
@@ -1163,7 +1163,7 @@ class Runner:
 
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
-        known = [gain for gain in self.gains if gain is not None]
+        known = [gain.abs().mean() for gain in self.gains if gain is not None]
         return sum(known) / len(known) if known else None
 
     def extra_loss(self):
@@ -1437,14 +1437,15 @@ def run_some(runner, f, keep):
     its key and value, which later tokens see (unless the decider says that skippers make none)."""
     residual, stream, run = runner.residual, runner.stream, runner.run_all
     gain = runner.known_gain
-    tokens = KeptTokens(keep)
-    if len(tokens.index) == keep.numel():
+    n_kept = int(keep.sum())
+    if n_kept == keep.numel():
         return run(stream, residual, f, gain)
     is_attention, keys = isinstance(f.module, Attention), None
     if is_attention and runner.decider.skippers_make_keys:
         keys = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
-    if len(tokens.index) == 0:
+    if n_kept == 0:
         return stream
+    tokens = KeptTokens(keep)
     if is_attention:
         f = partial(attention_of_kept, f, tokens=tokens, keys=keys)
         run = run_sublayer   # Shapes vary too much for a compiled one.
