@@ -1167,8 +1167,9 @@ class Runner:
         return sum(known) / len(known) if known else None
 
     def extra_loss(self):
-        """What a training adds to the loss. With --gain_cost, turning has a price, as pondering has
-        in arXiv:1603.08983. (NAG's paper has none, as far as we know.)"""
+        """What a training adds to the loss: what the decider asks for, and --gain_cost, the price
+        of turning. (arXiv:1603.08983 puts one on pondering. NAG's paper has none, as far as we
+        know.)"""
         if not self.model.training:
             return 0.0
         loss = self.decider.loss(self)
@@ -1182,7 +1183,7 @@ class Runner:
         return self.shares(lambda keep: (keep[:, -1:] if last else keep).float().mean())
 
     def shares(self, measure):
-        """-> of each sublayer 1.0 if everyone ran it, 0.0 if nobody did, or measure(keep)"""
+        """-> of each sublayer 1.0 if everyone ran it, 0.0 if it is removed, else measure(keep)"""
         masks = [measure(keep) for keep in self.keeps if torch.is_tensor(keep)]
         if not masks:   # Then nothing waits for a GPU.
             return [float(keep is EVERYONE) for keep in self.keeps]
@@ -1670,7 +1671,7 @@ def config_problems(config):
     ]
     return [sentence for wrong, sentence in rules if wrong]
 
-# What follows is for residuals of your own: a mistake is told before a training, in a sentence.
+# The rest is for residuals and deciders of your own: a mistake is told before a training.
 
 @lru_cache   # once for each residual
 @torch.enable_grad()
@@ -1694,8 +1695,15 @@ def look_for_mistakes(residual, kind):
             raise ValueError(f"{name}.own_lr names {gate!r}, and there is no such parameter; there "
                              f"are {', '.join(sorted(names))}")
     look_at_shapes(model, name)
-    idx = torch.arange(4)[None]
-    logits, loss = model(idx, idx)
+    look_at_other_tokens(model, name)
+    look_at_gradients(model, name)
+
+class TrialConfig(GPTConfig):
+    def problems(self):   # config_problems itself makes this model.
+        return []
+
+def look_at_other_tokens(model, name):
+    logits, _ = model(torch.tensor([[0, 1, 2, 3]]))
     other, _ = model(torch.tensor([[0, 1, 2, 7]]))
     if (logits - other)[:, :3].abs().max() > 1e-5:
         raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
@@ -1704,15 +1712,14 @@ def look_for_mistakes(residual, kind):
     if (logits - both[:1]).abs().max() > 1e-5:
         raise ValueError(f"{name} looks at other sequences of the batch. Only f may look at other "
                          f"tokens")
-    loss.backward()
+
+def look_at_gradients(model, name):
+    idx = torch.arange(4)[None]
+    model(idx, idx)[1].backward()
     for parameter, p in model.named_parameters():
         if p.grad is None:
             raise ValueError(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
                              f"it; make it only where it is used (self.is_end says: model.ends)")
-
-class TrialConfig(GPTConfig):
-    def problems(self):   # config_problems itself makes this model.
-        return []
 
 def look_for_misspelt_names(kind, base):
     """kind: a class that is derived from base"""

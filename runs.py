@@ -119,7 +119,8 @@ def without_retired(found):
     if "mod_rate" in found:   # Without it, mod had no meaning there.
         del found["mod"], found["mod_rate"], found["layer_drop"]
     if found.pop("taper_on", "mlp") != "mlp":
-        raise ValueError("trained with --taper_on both, which is gone; git checkout 7cf98d5 reads it")
+        raise ValueError("trained with --taper_on both, which is gone; git checkout 7cf98d5 reads "
+                         "it")
     if tokens := found.pop("max_tokens", 0):
         found["max_iters"] = math.ceil(tokens / (found["batch_size"] * found["block_size"]))
     if "compile" in found:   # It could be None, that is on a GPU only.

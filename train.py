@@ -324,8 +324,9 @@ def train(model_config, config, data, folder, processes, signals):
             # Reported is the cross entropy (with --deep_supervision a mean over blocks), without
             # what --mod or --gain_cost adds to it.
             loss += share * (part_loss - runner.extra_loss()).detach()
-            if runner.mean_gain() is not None:   # None: nobody has asked for gains.
-                gains.append(runner.mean_gain().detach())
+            gain = runner.mean_gain()
+            if gain is not None:   # None: nobody has asked for gains.
+                gains.append(gain.detach())
             skipped += share * runner.skipped()
             token_flops += share * flops_per_token(model, runner=runner)
 

@@ -157,6 +157,14 @@ def test_own_deciders_decide(monkeypatch):
         assert 0 < runner.skipped() < 1
     assert DECIDERS
 
+def test_intervals_are_those_of_the_tables():
+    """Of each, or of its mirror image: what is behind by 0.1 in one order is ahead by 0.1 in the other."""
+    tables = (ROOT / "results/tables.md").read_text()
+    found = re.findall(r"([+-]?\d\.\d{3}) to ([+-]?\d\.\d{3})", README)
+    for low, high in (map(float, each) for each in found):
+        assert f"{low:+.3f} to {high:+.3f}" in tables or f"{-high:+.3f} to {-low:+.3f}" in tables, (low, high)
+    assert len(found) >= 5
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name):
     data = (ROOT / name).read_bytes()

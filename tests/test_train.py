@@ -196,6 +196,17 @@ except SystemExit:
     done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True)
     assert done.stdout.endswith("as it was\n"), done.stderr
 
+def test_the_reported_loss_has_no_price_in_it(data, tmp_path):
+    """The first loss is that of the first weights, whatever turning costs."""
+    losses = []
+    for cost in 0, 5:
+        run = tmp_path / str(cost)
+        assert go(data, run, "--residual", "nag", "--gain_cost", cost, "--max_iters", 1,
+                  "--log_interval", 1, "--grad_accum", 2) == 0
+        losses.append(metrics(run)[1]["loss"])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert "mean_gain" in metrics(run)[1] and "mean_gain" not in metrics(tmp_path / "0")[1]
+
 def test_steps_by_hand(data, tmp_path):
     """Weights - lr x clipped gradients, and nothing else. Norms of blocks are summed, unclipped."""
     flags = ("--optimizer sgd --beta1 0 --weight_decay 0 --lr 0.5 --warmup 0.5 --min_lr 1 "
