@@ -33,7 +33,7 @@ from inside import (KNOWN, NotHere, answers, ends_of_blocks, in_words, inside_of
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
                    why_not)
 from processes import pick_device, pick_threads
-from runs import explain_write_errors, open_run, read_metrics, write_file
+from runs import data_of, explain_write_errors, open_run, read_metrics, write_file
 from train import evaluate
 
 @dataclass
@@ -629,8 +629,9 @@ def open_runs(args):
         model, config = open_run(path, device)
         pick_threads(model.config, device)
         n = max(4, args.windows or config["eval_windows"])   # for measuring, and to choose by
-        windows = prepare.val_windows(config["data"], config["block_size"], n)
-        puzzle = prepare.load_meta(config["data"]).get("steps")
+        data = data_of(path, config)
+        windows = prepare.val_windows(data, config["block_size"], n)
+        puzzle = prepare.load_meta(data).get("steps")
         run = Run(model, config, read_metrics(path), args, windows, puzzle)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "

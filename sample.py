@@ -21,7 +21,7 @@ from flags import flag, parse, printable, refuse, start
 from inside import NotHere, in_words, inside_of, sublayers_of, who_ran
 from model import ByGain, EarlyExit, Without, flops_per_token, why_not
 from processes import pick_device, pick_threads
-from runs import open_run
+from runs import data_of, open_run
 
 @dataclass
 class SampleConfig:
@@ -202,7 +202,7 @@ def main(argv=None):
     decider = Without(removed, pick_decider(model, config))
     if config.inside:
         model.decider = decider
-        show_inside(model, settings["data"], config.prompt.strip())
+        show_inside(model, data_of(config.run, settings), config.prompt.strip())
         return
     generator = torch.Generator(model.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.

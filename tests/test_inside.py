@@ -282,6 +282,12 @@ def test_inside_needs_the_text(trained, tmp_path):
     (other / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(SystemExit, match="^--inside: is for a run on the steps text[^\n]*$"):
         sample.main([str(run), "--inside", "--prompt", "b3141"])
+    settings = json.loads((run / "config.json").read_text()) | dict(data="data/elsewhere")
+    (run / "config.json").write_text(json.dumps(settings))
+    for call, words in ((sample.main, ["--inside", "--prompt", "b3141"]),
+                        (analyze.main, ["--only", "steps", "--out", str(run / "figures")])):
+        with pytest.raises(SystemExit, match="config.json names data/elsewhere .* where the training began"):
+            call([str(run), *words])
 
 @pytest.fixture(scope="module")
 def page(trained):
