@@ -126,10 +126,10 @@ def siamese(model, y):
     x = y
     for l, residual, f in sublayers_by_hand(model):
         x = norm(model, residual.norm_x, x)
-        u = f(norm(model, residual.norm_in, x + norm(model, residual.norm_y, y)))
+        u = f(norm(model, residual.norm, x + norm(model, residual.norm_y, y)))
         x, y = x + u / math.sqrt(2 * ((l + 1) // 2)), y + u
     end = model.ends
-    h = norm(model, end.norm_in, norm(model, end.norm_x, x) + norm(model, end.norm_y, y))
+    h = norm(model, end.norm, norm(model, end.norm_x, x) + norm(model, end.norm_y, y))
     return h @ model.lm_head.weight.T
 
 def hyper(model, x, kind="lite", n=4):
@@ -439,82 +439,6 @@ def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
         with pytest.raises(ValueError, match="17.*block_size 16"):
             decode(make(), ids(1, 17), pieces)
 
-class Good(M.Residual):
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        if not self.is_end:
-            self.b = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x, f):
-        return x + self.b * f(self.norm(x))
-
-class NoForward(M.Residual):
-    pass
-
-class OnlyItsStart(M.Residual):
-    def init_sublayer(self, module):
-        pass
-
-class Misspelt(M.Residual):
-    def foward(self, x, f):
-        return x
-
-class Forgets(Good):
-    def forward(self, x, f):
-        x + self.b * f(self.norm(x))
-
-class Flattens(Good):
-    def forward(self, x, f):
-        return super().forward(x, f).mean(-1)
-
-class Ahead(Good):
-    def forward(self, x, f):
-        return x + self.b * f(self.norm(x)) + x.roll(-1, dims=1)
-
-class Mixes(Good):
-    def forward(self, x, f):
-        return super().forward(x, f) - 0.1 * x.mean(0, keepdim=True)
-
-class PlainNumber(Good):
-    def __init__(self, config, l):
-        self.keep = 0.5
-
-class NoSuper(Good):
-    def __init__(self, config, l):
-        self.b = nn.Parameter(torch.tensor(1.0))
-
-class AtTheEnd(Good):
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.b = nn.Parameter(torch.tensor(1.0))
-
-class WrongGate(Good):
-    own_lr = ("gaet",)
-
-class WrongRange(Good):
-    alowed = dict(first=(0, 1))
-
-class RangeOfNothing(Good):
-    allowed = dict(first=(0, 1))
-
-@pytest.mark.parametrize("kind, says", [
-    (Good, ""), (OnlyItsStart, ""), (NoForward, "NoForward changes nothing of Residual; write its forward"),
-    (Misspelt, "Misspelt has a foward; did you mean forward?"),
-    (Forgets, "Forgets.forward returned NoneType, expected (2, 3, 8)"),
-    (Flattens, "Flattens.forward returned (2, 3), expected (2, 3, 8)"),
-    (Mixes, "Mixes looks at other sequences of the batch"),
-    (PlainNumber, "PlainNumber.__init__ must begin with super().__init__"),
-    (Ahead, "Ahead looks at later tokens"), (NoSuper, "NoSuper.__init__ must begin with super().__init__"),
-    (AtTheEnd, "the parameter ends.b gets no gradient"), (WrongGate, "own_lr names 'gaet'"),
-    (WrongRange, "WrongRange has a alowed; did you mean allowed?"), (RangeOfNothing, "allowed names 'first'")])
-def test_a_mistake_in_a_residual_of_ones_own_is_told(kind, says, monkeypatch):
-    monkeypatch.setitem(M.RESIDUALS, "mine", kind)
-    if not says:
-        make("mine")
-        return
-    with pytest.raises(ValueError, match=re.escape(says)):
-        make("mine")
-
 # ----------------------------------------------------------------------------- shapes, graphs, text
 
 def hidden_units(model):
@@ -580,7 +504,7 @@ def test_generate():
     assert torch.equal(logits(model, out[:, :16], runner=M.Runner(model, **usual))[:, 4:].argmax(-1), out[:, 5:17])
     assert torch.equal(logits(model, out[:, 9:17], runner=M.Runner(model, **usual))[:, -1].argmax(-1), out[:, 17])
     assert torch.equal(model.generate(ids(2, 5), 40, top_k=1, **usual), out)
-    pairs = list(model.new_tokens(ids(2, 5), 12, temperature=0, **usual))
+    pairs = list(M.new_tokens(model, ids(2, 5), 12, temperature=0, **usual))
     assert torch.equal(torch.cat([token for token, _ in pairs], dim=1), out[:, 5:17])
     assert all(runner.keeps == [None, None, False, None, None, None] for _, runner in pairs)
     draws = [model.generate(ids(2, 5), 12, generator=torch.Generator().manual_seed(seed), n_vocab=9)
@@ -609,7 +533,7 @@ def test_no_tensor_is_on_the_wrong_device(residual, how, monkeypatch):
     gpt = M.GPT(config).to("meta")
     idx = torch.zeros(2, 8, dtype=torch.long, device="meta")
     if how == "cached":
-        cache = gpt.eval().new_cache(2, gpt.config.block_size)
+        cache = M.KVCache(gpt.eval(), 2, gpt.config.block_size)
         for part in idx[:, :6], idx[:, 6:7], idx[:, 7:]:
             found, _ = gpt(part, cache=cache)
             assert found.device.type == "meta" and found.shape == (2, part.shape[1], 64)
