@@ -30,9 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from flags import environment, flag, option_defaults, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
+from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
 from runs import (RunFolder, data_of, optimizer_state, read_changes, read_checkpoint,
                   read_settings, restore_optimizers)
+from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -42,25 +44,24 @@ class TrainConfig:
     new section. The model's size and the seed are in GPTConfig, in model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py", group="run")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
-    config: str = flag("", "settings: of an earlier run, or of a file such as configs/gpt2.json")
-    init_from: str = flag("", "an earlier run: its model, with its weights, trains on other data")
+    config: str = flag("", "a run, or a file such as configs/gpt2.json, whose settings to take")
+    init_from: str = flag("", "an earlier run, whose model and weights to begin with")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
     max_iters: int = flag(420, "steps of the optimizer", 0, 1e9, group="length of the run")
-    max_flops: float = flag(0.0, "FLOPs of the matmuls that run, in place of max_iters", 0, 1e27)
+    max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, in place of max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
 
     batch_size: int = flag(16, "sequences per step, of all processes together", 1, 1e6,
                            group="optimizer")
-    grad_accum: int = flag(1, "parts of a batch that each process takes in turn; each part has "
-                           "random numbers of its own", 1, 1e6)
+    grad_accum: int = flag(1, "parts of a batch that each process takes in turn", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
     lr: float = flag(2e-2, "peak learning rate", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of gates, the parameters in own_lr", 0, 1e3)
+    gate_lr: float = flag(1e-3, "peak learning rate of gates: own_lr in model.py", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -109,6 +110,7 @@ def open_data(config, model_config, processes):
         shards=prepare.open_split(folder, "train", model_config.block_size),
         # x, y: (n, T)
         val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),
+        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # how many each token stands for
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
 
@@ -179,45 +181,6 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
-class Muon(torch.optim.Optimizer):
-    """For matrices (Jordan et al. 2024). The momentum of the gradient is made orthogonal, so that a
-    step is equally large in every direction, not just where gradients are large. The step's entries
-    have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: 0.02
-    here, where AdamW wants 0.006.
-
-    torch.optim.Muon can do the same, but always in bfloat16, which is very slow on many CPUs."""
-    def __init__(self, groups, lr, momentum=0.95):   # (--beta1 is not used here.)
-        super().__init__(groups, dict(lr=lr, momentum=momentum))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            momentum = group["momentum"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p not in self.state:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-                update = orthogonal(p.grad.lerp(mean, momentum))   # one step ahead: Nesterov's way
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                # Its entries have the rms 1 / sqrt(longer side). Those of AdamW's are near 0.2.
-                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
-
-def orthogonal(x):
-    """A matrix with the directions of x, whose singular values are roughly 1: about 0.7 to 1.2, but
-    less if they were much below a hundredth of the norm. Five steps of a polynomial bring them
-    there (Newton-Schulz). It is fast, and need not be exact."""
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
-    if x.is_cuda:
-        x = x.bfloat16()
-    x = x / x.norm().clamp_min(1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if is_tall else x
-
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
     (wsd). progress: the share of the run that is done"""
@@ -252,7 +215,7 @@ def train(model_config, config, data, folder, processes, signals):
 
     model_config, config: the settings of the model and of its training; data: see open_data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    model, ckpt = begin_or_resume(model_config, config, data, folder)   # A new run has ckpt = {}.
+    model, ckpt = begin_or_resume(model_config, config, data, folder.out)   # A new run: {}.
     call_model = compile_and_wrap(model, config, processes)
     optimizers = make_optimizers(model, config)
     if config.resume:
@@ -262,21 +225,21 @@ def train(model_config, config, data, folder, processes, signals):
     best_loss = ckpt.get("best_loss", math.inf)
     block_norms = ckpt.get("grad_norms", torch.zeros(model_config.n_layer, dtype=torch.float64))
     block_norms = block_norms.to(model.device)
+    del ckpt   # It holds all weights and moments a second time.
     # How far it goes
     n_parts = config.grad_accum * processes.count   # of each batch
     tokens_per_step = config.batch_size * model_config.block_size
     n_steps = config.max_iters
     if config.max_flops:   # a guess, because skipping makes steps cheaper
         n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
+    get_batch(data, model_config, config.batch_size, step)   # If it can't be read, nothing is lost.
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {n_steps} of "
-        f"{tokens_per_step:,} tokens on {processes.count} x {processes.device}")
-    changes = folder.begin(step)   # From here on, the run's files are written.
-    if changes:   # by flags beside --resume
+        f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
+    if changes := folder.begin(step):   # From here on, the run's files are written.
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
         factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
         say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
-    token_bytes = prepare.token_bytes(data.meta, model_config.vocab_size)
     loss = norm = torch.zeros(())   # of the last step
     clock, clock_step = time.perf_counter(), step
 
@@ -288,17 +251,16 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if ends or step % config.eval_interval == 0:
-            refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
+            refuse_if_not_finite(step, folder, model, loss, norm)
             if not signal:
-                val_loss, bits, skipped = evaluate(model, *data.val, token_bytes,
-                                                   config.batch_size // n_parts)
+                val_loss, bits, val_skipped = evaluate(model, *data.val, data.token_bytes,
+                                                       config.batch_size // n_parts)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{skipped:.1%} skipped")
-                refuse_if_not_finite(step, folder, model, val_loss)
+                    f"{val_skipped:.1%} skipped")
                 best_loss = min(best_loss, val_loss)
-                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
+                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=val_skipped,
                            grad_norms=block_norms.tolist())
-            # Nothing else: batches, coins and learning rates follow from the settings and the step.
+            # Nothing else: batches, coins and rates follow from the settings, step and FLOPs.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
                              best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
@@ -307,7 +269,7 @@ def train(model_config, config, data, folder, processes, signals):
             break
 
         # --- From a batch to gradients. Each process takes grad_accum parts of the batch.
-        loss, gains, share = torch.zeros((), device=model.device), [], 1 / config.grad_accum
+        loss, gains = torch.zeros((), device=model.device), []
         skipped = token_flops = 0.0
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
@@ -321,14 +283,13 @@ def train(model_config, config, data, folder, processes, signals):
             runner = Runner(model)   # notes who skips what
             _, part_loss = call_model(x, y, runner=runner)
             (part_loss / config.grad_accum).backward()
-            # Reported is the cross entropy (with --deep_supervision a mean over blocks), without
-            # what --mod or --gain_cost adds to it.
-            loss += share * (part_loss - runner.extra_loss()).detach()
+            # Reported is the cross entropy, without what --mod or --gain_cost adds to it.
+            loss += runner.cross_entropy.detach() / config.grad_accum
+            skipped += runner.skipped() / config.grad_accum
+            token_flops += flops_per_token(model, runner=runner) / config.grad_accum
             gain = runner.mean_gain()
             if gain is not None:   # None: nobody has asked for gains.
                 gains.append(gain.detach())
-            skipped += share * runner.skipped()
-            token_flops += share * flops_per_token(model, runner=runner)
 
         # --- From gradients to weights
         grads, norms = block_gradients(model)
@@ -336,7 +297,7 @@ def train(model_config, config, data, folder, processes, signals):
         if config.equalize_grads:
             equalize(grads, norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # A step has the rate at its end, because that at the beginning of the first one is 0.
+        # A step has the rate at its end. (At the beginning of the first one, it is 0.)
         factor = lr_factor(config, done + 1 / n_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -350,19 +311,21 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Report
         if step % config.log_interval == 0:
-            refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
-            mean_loss, mean_skipped = map(processes.mean, (loss.item(), skipped))
+            refuse_if_not_finite(step, folder, model, loss, norm)
             now = time.perf_counter()
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
-            lr, more, about_gain = config.lr * factor, {}, ""
+            report = dict(loss=processes.mean(loss.item()), lr=config.lr * factor,
+                          grad_norm=norm.item(), tok_s=speed, tokens=step * tokens_per_step,
+                          flops=flops, skip_rate=processes.mean(skipped))
+            about_gain = ""
             if gains:
-                more["mean_gain"] = processes.mean((sum(gains) / len(gains)).item())
-                about_gain = f"mean gain {more['mean_gain']:.3f} | "
-            folder.log(step=step, loss=mean_loss, lr=lr, grad_norm=norm.item(), tok_s=speed,
-                       tokens=step * tokens_per_step, flops=flops, skip_rate=mean_skipped, **more)
-            say(f"iter {step:5d} | loss {mean_loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
-                f"{about_gain}{mean_skipped:.1%} skipped | {speed:,.0f} tokens/s")
+                report["mean_gain"] = processes.mean((sum(gains) / len(gains)).item())
+                about_gain = f"mean gain {report['mean_gain']:.3f} | "
+            folder.log(step=step, **report)
+            say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
+                f"{norm:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
+                f"{speed:,.0f} tokens/s")
 
     processes.wait()   # Nobody leaves while another one is still writing.
     out = shlex.quote(str(folder.out))
@@ -381,22 +344,23 @@ def share_done(config, step, flops):
 
 # ---------------------------------------------------------------------------- beginning, resuming
 
-# Settings that may differ from those of the run in --init_from: they change no weight's shape.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-
-def begin_or_resume(model_config, config, data, folder):
+def begin_or_resume(model_config, config, data, out):
     """-> the model, and the checkpoint to go on from: {} if this is a new run"""
     if config.resume:
-        return resume(model_config, config, data, folder.out / "ckpt.pt")
-    if not config.init_from:
-        return GPT(model_config), {}
-    ckpt, model = model_of(config.init_from, model_config, data)
-    folder.settings["init_step"] = ckpt.get("step", 0)   # goes into config.json
-    return model, {}
+        ckpt, model = read_checkpoint(out / "ckpt.pt", model_config)
+        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, config, data)
+        return model, ckpt
+    if config.init_from:
+        tokenizer = read_settings(config.init_from, dict(tokenizer=""), strict=False)["tokenizer"]
+        if tokenizer != data.meta["tokenizer"]:
+            refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and "
+                   f"--data {data.folder} has {data.meta['tokenizer']}; prepare that with "
+                   f"--tokenizer {tokenizer}")
+        _, model = read_checkpoint(Path(config.init_from) / "ckpt.pt", model_config, FREE)
+        return model, {}
+    return GPT(model_config), {}
 
-def resume(model_config, config, data, path):
-    """-> the model and the checkpoint at path"""
-    ckpt, model = read_checkpoint(path, model_config)
+def refuse_if_it_can_not_go_on(path, ckpt, config, data):
     missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
     if missing:
         refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
@@ -406,15 +370,6 @@ def resume(model_config, config, data, path):
     if not config.max_flops and ckpt["step"] > config.max_iters:
         refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond the "
                f"end; give more, or none")
-    return model, ckpt
-
-def model_of(run, model_config, data):
-    """-> the checkpoint of --init_from, and its model"""
-    tokenizer = read_settings(run, dict(tokenizer=""), strict=False)["tokenizer"]
-    if tokenizer != data.meta["tokenizer"]:
-        refuse(f"--init_from {run}: its tokens are those of {tokenizer}, and --data {data.folder} "
-               f"has {data.meta['tokenizer']}; prepare that with --tokenizer {tokenizer}")
-    return read_checkpoint(Path(run) / "ckpt.pt", model_config, may_differ=FREE)
 
 def compile_and_wrap(model, config, processes):
     """Brings the model to its device, and compiles it, if need be -> what training calls: the
@@ -433,18 +388,20 @@ def compile_and_wrap(model, config, processes):
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
 def refuse_if_not_finite(step, folder, model, *numbers):
-    """SystemExit if a number or a weight is not finite any more, so that none is ever saved.
-    (Weights beyond 1e6 are refused, too: they soon overflow.)"""
+    """SystemExit if a number or a weight is not finite any more, so that none is ever saved"""
     finite = all(math.isfinite(number) for number in numbers)
-    if not finite or not all((w.abs() < 1e6).all() for w in model.state_dict().values()):
+    if not finite or not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
                f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
                f"--resume and a lower --lr")
 
 # ------------------------------------------------------------------------ where settings come from
 
-# For small models. Another optimizer needs another rate, so --optimizer asks for --lr beside it.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
+RATES = dict(muon=TrainConfig.lr, adamw=6e-3, sgd=0.1)
+
+# Settings that may differ from those of the run in --init_from: they change no weight's shape.
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def defaults_for(given):
     """Values for flags that were not typed: those of the run to resume or of --config, or none.
@@ -461,13 +418,13 @@ def defaults_for(given):
         if "data" in given:   # Other data may have another tokenizer.
             values.pop("vocab_size")
     source = given.get("init_from") or values.get("init_from")
-    if source and not given.get("resume"):
-        kept = {name: values[name] for name in FREE if name in values}   # --config wins here.
-        values |= model_settings(source, given) | kept
+    if source and not given.get("resume"):   # Its model goes before that of --config.
+        model = read_settings(source, asdict(GPTConfig()), strict=False)
+        values |= model | {name: values[name] for name in FREE if name in values}
     optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
-    if optimizer not in (None, usual) and "lr" not in given:
+    if optimizer in RATES and optimizer != usual and "lr" not in given:
         refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
-               f"{RATES.get(optimizer, 'RATE')}")
+               f"{RATES[optimizer]}")
     if "max_iters" in given and (values | given).get("max_flops"):
         refuse("--max_iters: this run ends by its --max_flops; add --max_flops 0, or give that "
                "only")
@@ -489,20 +446,15 @@ def settings_to_resume(given):
         data_of(given["out"], values)
     return values
 
-def model_settings(run, given):
-    """The model that --init_from begins with. SystemExit if a typed flag contradicts it"""
-    values = read_settings(run, asdict(GPTConfig()), strict=False)
-    for name, value in values.items():
-        if name not in FREE and given.get(name, value) != value:
-            refuse(f"--{name} {given[name]}: the model of --init_from {run} has {value}; leave "
-                   f"--{name} out")
-    return values
+# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
+NOT_SAVED = "out", "config", "resume", "overwrite"
 
-def read_config(path, **options):
+def read_config(path, with_changes=True):
     """The settings of a run, or of a file such as configs/gpt2.json, a dict"""
-    # config.json also says these two, which are no flags, so `parse` ignores them.
-    more = dict(tokenizer="", init_step=0)
-    return read_settings(path, asdict(GPTConfig()) | asdict(TrainConfig()) | more, **options)
+    # config.json names the tokenizer, too, which is no flag, so `parse` ignores it.
+    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
+    values = read_settings(path, defaults, with_changes=with_changes)
+    return {name: value for name, value in values.items() if name not in NOT_SAVED}
 
 # --------------------------------------------------------------------------------------------- main
 
@@ -520,13 +472,14 @@ def residual_list():
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
-# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
-NOT_SAVED = "out", "config", "resume", "overwrite"
-
 def main(argv=None):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
+    """The command line, then `train` -> its exit status"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                        epilog=residual_list(), retired=RETIRED)
+                                 epilog=residual_list(), retired=RETIRED)
+    try:
+        look_for_mistakes(model_config)   # if you have written a residual or a decider
+    except ValueError as error:
+        refuse(f"train.py: {error}")
     processes = join_processes(config)
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
         pick_threads(model_config, processes.device, processes.count)

@@ -257,7 +257,7 @@ def test_each_log_has_a_speed(data, tmp_path):
 
 def test_infinite_gradients_are_not_saved(data, tmp_path, monkeypatch):
     """Clipping makes them zeros, so the weights stay finite."""
-    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda grads: torch.tensor(math.inf))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
     run = tmp_path / "run"
     assert "not finite" in refused("--data", data, *SIZE, "--out", run, "--max_iters", 4)
     assert load(run)["step"] == 0
@@ -365,11 +365,11 @@ def test_init_from(data, copy, tmp_path):
     assert begin(out, "--lr", 0, "--gate_lr", 0, "--max_iters", 2, "--seed", 9) == 0
     assert same_weights(load(out), load(copy)) and load(out)["step"] == 2
     config = json.loads((out / "config.json").read_text())
-    assert (config["init_from"], config["init_step"], config["n_embd"]) == (str(copy), 8, 32)
+    assert (config["init_from"], config["n_embd"]) == (str(copy), 32)
     assert config["optimizer"] == "muon" and config["seed"] == 9   # These are no part of a model.
     assert config["data"] == str(other)
     assert resume(out, "--max_iters", 3) == 0
-    with pytest.raises(SystemExit, match="--n_layer 4: the model of --init_from .* has 2"):
+    with pytest.raises(SystemExit, match="n_layer 2 there, 4 here"):
         begin(tmp_path / "x", "--n_layer", 4)
     with pytest.raises(SystemExit, match="Missing key.*router"):   # which it has not learned
         begin(tmp_path / "x", "--mod", "router")
