@@ -28,10 +28,10 @@ V = vocab_size different tokens. The following words have one meaning each, in a
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, first weights, the model, sampling
+    1  a GPT       config, attention, MLP, PreNorm, blocks, first weights, the model, sampling
     2  residuals   all the other rules; which one runs is the flag --residual
     3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
-    4  tools       norms, widths, order, compiling, FLOPs, checks
+    4  tools       norms, widths, order, compiling, FLOPs, checks of a config
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
