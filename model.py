@@ -19,12 +19,13 @@ V = vocab_size different tokens. The following words have one meaning each, in a
 
     stream     what flows through the depth. Its form is up to the residual: one tensor (B, T, C) in
                PreNorm, and a tuple of several things in some others
-    sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
+    sublayer   an attention or an MLP; a residual sees it as a function f: (B, T, C) -> (B, T, C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
+    place      the number of a run, 1, 2, 3, ..; the same as l, unless --repeat runs blocks again
 
 The file has four parts:
 
@@ -35,8 +36,8 @@ The file has four parts:
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
-queries and keys with a scale that is larger, no biases, no dropout, and a cache in sampling. To try
-a rule of your own, copy class Template, and add it to RESIDUALS (end of part 2).
+queries and keys, other first weights, no biases, no dropout, and a cache in sampling. To try a rule
+of your own, copy class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import itertools
@@ -64,15 +65,16 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
-#     run_sublayer     run_sublayer(stream, residual, f) is residual(stream, f)
-#     Runner           its run(place, stream, residual, f) is residual(stream, f), and extra_loss() 0
-#     make_decider     tells a Runner that all tokens run all sublayers
+#     Runner(model)    its run(place, stream, residual, f) is residual(stream, f), and its
+#                      loss(logits, targets) the mean cross entropy
 #     config_problems  finds none
+#
+# EPS, 1e-6, keeps norms from dividing by 0.
 
 @dataclass
 class GPTConfig:
     """flag(default, help, lowest, highest) declares a field of a dataclass, which is also a flag of
-    train.py. Some help texts use words of parts 2 and 3. Read over them."""
+    train.py. Some help texts use words of parts 2 and 3, which you need not know yet."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -144,7 +146,8 @@ class Attention(nn.Module):
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT has learned factors here.
+        # nGPT, in part 2, puts learned factors in the place of these, and of MLP.scale.
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
@@ -169,7 +172,7 @@ class MLP(nn.Module):
         rows = 2 * hidden if config.activation == "swiglu" else hidden
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()   # nGPT has learned factors here, too.
+        self.scale = nn.Identity()
 
     def forward(self, x):
         """x (..., C) -> (..., C)"""
@@ -202,8 +205,8 @@ class PreNorm(nn.Module):
         return x
 
     def forward(self, x, f):
-        """A stream, and a sublayer f as a function -> the next stream. Only f, an attention, may
-        look at other tokens: it has a causal mask."""
+        """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
+        tokens. (If it is an attention, it does, and has a causal mask.)"""
         return x + f(self.norm(x))
 
     def finish(self, x):
@@ -225,7 +228,7 @@ class PreNorm(nn.Module):
 
     def constrain(self, module):
         """After the weights are drawn, and after each step of a training: may change the weights of
-        module, its attention or MLP. `ends` is called twice, with the embedding and the head."""
+        module. That is its attention or MLP; for `ends` it is the embedding, and then the head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -243,8 +246,8 @@ class Block(nn.Module):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 def products_in(dtype, x):
-    """with products_in(dtype, x): matrix products are computed in dtype, on the device of x. None:
-    in the dtype that their inputs have"""
+    """In a block `with products_in(dtype, x):` matrix products are computed in dtype, on the device
+    of x. If dtype is None, nothing changes."""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
@@ -253,8 +256,10 @@ class SublayerFunction:
     """The f that residuals get: f(x) = module(x, *others). others: rotation and `append` for an
     attention, nothing for an MLP.
 
-    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. Only f is
-    computed in it. The stream stays float32, because rounding errors would add up over the depth"""
+    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
+    head are computed in it. The stream stays float32: its rounding errors would add up.
+
+    It is a class, because part 3 runs parts of the module, and looks at what is in here."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -271,10 +276,10 @@ class SublayerFunction:
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the first
-# updates that are added to it. And the first logits have a standard deviation of about 0.8,
-# so the first loss is little above ln(V). (With --tie it is higher: a token's own logit is large,
-# because its row of the head is its own embedding.)
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the updates
+# that are added to it at first. The first logits have a standard deviation of about 0.8, so the
+# first loss is 0.3 above ln(V). (With --tie a token's own logit is large, because its row of the
+# head is its own embedding. So the first loss is higher.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -282,13 +287,6 @@ def first_stds(config):
     if config.init == "gpt2":
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
-
-def tie_weights(model):
-    """--tie: one matrix for embedding and head. It is drawn as a head, whose numbers are small. ->
-    the factor that makes the embeddings as large as they would be without --tie"""
-    model.wte.weight = model.lm_head.weight
-    embedding_std, head_std = first_stds(model.config)
-    return embedding_std / head_std
 
 def seeded(config, name):
     """A random generator for the weights of this name: what two models have in common starts with
@@ -304,7 +302,7 @@ def init_weights(model):
             continue
         if module is model.wte:
             std = embedding_std
-        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
+        elif module is model.lm_head:
             std = head_std
         elif config.init == "gpt2":
             std = 0.02
@@ -327,11 +325,8 @@ def constrain_weights(model):
 
 # -------------------------------------------------------------------------------------- the model
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, with a sentence for each problem of the config"""
+    """Decoder-only Transformer. Raises ValueError, with a sentence for each problem of the config."""
     def __init__(self, config: GPTConfig):
         super().__init__()
         if problems := config.problems():
@@ -341,14 +336,18 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.embedding_scale = tie_weights(self) if config.tie else 1.0
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)   # of the blocks, by their numbers
         self.dtype = None                  # train.py sets torch.bfloat16 on a GPU.
-        # A Runner reads these two. train.py may compile the second.
+        # Two things that a Runner needs (part 3)
         self.decider = make_decider(config)
         self.run_sublayer = run_sublayer
         init_weights(self)
+        self.embedding_scale = 1.0
+        if config.tie:   # One matrix for both: that of the head, with its small numbers
+            self.wte.weight = self.lm_head.weight
+            embedding_std, head_std = first_stds(config)
+            self.embedding_scale = embedding_std / head_std
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
@@ -362,9 +361,7 @@ class GPT(nn.Module):
             yield place, before, stream
 
     def sublayers(self, idx, cache=None):
-        """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
-        (The residual's l is its place, too, but with --repeat a residual runs in several places.)
-        """
+        """Yields (place, residual, f) in the order of running. cache: a KVCache"""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
         length = past + idx.shape[1]
         if length > self.config.block_size:
@@ -384,17 +381,10 @@ class GPT(nn.Module):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
         (None without targets). In training, the runner may add to it."""
         runner = runner or Runner(self, compiled=cache is None)
-        losses = []   # one, unless there is --deep_supervision
-        every_block = self.config.deep_supervision and self.training and targets is not None
-        for place, _, stream in self.walk(idx, cache, runner):
-            if every_block and place % 2 == 0 and place < 2 * len(self.order):
-                losses.append(cross_entropy(self.head(stream), targets))
-        logits = self.head(stream)   # the stream after the last sublayer
-        if targets is None:
-            return logits, None
-        losses.append(cross_entropy(logits, targets))
-        runner.cross_entropy = sum(losses) / len(losses)   # This is what train.py reports.
-        return logits, runner.cross_entropy + runner.extra_loss()
+        for _, _, stream in self.walk(idx, cache, runner):
+            pass   # At the end, it is the last stream.
+        logits = self.head(stream)
+        return logits, None if targets is None else runner.loss(logits, targets)
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
@@ -443,12 +433,12 @@ class KVCache:
         self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
 
     def begin(self, n):
-        """Before each walk: n new tokens are coming."""
+        """At the beginning of each walk: n new tokens are coming."""
         self.first, self.length = self.length, self.length + n
 
     def append(self, i, k, v, there=True):
-        """Stores the k, v (B, T, n_head, head_size) that attention i = 0, 1, .. has made of the new
-        tokens. there: which tokens have a key; True, or bools (B, T) if some skip (part 3)
+        """Stores the k, v (B, T, n_head, head_size) that the attention of run i = 0, 1, .. has made
+        of the new tokens. there: which tokens have a key; True, or bools (B, T) if some skip
 
         -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
         newest = slice(self.first, self.length)
@@ -1129,6 +1119,9 @@ def run_sublayer(stream, residual, f, gain=None):
     if a decider or --gain_cost has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 class Work(NamedTuple):
     """What a sublayer has computed, as shares of all tokens, for flops_per_token"""
     ran: float = 1.0       # the tokens that ran it
@@ -1153,6 +1146,7 @@ class Runner:
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
+        self.after_blocks = []     # the streams that --deep_supervision needs
         self.decider_flops = 0.0   # what deciders have computed, per token
         self.decider.begin(self)
 
@@ -1174,7 +1168,10 @@ class Runner:
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
-        return self.decider.after(self, stream)
+        stream = self.decider.after(self, stream)
+        if self.model.training and self.model.config.deep_supervision and place % 2 == 0:
+            self.after_blocks.append(stream)
+        return stream
 
     def must_pay(self):
         return self.model.training and self.model.config.gain_cost > 0
@@ -1191,13 +1188,17 @@ class Runner:
         known = [gain.abs().mean() for gain in self.gains if gain is not None]
         return sum(known) / len(known) if known else None
 
-    def extra_loss(self):
-        """What a training adds to the loss: what the decider asks for, and --gain_cost, the price
-        of turning. (arXiv:1603.08983 puts one on pondering. NAG's paper has none, as far as we
-        know.)"""
-        if not self.model.training:
-            return 0.0
-        loss = self.decider.loss(self)
+    def loss(self, logits, targets):
+        """-> what a training makes smaller. It is the cross entropy, in nats per token (with
+        --deep_supervision its mean after each block), and in training also what the decider asks
+        for, and --gain_cost, the price of turning. (arXiv:1603.08983 puts one on pondering. NAG's
+        paper has none, as far as we know.)"""
+        losses = [cross_entropy(self.model.head(stream), targets)
+                  for stream in self.after_blocks[:-1]]
+        losses.append(cross_entropy(logits, targets))
+        loss = self.cross_entropy = sum(losses) / len(losses)   # This is what train.py reports.
+        if self.model.training:
+            loss = loss + self.decider.loss(self)
         gain = self.mean_gain()
         if self.must_pay() and gain is not None:   # None: all sublayers are removed.
             loss = loss + self.model.config.gain_cost * gain

@@ -221,14 +221,14 @@ def test_a_high_price_makes_gains_fall():
 
 def test_without_a_cost_nobody_asks_for_gains():
     model = nag(gain_cost=1.0).eval()   # Nobody pays outside of a training.
-    model(IDX, TARGETS, runner=(runner := M.Runner(model)))
-    assert runner.mean_gain() is None and runner.extra_loss() == 0.0
+    _, loss = model(IDX, TARGETS, runner=(runner := M.Runner(model)))
+    assert runner.mean_gain() is None and loss == runner.cross_entropy
     gains = M.Runner(model, M.ByGain(model.config, 0.0))
     model(IDX, runner=gains)
     assert gains.skipped() == 0   # A gain of 0, that of a shut sublayer, is not below 0.
     model = nag().train()
-    model(IDX, TARGETS, runner=(runner := M.Runner(model)))
-    assert runner.mean_gain() is None and runner.extra_loss() == 0.0
+    _, loss = model(IDX, TARGETS, runner=(runner := M.Runner(model)))
+    assert runner.mean_gain() is None and loss == runner.cross_entropy
 
 # ----------------------------------------------------------------------------- routers, LayerDrop
 
