@@ -2,13 +2,14 @@
 Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
     python train.py                                     # PreNorm on Python code: minutes on a CPU
-    python train.py --residual nag --out runs/nag       # every field of both configs is a flag
+    python train.py --residual nag --out runs/nag       # each setting is a flag
     python train.py --out runs/nag --resume             # go on from its checkpoint
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
-# New here: some tokens may skip some sublayers. A Runner (model.py) notes which ones did.
+# What follows it is about beginning, resuming, and settings of earlier runs. New here: some tokens
+# may skip some sublayers. A Runner (model.py) notes which ones did, and how many FLOPs that took.
 
 import contextlib
 import math
@@ -155,8 +156,8 @@ def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
     blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
     own_lr, have the learning rate gate_lr."""
-    gate_set = {getattr(residual, name, None)   # None: model.ends may lack it.
-                for residual in model.residuals() for name in residual.own_lr}
+    gate_set = {p for residual in model.residuals() for name, p in residual.named_parameters()
+                if name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
     gates, vectors, matrices, for_muon = [], [], [], []
     for p in model.parameters():
@@ -180,6 +181,10 @@ def make_optimizers(model, config):
         groups = [dict(params=for_muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
         optimizers.append(Muon(groups, config.lr))
     return optimizers
+
+def share_done(config, step, flops):
+    """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
+    return flops / config.max_flops if config.max_flops else step / config.max_iters
 
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
@@ -240,7 +245,7 @@ def train(model_config, config, data, folder, processes, signals):
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
         factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
         say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
-    loss = norm = torch.zeros(())   # of the last step
+    norm = torch.zeros(())   # of the last step's gradient
     clock, clock_step = time.perf_counter(), step
 
     while True:
@@ -251,7 +256,7 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if ends or step % config.eval_interval == 0:
-            refuse_if_not_finite(step, folder, model, loss, norm)
+            refuse_if_not_finite(step, folder, model, norm)
             if not signal:
                 val_loss, bits, val_skipped = evaluate(model, *data.val, data.token_bytes,
                                                        config.batch_size // n_parts)
@@ -260,7 +265,7 @@ def train(model_config, config, data, folder, processes, signals):
                 best_loss = min(best_loss, val_loss)
                 folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=val_skipped,
                            grad_norms=block_norms.tolist())
-            # Nothing else: batches, coins and rates follow from the settings, step and FLOPs.
+            # That is all: batches, coins and rates follow from the settings, step and FLOPs.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
                              best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
@@ -297,7 +302,7 @@ def train(model_config, config, data, folder, processes, signals):
         if config.equalize_grads:
             equalize(grads, norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # A step has the rate at its end. (At the beginning of the first one, it is 0.)
+        # A step has the rate at its end: with a warmup, that at its beginning may be 0.
         factor = lr_factor(config, done + 1 / n_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -311,7 +316,7 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Report
         if step % config.log_interval == 0:
-            refuse_if_not_finite(step, folder, model, loss, norm)
+            refuse_if_not_finite(step, folder, model, norm)
             now = time.perf_counter()
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
@@ -337,10 +342,6 @@ def train(model_config, config, data, folder, processes, signals):
     say(f"done: {out} holds the run; best validation loss {best_loss:.4f}\n"
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
-
-def share_done(config, step, flops):
-    """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
-    return flops / config.max_flops if config.max_flops else step / config.max_iters
 
 # ---------------------------------------------------------------------------- beginning, resuming
 
@@ -387,10 +388,10 @@ def compile_and_wrap(model, config, processes):
     # It may be that no token of this process runs some sublayer.
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-def refuse_if_not_finite(step, folder, model, *numbers):
-    """SystemExit if a number or a weight is not finite any more, so that none is ever saved"""
-    finite = all(math.isfinite(number) for number in numbers)
-    if not finite or not all(p.isfinite().all() for p in model.parameters()):
+def refuse_if_not_finite(step, folder, model, norm):
+    """SystemExit if the gradient or a weight is not finite any more: such weights are never saved.
+    (If a loss isn't finite, its gradient isn't either.)"""
+    if not norm.isfinite() or not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
                f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
                f"--resume and a lower --lr")
@@ -415,8 +416,6 @@ def defaults_for(given):
         if changes := read_changes(given["config"]):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
-        if "data" in given:   # Other data may have another tokenizer.
-            values.pop("vocab_size")
     source = given.get("init_from") or values.get("init_from")
     if source and not given.get("resume"):   # Its model goes before that of --config.
         model = read_settings(source, asdict(GPTConfig()), strict=False)
@@ -484,8 +483,8 @@ def main(argv=None):
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
         pick_threads(model_config, processes.device, processes.count)
         data = open_data(config, model_config, processes)
-        rows = math.ceil(data.meta["vocab_size"] / 64) * 64   # of embedding and head: 64s are fast
-        model_config.vocab_size = max(model_config.vocab_size, rows)
+        # The rows of embedding and head: multiples of 64 are fast.
+        model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
         settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
         settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
         # attnres:group=4 -> runs/attnres-group4
