@@ -69,6 +69,24 @@ class AtTheEnd(Good):
         super().__init__(config, l)
         self.b = nn.Parameter(torch.tensor(1.0))
 
+class Unused(Good):
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        if not self.is_end:
+            self.c = nn.Parameter(torch.tensor(1.0))
+
+class Pair(Good):
+    def start(self, x):
+        return x, x.mean(-1, keepdim=True)
+
+    def forward(self, stream, f):
+        x, mean = stream
+        return super().forward(x, f), mean + x   # (2, 3, 8) from the first sublayer on
+
+class AlmostNothing(Good):   # 1e-3 of a later token
+    def forward(self, x, f):
+        return super().forward(x, f) + 1e-3 * x.roll(-1, dims=1)
+
 class WrongGate(Good):
     own_lr = ("gaet",)
 
@@ -87,6 +105,8 @@ class RangeOfNothing(Good):
     (Flattens, "Flattens.forward returned (2, 3), expected (2, 3, 8)"),
     (Mixes, "Mixes looks at other sequences of the batch"), (Ahead, "Ahead looks at later tokens"),
     (NoSuper, "NoSuper.__init__ must begin with super().__init__"),
+    (Unused, "the parameter blocks.0.attn_residual.c gets no gradient"), (AlmostNothing, "looks at later tokens"),
+    (Pair, "Pair.forward returned ((2, 3, 8), (2, 3, 8)), expected ((2, 3, 8), (2, 3, 1))"),
     (AtTheEnd, "the parameter ends.b gets no gradient"), (WrongGate, "own_lr names 'gaet'"),
     (WrongRange, "WrongRange has a alowed; did you mean allowed?"), (RangeOfNothing, "allowed names 'first'")])
 def test_a_mistake_in_a_residual_of_ones_own_is_told(kind, says, monkeypatch):
