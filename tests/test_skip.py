@@ -225,9 +225,9 @@ def test_a_removed_sublayer_pays_nothing():
     runner = M.Runner(model, M.Without({1, 4}, M.Decider()))
     _, loss = model(IDX, TARGETS, runner=runner)
     there = [gain for gain in runner.gains if gain is not None]
-    assert [gain is None for gain in runner.gains] == [True, False, False, True, False, False]
+    assert [i for i, gain in enumerate(runner.gains) if gain is None] == [0, 3]
     same(loss - runner.cross_entropy, torch.stack(there).abs().mean())
-    runner = M.Runner(model, M.Without(range(1, 7), M.Decider()))
+    runner = M.Runner(model, M.Without(range(1, 99), M.Decider()))
     assert model(IDX, TARGETS, runner=runner)[1] == runner.cross_entropy
 
 def test_without_a_cost_nobody_asks_for_gains():
