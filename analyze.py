@@ -34,6 +34,7 @@ from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token
                    why_not)
 from processes import pick_device, pick_threads
 from runs import data_of, explain_write_errors, open_run, read_metrics, write_file
+from steps import steps_asked
 from train import evaluate
 
 @dataclass
@@ -163,7 +164,7 @@ def by_steps(run, measure):
     be guessed; and only where the line before is in the window, so that they can be known."""
     puzzle, total, count = run.need_puzzle(), 0, 0
     for idx, targets in run.batches:
-        asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), puzzle["cells"])
+        asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), puzzle["cells"])
         asked = torch.where(cell >= puzzle["cells"] // 2, asked, -1)
         is_asked = F.one_hot(asked + 1, puzzle["most"] + 2)[..., 1:].double()        # (B, T, steps)
         total = total + torch.einsum("rbt,bts->rs", measure(idx, targets).double(), is_asked)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import prepare
 from model import EVERYONE, Runner, Without, unit
+from steps import next_line, steps_asked
 
 WINDOWS = 1024     # of validation text: half of them to fit a probe, half to see what it reads
 KNOWN = 0.9        # A probe can read a line, and a model knows a step, if so many digits are right.
@@ -44,7 +45,7 @@ def all_lines(digits, k, puzzle):
     """digits (..., cells) -> (k + 1, ..., cells), after 0, 1, .. k steps"""
     lines = [digits]
     for _ in range(k):
-        lines.append(torch.from_numpy(prepare.next_line(lines[-1], puzzle["table"])))
+        lines.append(torch.from_numpy(next_line(lines[-1], puzzle["table"])))
     return torch.stack(lines)
 
 def answers(model, lines, puzzle):
@@ -97,7 +98,7 @@ def questions(idx, targets, puzzle, k):
     """All lines in windows that ask for k steps, and whose answer is in the window, too -> window
     (N,); column (N,) of the answer's letter; lines (k + 1, N, cells): after 0, 1, .. k steps"""
     cells = puzzle["cells"]
-    asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
+    asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
     begins = (asked == k) & (cell == 0)
     window, column = begins[:, :idx.shape[1] - cells + 1].nonzero().T
     line = idx[window[:, None], columns(column, cells)["line"]]

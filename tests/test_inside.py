@@ -13,6 +13,7 @@ import analyze
 import inside
 import prepare
 import sample
+import steps
 import train
 from conftest import ids, make
 from model import ByGain, Runner, Without
@@ -21,10 +22,10 @@ CELLS, MOST, L = 4, 3, 3
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder, documents = tmp_path_factory.mktemp("steps") / "data", prepare.DOCUMENTS
-    prepare.DOCUMENTS = dict(train=200, val=200)
+    folder, documents = tmp_path_factory.mktemp("steps") / "data", steps.DOCUMENTS
+    steps.DOCUMENTS = dict(train=200, val=200)
     prepare.main(["steps", "--out", str(folder), "--cells", str(CELLS), "--most", str(MOST)])
-    prepare.DOCUMENTS = documents
+    steps.DOCUMENTS = documents
     return folder
 
 @pytest.fixture(scope="module")
@@ -176,7 +177,7 @@ def test_figures_by_steps_by_hand(text, windows, data):
     """Against loops over single targets. A silent block costs nothing."""
     run = run_of(text, windows, data)
     x, y = (part[:48] for part in windows)
-    steps, cell = prepare.steps_asked(torch.cat((x[:, :1], y), 1), CELLS)
+    steps, cell = steps_asked(torch.cat((x[:, :1], y), 1), CELLS)
     def means(values):
         found = [[] for _ in range(MOST + 1)]
         for row, t in (steps >= 0).nonzero().tolist():

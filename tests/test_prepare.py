@@ -1,7 +1,7 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import fcntl, hashlib, json, os, re, resource, shlex, signal, subprocess, sys
+import contextlib, fcntl, hashlib, json, os, re, resource, shlex, signal, subprocess, sys
 import numpy as np
-import prepare, pytest, tiktoken, tiktoken_ext.openai_public, torch
+import prepare, pytest, steps, tiktoken, tiktoken_ext.openai_public, torch
 from conftest import ROOT
 
 PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} <|endoftext|> 🙂\n"
@@ -90,11 +90,11 @@ def test_meta(tmp_path):
         assert prepare.load_meta(str(tmp_path / name)) == expected
         assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
     assert "val" in refused(tmp_path / "llm.c", "val", call=prepare.open_split)
-    for content in "{", "[]", "{}", b"\xff", '{"tokenizer": "bytes", "vocab_size": 5}':
+    for content in "{", "[]", "5", "{}", b"\xff", '{"tokenizer": "llama", "vocab_size": 5}':
         write(tmp_path / "meta.json", content)
-        assert "meta.json" in refused(tmp_path, call=prepare.load_meta)
-    write(tmp_path / "meta.json", '{"tokenizer": "bytes", "vocab_size": 257}')   # by hand
-    assert prepare.load_meta(tmp_path)["tokenizer"] == "bytes"
+        assert "must name a tokenizer" in refused(tmp_path, call=prepare.load_meta)
+    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
+    assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
 def test_tokenizers(tmp_path, monkeypatch):
     tokenizer = prepare.get_tokenizer("bytes")
@@ -131,16 +131,24 @@ def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
         assert prepare.text_or_file(text) == text
 
 LINE, BOOK = "one line\n", "a line of a book\n" * 400
-@pytest.mark.parametrize("documents, expected", [
-    ([LINE] * 60, (57, 3, 0)), ([LINE] * 1500, (1425, 75, 0)), ([LINE] * 20, (19, 1, 0)),
-    ([LINE] * 19, (18, 1, 0)), ([LINE] * 2, (1, 1, 0)), ([LINE], (0, 0, 1)), ([BOOK], (0, 0, 1)),
-    ([BOOK] * 5, (0, 0, 5)), ([BOOK] * 100, (95, 5, 0)), ([LINE] * 3 + [BOOK], (3, 0, 1)),
-    ([LINE] * 50 + [BOOK], (48, 2, 1)), ([], (0, 0, 0))])
-def test_short_documents_stay_whole(documents, expected):
+@pytest.mark.parametrize("documents, train, val, long", [
+    ([LINE] * 60, 57, 3, 0), ([LINE] * 1500, 1425, 75, 0), ([LINE] * 21, 19, 2, 0),
+    ([LINE] * 20, 19, 1, 0), ([LINE] * 2, 1, 1, 0), ([BOOK], 0, 0, 1), ([BOOK] * 5, 0, 0, 5),
+    ([BOOK] * 100, 95, 5, 0), ([LINE] * 3 + [BOOK], 2, 1, 1), ([BOOK] + [LINE] * 50, 47, 3, 1)])
+def test_short_documents_stay_whole(capsys, documents, train, val, long):
     documents = [f"{i} {document}" for i, document in enumerate(documents)]
-    train, val, long = prepare.hold_out(documents)
-    assert (len(train), len(val), len(long)) == expected
-    assert sorted(train + val + long) == sorted(documents)
+    for_training, for_validation = prepare.hold_out(documents)
+    said = map(int, re.findall(r"[\d,]+(?= for | cut )", capsys.readouterr().out.replace(",", "")))
+    assert list(said) == [train, val, long]
+    assert len(for_training) == train + long and len(for_validation) == val + long
+    joined = [head + tail for head, tail in zip(for_training[train:], for_validation[val:])]
+    assert sorted(for_training[:train] + for_validation[:val] + joined) == sorted(documents)
+    for tail in for_validation[val:]:
+        assert tail in documents[0][-400:] + documents[-1][-400:] and len(tail) > 300
+
+@pytest.mark.parametrize("documents", [[], [LINE]])
+def test_too_little_to_hold_anything_out(documents):
+    assert "too little" in refused(documents, call=prepare.hold_out)
 
 def test_lines_in_files_or_in_one(tmp_path, capsys):
     """60 questions, each in a file of its own, and as lines of JSON in one. All but three are
@@ -155,11 +163,10 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
     for words in ["files"], ["lines.jsonl", "--jsonl", "body"]:
         run("text", "--out", tmp_path / "data", "--input", tmp_path / words[0], *words[1:])
         assert "documents: 57 for training, 3 for validation, 0 cut" in capsys.readouterr().out
-        found = [side(tmp_path / "data", split) for split in ("train", "val")]
-        assert sorted(found[0] + found[1]) == sorted(line.encode() for line in lines)
-        assert found[1] == [lines[i].encode() for i in (19, 39, 59)]
-    wrong_lines = "{", "5", '{"text": "x"}', '{"body": 5}', '["body"]'
-    for number, wrong in enumerate(wrong_lines, 1):
+        train, val = (side(tmp_path / "data", split) for split in ("train", "val"))
+        assert sorted(train + val) == sorted(line.encode() for line in lines)
+        assert val == [lines[i].encode() for i in (0, 20, 40)]
+    for number, wrong in enumerate(["{", "5", '{"text": "x"}', '{"body": 5}', '["body"]'], 1):
         write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * (number - 1) + wrong + "\n")
         said = refused("text", "--input", tmp_path / "wrong.jsonl", "--jsonl", "body")
         assert f"wrong.jsonl, line {number}: " in said and "'body'" in said
@@ -256,69 +263,104 @@ def test_folders_and_links(tmp_path):
     documents = side(out, "train") + side(out, "val")
     assert sorted(documents) == [f"this is document {i}\r\n".encode() * 9 for i in range(10)]
 
-def test_bad_input(tmp_path, capsys, monkeypatch):
+def test_bad_input(tmp_path, monkeypatch):
+    """One sentence; and no folder has been made."""
     monkeypatch.chdir(tmp_path)
     os.mkfifo(tmp_path / "fifo")
-    os.mkdir(tmp_path / "data")
+    os.mkdir(tmp_path / "empty")
     for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
         write(tmp_path / name, content)
+    before = sorted(os.listdir())
     for words, message in {
             "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
             "text --input one": "too little", "text --input good latin": "latin",
-            "text --input good --out good": "good", "text --input data": "too little",
+            "text --input empty --out empty": "outside of --out", "text --input empty": "too little",
             "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
-            "steps --jsonl text": "text only", "text": "--input",
-            "fineweb --shards 104": "--shards"}.items():
-        with pytest.raises(SystemExit) as e:
-            run(*words.split())
-        said = capsys.readouterr().err or e.value.code
-        assert e.value.code and message in said and said.strip().count("\n") == 0, words
-    (tmp_path / "data").rmdir()
-    assert sorted(os.listdir()) == ["fifo", "good", "latin", "one"]
+            "steps --jsonl text": "text only", "text": "--input", "steps --symbols 11": "--symbols",
+            "steps --shards 5": "--shards: is for", "stdlib --cells 5": "--cells: is for",
+            "text --table 1 --input one": "--table: is for", "steps --symbols 1": "--symbols",
+            "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
+            "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards"}.items():
+        assert message in refused(*words.split()), words
+        assert sorted(os.listdir()) == before
     assert (tmp_path / "good").read_text() == PROSE
 
-def test_what_ends_a_run_leaves_the_old_data_set(tmp_path, monkeypatch):
-    """A kill in either shard, whose leftovers are cleared up; another prepare.py; a full disk; Ctrl-C"""
+def killed(words, at):
+    """A prepare.py that gets kill -9 just before it writes its first shard (at = 0), or its second,
+    or before it moves the first of three files (2) ..."""
+    def counted(function):
+        def call(*args):
+            if next(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+        return call
+    if os.fork() == 0:
+        calls = iter(range(9))
+        prepare.write_shard, os.replace = counted(prepare.write_shard), counted(os.replace)
+        try:
+            run(*words)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+
+@pytest.mark.parametrize("at", range(5))
+def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
+    """... and what it leaves is cleared up by the next prepare.py."""
     out = tmp_path / "out"
-    text = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
-    run(*text)
+    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
+    killed(words, at)   # Here no data set is there yet.
+    refused(out, "val", call=prepare.open_split)
+    run(*words)
     before = contents(out)
-    for command in (["stdlib", "--out", out], ["fineweb", "--out", out], [*text, "--tokenizer", "gpt2"]):
-        assert "another data set" in refused(*command)
     write(tmp_path / "a.txt", PROSE[::-1])
-    for kill_at in (1, 2):
-        if os.fork() == 0:
-            left = list(range(kill_at))
-            os.fsync = lambda f: left.pop() or os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                run(*text)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
-        assert contents(out) == before and list(tmp_path.glob(".out.tmp/*/new/*.bin"))
-    other = os.open(tmp_path / ".out.tmp", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_SH)
-    assert "another prepare.py" in refused(*text) and (tmp_path / ".out.tmp").exists()
-    os.close(other)
+    killed(words, at)
+    if at < 2:   # The new one wasn't whole.
+        assert before.items() < contents(out).items()
+    else:
+        refused(out, "val", call=prepare.open_split)
+    run(*words)
+    assert contents(out) != before and contents(out).keys() == before.keys()
+    assert sorted(os.listdir(out)) == ["lock", "meta.json", "train_000000.bin", "val_000000.bin"]
+
+def test_what_ends_a_run_leaves_the_old_data_set(tmp_path, monkeypatch):
+    """Another prepare.py, a full disk, Ctrl-C"""
+    out = tmp_path / "out"
+    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
+    run(*words)
+    before = contents(out)
+    write(tmp_path / "a.txt", PROSE[::-1])
+    with open(out / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert "another prepare.py" in refused(*words)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    message = refused(*text)
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", *words], capture_output=True, text=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert "File too large" in message
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda f: signal.raise_signal(signal.SIGINT))
-        assert "interrupted" in refused(*text)
-    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
-    (tmp_path / ".out.tmp").symlink_to(tmp_path / "out")   # is not followed
-    assert "not written" in refused(*text)
-    (tmp_path / ".out.tmp").unlink()
-    run(*text)
+    assert done.returncode == 1 and re.fullmatch(".*prepare.py: .*File too large\n", done.stderr)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "write_shard", lambda *_: signal.raise_signal(signal.SIGINT))
+        run(*words)
+    assert contents(out) == before and len(os.listdir(out)) == 4
+    run(*words)
     assert contents(out) != before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
-    write(out / "notes.txt", "mine")
+
+def test_what_is_in_the_folder_already(tmp_path):
+    """Another data set is refused, and files of other kinds stay. No link of theirs is followed."""
+    out = tmp_path / "out"
+    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
+    notes = write(out / "notes.txt", "mine")
+    mine = write(tmp_path / "mine", "mine")
+    (out / "val_000000.bin.txt").symlink_to(mine)
+    for name in "meta.json", "train_000000.bin", ".unfinished-1":
+        (out / name).unlink(missing_ok=True)
+        (out / name).symlink_to(mine if name != "meta.json" else write(tmp_path / "meta", '{"tokenizer": "bytes", "name": "text"}'))
+    run(*words)
+    assert notes.read_text() == mine.read_text() == "mine" and len(tokens(out, "train")) > 9
     write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
     before = contents(tmp_path)
-    assert "notes.txt" in refused(*text)
-    assert "another data set" in refused(*text[:-1], tmp_path / "theirs")
+    for command in (["stdlib", "--out", out], ["fineweb", "--out", out],
+                    [*words, "--tokenizer", "gpt2"], [*words[:-1], tmp_path / "theirs"]):
+        assert "another data set" in refused(*command)
     assert contents(tmp_path) == before
 
 def test_shakespeare(tmp_path, monkeypatch):
@@ -343,8 +385,8 @@ def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "FINEWEB_URL", web.as_uri() + "/")
     write(web / "fineweb_train_000002.bin", second[:-2])   # The connection breaks there.
     assert "fineweb_train_000002.bin" in refused("fineweb", "--shards", 2, "--out", out)
-    assert len(tokens(out, "train")) == 30_001 and len(os.listdir(out)) == 2   # Training can begin.
-    for name in os.listdir(out):
+    assert len(tokens(out, "train")) == 30_001 and len(os.listdir(out)) == 3   # Training can begin.
+    for name in {*os.listdir(out)} - {"lock"}:
         (web / name).unlink()   # They are not asked for again.
     write(web / "fineweb_train_000002.bin", second)
     run("fineweb", "--shards", 2, "--out", out)
@@ -369,7 +411,7 @@ def simulated(text, about):
 @pytest.mark.parametrize("flags", [["--cells", 4], ["--symbols", 6, "--rows", 6, "--cells", 4, "--most", 2, "--table", 3]])
 def test_steps(tmp_path, monkeypatch, flags):
     """Each symbol that can be known is what a plain simulation says, and steps_asked finds just those."""
-    monkeypatch.setattr(prepare, "DOCUMENTS", dict(train=60, val=20))
+    monkeypatch.setattr(steps, "DOCUMENTS", dict(train=60, val=20))
     run("steps", "--out", tmp_path / "data", *flags)
     about = prepare.load_meta(tmp_path / "data")["steps"]
     table = np.array(about["table"])
@@ -381,14 +423,14 @@ def test_steps(tmp_path, monkeypatch, flags):
     assert len(train) == 60 * (16 * (about["cells"] + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
     x, y = prepare.val_windows(tmp_path / "data", 80, 40)
     full = torch.cat((x[:, :1], y), dim=1)
-    steps, cell = prepare.steps_asked(full, about["cells"])
-    for row, row_steps, row_cell in zip(full.tolist(), steps.tolist(), cell.tolist()):
+    asked, cell = steps.steps_asked(full, about["cells"])
+    for row, row_steps, row_cell in zip(full.tolist(), asked.tolist(), cell.tolist()):
         text = "".join("|" if token == 256 else chr(token) for token in row)
         known = simulated(text, about)
         assert known == [(t + 1, row_steps[t], row_cell[t], int(text[t + 1]))
                          for t in range(80) if row_steps[t] >= 0]
-    assert {*steps.flatten().tolist()} == {*range(-1, about["most"] + 1)}
-    by_hand = prepare.next_line([[3, 0, 2, 0, 1]], [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]])
+    assert {*asked.flatten().tolist()} == {*range(-1, about["most"] + 1)}
+    by_hand = steps.next_line([[3, 0, 2, 0, 1]], [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]])
     assert by_hand.tolist() == [[0, 0, 2, 1, 1]]
 
 def test_inputs_add_up_and_none_is_empty(tmp_path):
@@ -400,15 +442,3 @@ def test_inputs_add_up_and_none_is_empty(tmp_path):
     assert not (tmp_path / "new").exists()
     run("text", "--out", tmp_path / "data", "--input", tmp_path / "one", "--input", tmp_path / "two")
     assert [text[:8] for text in side(tmp_path / "data", "train")] == [b"text one", b"text two"]
-
-def test_flags_of_other_data_sets(tmp_path, monkeypatch):
-    """... are refused, and so is the folder one is in."""
-    for words in ("steps --shards 5", "stdlib --cells 5", "text --table 1 --input /", "fineweb --input /"):
-        name, flag, *_ = words.split()
-        assert f"{flag}: is for" in refused(*words.split(), "--out", tmp_path / "new")
-    monkeypatch.chdir(tmp_path)
-    assert "where you are" in refused("steps", "--out", ".") and "where you are" in refused("steps", "--out", "..")
-
-def test_refused_steps(tmp_path):
-    for flags in "--symbols 11", "--symbols 1", "--rows 3", "--most 26", "--cells 1", "--tokenizer gpt2":
-        assert flags.split()[0] in refused("steps", "--out", tmp_path / "data", *flags.split())

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest, torch
-import analyze, flags, model, prepare, sample, train, trial
+import analyze, flags, model, prepare, sample, steps, train, trial
 from conftest import ROOT
 
 LIMITS = {"README.md": 255, "workshop/README.md": 220}   # lines
@@ -64,7 +64,9 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
         assert argv[0] == "prepare.py"
         for name in "README.md", "workshop":   # It may be an input.
             (tmp_path / name).symlink_to(ROOT / name)
-        monkeypatch.setattr(prepare, "DATA_SETS", {argv[1]: lambda args, new: 1 / 0})
+        for maker in prepare.DATA_SETS:
+            monkeypatch.setitem(prepare.DATA_SETS, maker, lambda config: 1 / 0)
+        monkeypatch.setattr(prepare, "fineweb", lambda *_: 1 / 0)
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
 def test_the_workshops_script(tmp_path):
@@ -107,7 +109,7 @@ def test_code_is_the_source():
 
 def test_the_lines_of_the_steps_text_are_right():
     """In README and workshop, each line follows from the one before, by the table that stands below it."""
-    table = prepare.make_table(10, 2, np.random.default_rng(0))
+    table = steps.make_table(10, 2, np.random.default_rng(0))
     for text in README, WORKSHOP:
         rows = re.findall(r"^left neighbour \w+ +((?:\d ){9}\d)$", text, re.M)
         assert [[int(digit) for digit in row.split()] for row in rows] == table[:2].tolist()
@@ -116,7 +118,7 @@ def test_the_lines_of_the_steps_text_are_right():
         for (letter, cells), (_, following) in itertools.chain(*map(itertools.pairwise, documents)):
             row = [[int(cell) for cell in cells]]
             for _ in range(ord(letter) - ord("a")):
-                row = prepare.next_line(row, table)
+                row = steps.next_line(row, table)
             assert "".join(map(str, row[0])) == following
 
 def test_own_residuals_learn(own_residuals):
