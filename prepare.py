@@ -13,13 +13,11 @@ JSON object with that field. One in 20 documents is for validation. A long one i
 # The order of this file: text, documents, tokens, shards, data sets. Last comes the command.
 import contextlib
 import hashlib
-import http.client
 import json
 import os
 import re
 import shlex
 import shutil
-import socket
 import sys
 import sysconfig
 import tempfile
@@ -71,15 +69,14 @@ def cut(text, share):
 
 def download(url, path, sha256=None):
     """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
-    socket.setdefaulttimeout(60)
     try:
         torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
-    except (OSError, http.client.HTTPException, RuntimeError) as error:
+    except Exception as error:   # There are many ways in which a download can fail.
         refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
 
 # --------------------------------------------------------------------------------------- documents
-# Each of these functions makes the documents of a data set: config -> texts for training, texts for
-# validation. For one of your own, write such a function, and add its name to DATA_SETS.
+# Each data set has a function: config -> texts for training, texts for validation. For one of your
+# own, write such a function, and name it in DATA_SETS and PrepareConfig.
 
 SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                    "tinyshakespeare/input.txt")
@@ -180,7 +177,7 @@ def get_tokenizer(name):
                                  special_tokens={"<|endoftext|>": 256})
     try:
         return tiktoken.get_encoding(name)
-    except Exception as error:   # There are many ways in which a download can fail.
+    except Exception as error:   # It is downloaded, too.
         refuse(f"--tokenizer {name}: no table of it ({type(error).__name__}); go online once, or "
                f"set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
 
@@ -188,9 +185,11 @@ def get_tokenizer(name):
 # reaches over that, so the tokens are those of the whole text.
 PIECE = re.compile(r"(?s).{1,200000}(?<=\S)(?=\s)|.{1,200000}")
 
-def encode(texts, tokenizer):
-    """Texts -> their tokens, an array of uint16. After each text comes an end-of-text."""
-    tokenizer, tokens = get_tokenizer(tokenizer), array("H")
+def encode(texts, name):
+    """Texts -> their tokens by the tokenizer of that name, an array of uint16. After each text
+    comes an end-of-text."""
+    tokenizer = get_tokenizer(name)
+    tokens = array("H")
     for text in texts:
         for piece in PIECE.finditer(text):
             # Where somebody's text says "<|endoftext|>", that is text, not the special token.
@@ -295,6 +294,14 @@ def fingerprint(data, meta):
     shards = sorted((path.name, path.stat().st_size) for path in Path(data).glob("*.bin"))
     return hashlib.sha256(json.dumps([meta, shards], sort_keys=True).encode()).hexdigest()
 
+def refuse_if_taken(out, meta):
+    """SystemExit if the folder holds another data set than that of meta"""
+    if (out / "meta.json").exists() or any(out.glob("*.bin")):
+        there = load_meta(out)
+        if any(there.get(key) != meta[key] for key in ("name", "tokenizer")):
+            refuse(f"--out {out}: holds another data set, {there.get('name')} in "
+                   f"{there['tokenizer']}; choose another folder")
+
 @contextlib.contextmanager
 def unfinished_folder(out):
     """A folder inside `out`, for the with-block. Files are made in it, and moved when they are
@@ -315,11 +322,12 @@ def unfinished_folder(out):
 
 def write_data_set(out, meta, train, val):
     """Two lists of texts -> a data set. It takes the place of an older one."""
-    train, val = (encode(texts, meta["tokenizer"]) for texts in (train, val))
+    train_tokens = encode(train, meta["tokenizer"])
+    val_tokens = encode(val, meta["tokenizer"])
     with unfinished_folder(out) as unfinished:
         (unfinished / "meta.json").write_text(json.dumps(meta))
-        write_shard(unfinished / "train_000000.bin", train)
-        write_shard(unfinished / "val_000000.bin", val)
+        write_shard(unfinished / "train_000000.bin", train_tokens)
+        write_shard(unfinished / "val_000000.bin", val_tokens)
         # The validation shard goes first and comes last. Without it a data set is refused, so half
         # an old one and half a new one are never taken for a whole.
         (out / "val_000000.bin").unlink(missing_ok=True)
@@ -331,9 +339,10 @@ FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main
 def fineweb(out, meta, n_shards):
     """Ready shards of GPT-2 tokens, as modded-nanogpt has them: one for validation, and the first
     n_shards for training."""
+    names = ["fineweb_val_000000.bin"]
+    names += [f"fineweb_train_{i:06d}.bin" for i in range(1, n_shards + 1)]
     with unfinished_folder(out) as unfinished:
-        for name in ["val_000000"] + [f"train_{i + 1:06d}" for i in range(n_shards)]:
-            name = f"fineweb_{name}.bin"
+        for name in names:
             if not (out / name).exists():   # What an earlier run has downloaded stays.
                 download(FINEWEB_URL + name, unfinished / name)
                 read_shard(unfinished / name)   # SystemExit if the download is cut short
@@ -379,14 +388,6 @@ class PrepareConfig:
             elif path.endswith(".jsonl") and not self.jsonl:
                 yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
 
-def refuse_if_taken(out, meta):
-    """SystemExit if the folder holds another data set than that of meta"""
-    if (out / "meta.json").exists() or any(out.glob("*.bin")):
-        there = load_meta(out)
-        if any(there.get(key) != meta[key] for key in ("name", "tokenizer")):
-            refuse(f"--out {out}: holds another data set, {there.get('name')} in "
-                   f"{there['tokenizer']}; choose another folder")
-
 def main(argv=None):
     [config] = parse([PrepareConfig], argv, __doc__, positional=("name",))
     out = config.out = Path(config.out or f"data/{config.name}")
@@ -394,16 +395,16 @@ def main(argv=None):
     if tokenizer == "auto":
         tokenizer = TOKENS.get(config.name, "bytes")
     meta = dict(name=config.name, tokenizer=tokenizer, vocab_size=VOCABULARIES[tokenizer])
-    refuse_if_taken(out, meta)
     if config.name == "steps":
         meta["steps"] = puzzle(config)
+    refuse_if_taken(out, meta)
     if config.name == "fineweb":
         fineweb(out, meta, config.shards)
     else:
         train, val = DATA_SETS[config.name](config)
         write_data_set(out, meta, train, val)
-    train, val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
-    say(f"{train:,} train and {val:,} val tokens ({tokenizer}); next: "
+    n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
+    say(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "
         f"python train.py --data {shlex.quote(str(out))}")
 
 if __name__ == "__main__":
