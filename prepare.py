@@ -212,6 +212,7 @@ def token_bytes(meta, vocab_size):
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
 
 def write_shard(path, tokens):
+    """tokens: numbers below 2**16. SystemExit if they are too many for a header"""
     if len(tokens) >= 2**31:
         refuse(f"{path.name}: {len(tokens):,} tokens are too many for a shard; name less text")
     with open(path, "wb") as file:

@@ -17,6 +17,7 @@ import steps
 import train
 from conftest import ids, make
 from model import ByGain, Runner, Without
+from steps import steps_asked
 
 CELLS, MOST, L = 4, 3, 3
 
