@@ -44,27 +44,17 @@ def data_of(run, settings):
 
 def read_settings(path, with_changes=True):
     """The settings of a run folder, or of a file such as configs/gpt2.json -> a dict. SystemExit if
-    there is none, or it is broken. with_changes: as --resume has changed them"""
-    path = settings_path(path)
+    there is none, or it is broken. with_changes: as --resume has changed them. Without: as they
+    were at first, and `changes` is one of them"""
+    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        settings = from_third_edition(read_json(path))
-        changes = settings.pop("changes", {})
+        settings = from_third_edition(json.loads(path.read_text(encoding="utf-8")))
         if with_changes:
-            for change in changes.values():
+            for change in settings.pop("changes", {}).values():
                 settings |= change
         return settings
-
-def read_changes(path):
-    """What --resume has changed in a run: {"200": {"lr": 0.01}}. path: as for read_settings"""
-    return read_json(settings_path(path)).get("changes", {})
-
-def settings_path(path):
-    return Path(path, "config.json") if Path(path).is_dir() else Path(path)
-
-def read_json(path):
-    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
     """-> the checkpoint, a dict, and its model. SystemExit if it is missing or broken. wanted: the
@@ -163,15 +153,15 @@ class RunFolder:
 
     def write_settings(self, step):
         """config.json. That of a run that is resumed stays as it is, but for its `changes`."""
-        path, settings, changes = self.out / "config.json", self.settings, {}
+        settings, changes = self.settings, {}
         if self.resume:
-            before, settings = read_settings(path), read_json(path)
+            before, settings = read_settings(self.out), read_settings(self.out, with_changes=False)
             changes = {name: value for name, value in self.settings.items()
                        if value != before.get(name, value)}
         if changes:
             by_step = settings.setdefault("changes", {})
             by_step[str(step)] = by_step.get(str(step), {}) | changes
-        write_text(path, json.dumps(settings, indent=2) + "\n")
+        write_text(self.out / "config.json", json.dumps(settings, indent=2) + "\n")
         return changes
 
     def log(self, **values):

@@ -33,8 +33,8 @@ from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
-from runs import (RunFolder, data_of, optimizer_state, read_changes, read_checkpoint,
-                  read_settings, restore_optimizers)
+from runs import (RunFolder, data_of, optimizer_state, read_checkpoint, read_settings,
+                  restore_optimizers)
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -413,7 +413,7 @@ def defaults_for(given):
         values = settings_to_resume(given)
     elif "config" in given:
         values = read_config(given["config"], with_changes=False)
-        if changes := read_changes(given["config"]):
+        if changes := values.pop("changes", {}):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
     source = given.get("init_from") or values.get("init_from")
