@@ -8,7 +8,7 @@ Run folders: how they are opened as a model, locked, written, and gone on with.
                      flops, best_loss, grad_norms, data (fingerprint)
     lock             held by the process that trains here; the system frees it when that ends
 
-People pass such folders on. So no code in one is run, and no file outside is changed through a link.
+People pass such folders on. So no code in one is run, and through a link no other file is changed.
 What is wrong gets one sentence: `refuse` in flags.py raises SystemExit with it.
 """
 import contextlib
@@ -102,9 +102,9 @@ class RunFolder:
     """The folder that a run writes to. Its life: RunFolder(...) checks and locks it; then the model
     is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
 
-    Only the first of several processes writes: is_first. settings: those of this start, a dict.
-    SystemExit if another process holds the lock, if the files there are not ours, or if they are a
-    run and neither resume nor overwrite is set"""
+    settings: those of this start, a dict; is_first: of several processes, only the first one locks
+    and writes. SystemExit if another run holds the lock, if the files there are not ours, or if
+    they are a run and neither resume nor overwrite is set"""
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings = Path(out), settings
         self.resume, self.overwrite, self.is_first = resume, overwrite, is_first
@@ -155,7 +155,7 @@ class RunFolder:
         """config.json. That of a run that is resumed stays as it is, but for its `changes`."""
         settings, changes = self.settings, {}
         if self.resume:
-            before, settings = read_settings(self.out), read_settings(self.out, with_changes=False)
+            settings, before = read_settings(self.out, with_changes=False), read_settings(self.out)
             changes = {name: value for name, value in self.settings.items()
                        if value != before.get(name, value)}
         if changes:
@@ -179,7 +179,7 @@ class RunFolder:
         if self.lock_file:
             self.lock_file.close()
 
-# ---------------------------------------------------------------------------------------- resuming
+# -------------------------------------------------------------------------- moments of optimizers
 
 def optimizer_state(model, optimizers):
     """A list: for each optimizer, {name of a parameter: its moments}"""
@@ -196,19 +196,6 @@ def restore_optimizers(model, optimizers, saved):
         state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
         state["state"] = {i: moments[names[p]] for i, p in enumerate(params) if names[p] in moments}
         optimizer.load_state_dict(state)
-
-def from_third_edition(found):
-    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
-    if this code can't do what that run did"""
-    if "mod_rate" not in found:
-        return found
-    if (found["mod_rate"] or found["layer_drop"] or "warmup" in found["residual"]
-            or found.get("taper_on") == "both"):
-        raise ValueError("trained with --mod_rate, --layer_drop, nag:warmup or --taper_on both, "
-                         "which are gone; git checkout 7cf98d5 reads it")
-    gone = "mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"   # mod meant nothing here.
-    # compile could be null: on a GPU only.
-    return {name: value for name, value in found.items() if name not in gone and value is not None}
 
 # ------------------------------------------------------------------------------------------- files
 
@@ -249,3 +236,19 @@ def explain_read_errors(path):
     except Exception as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         refuse(f"{path}: can't be read ({what}); correct or restore it, or train anew")
+
+# -------------------------------------------------------------------------------------- older runs
+
+def from_third_edition(settings):
+    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
+    if this code can't do what that run did"""
+    if "mod_rate" not in settings:
+        return settings
+    if (settings["mod_rate"] or settings["layer_drop"] or "warmup" in settings["residual"]
+            or settings.get("taper_on") == "both"):
+        raise ValueError("trained with --mod_rate, --layer_drop, nag:warmup or --taper_on both, "
+                         "which are gone; git checkout 7cf98d5 reads it")
+    gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
+    if settings.get("compile") is None:   # It meant: on a GPU only.
+        gone.append("compile")
+    return {name: value for name, value in settings.items() if name not in gone}

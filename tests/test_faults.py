@@ -1,5 +1,4 @@
 """What a user can mend is told in a sentence; older runs and changed classes go on; machines differ."""
-import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +13,7 @@ import sample
 import train
 from conftest import ROOT
 from model import GPT, GPTConfig
-from test_train import (SIZE, copy, data, edited, finished, go, resume, start, start_two, wait,
-                        wait_for)
+from test_train import SIZE, copy, data, edited, finished, resume, start, wait
 
 @pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
@@ -94,15 +92,6 @@ def test_a_reader_that_has_had_enough_is_no_failure():
     assert (done.stdout, done.stderr) == ("text\n0\n", "")
 
 # ------------------------------------------------------------------------------- processes
-
-def test_a_process_that_is_killed_is_told_by_the_other(data, tmp_path):
-    run = tmp_path / "run"
-    two = start_two(tmp_path, "--data", data, *SIZE, "--out", run, "--max_iters", 99999)
-    wait_for(run / "ckpt.pt", two[0])
-    two[1].kill()
-    assert wait(*two) == [1, -signal.SIGKILL]
-    said = (tmp_path / "process0.err").read_text()
-    assert "another process of this run has ended" in said and "Traceback" not in said
 
 def test_a_port_in_use_is_one_sentence(data, tmp_path):
     with socket.create_server(("localhost", 0)) as taken:
