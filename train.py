@@ -33,8 +33,8 @@ from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
-from runs import (RunFolder, data_of, optimizer_state, read_changes, read_checkpoint,
-                  read_settings, restore_optimizers)
+from runs import (RunFolder, data_of, optimizer_state, read_checkpoint, read_settings,
+                  restore_optimizers)
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -352,7 +352,7 @@ def begin_or_resume(model_config, config, data, out):
         refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, config, data)
         return model, ckpt
     if config.init_from:
-        tokenizer = read_settings(config.init_from, dict(tokenizer=""), strict=False)["tokenizer"]
+        tokenizer = read_settings(config.init_from).get("tokenizer")
         if tokenizer != data.meta["tokenizer"]:
             refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and "
                    f"--data {data.folder} has {data.meta['tokenizer']}; prepare that with "
@@ -413,12 +413,13 @@ def defaults_for(given):
         values = settings_to_resume(given)
     elif "config" in given:
         values = read_config(given["config"], with_changes=False)
-        if changes := read_changes(given["config"]):
+        if changes := values.pop("changes", {}):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
     source = given.get("init_from") or values.get("init_from")
     if source and not given.get("resume"):   # Its model goes before that of --config.
-        model = read_settings(source, asdict(GPTConfig()), strict=False)
+        saved = read_settings(source)
+        model = {name: saved.get(name, default) for name, default in asdict(GPTConfig()).items()}
         values |= model | {name: values[name] for name in FREE if name in values}
     optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
     if optimizer in RATES and optimizer != usual and "lr" not in given:
@@ -450,10 +451,9 @@ NOT_SAVED = "out", "config", "resume", "overwrite"
 
 def read_config(path, with_changes=True):
     """The settings of a run, or of a file such as configs/gpt2.json, a dict"""
-    # config.json names the tokenizer, too, which is no flag, so `parse` ignores it.
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig()) | dict(tokenizer="")
-    values = read_settings(path, defaults, with_changes=with_changes)
-    return {name: value for name, value in values.items() if name not in NOT_SAVED}
+    values = asdict(GPTConfig()) | asdict(TrainConfig()) | read_settings(path, with_changes)
+    no_flags = *NOT_SAVED, "tokenizer"
+    return {name: value for name, value in values.items() if name not in no_flags}
 
 # --------------------------------------------------------------------------------------------- main
 

@@ -77,7 +77,7 @@ def main(argv=None):
     known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
     for folder in args.runs:
         model, config = open_run(folder)
-        lr = read_settings(Path(folder) / "config.json", dict(lr=0.0), strict=False)["lr"]
+        lr = read_settings(folder)["lr"]
         puzzle = prepare.load_meta(config["data"]).get("steps")
         name = NAMES.get((config["residual"], config["init"]))
         if not puzzle or not name:
