@@ -103,18 +103,24 @@ def test_skip_exit_remove(main, runs):
     assert saved < 100 * (1 - left({3, 4, 5, 6}) - look) + 0.1
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before   # Nothing is written.
 
-def test_depth(main, monkeypatch):
-    piped = main("nag", "--skip_below", 0.3, "--depth", "--prompt", "é")
-    lines = piped.out.splitlines()
-    assert lines[0] == "     'é'" and lines[-1] != repr("\n").rjust(9) and "\033" not in piped.out + piped.err and len(lines) > 10
-    shares = {int(found[1]) for line in lines if (found := re.match(r" *(\d+)% ", line))}
-    assert len(shares) > 1 and shares <= {0, 17, 33, 50, 67, 83, 100}
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    terminal = main("nag", "--skip_below", 0.3, "--depth", "--prompt", "é")
-    assert re.match(r"é\s*\033\[38;5;", terminal.out)   # A first space has no colour.
-    assert terminal.err.count("% \033[0m") == len(sample.PALETTE)   # the legend
+def test_depth(main):
+    """A letter has the colour of its depth, and without the colours it is the same text."""
+    flags = "nag", "--skip_below", 0.3, "--prompt", "xyé"
+    shown = main(*flags, "--depth")
+    colour = r"\033\[38;5;\d+;48;5;(\d+)m"
+    assert re.match(rf"x{colour}y\033\[0m{colour}é\033\[0m", shown.out)
+    assert re.fullmatch(r"from pale to dark: \d+% to \d+% of the sublayers ran", shown.err.splitlines()[0])
+    assert len({*re.findall(colour, shown.out)}) > 1
+    assert re.sub(colour, "", shown.out).replace("\033[0m", "") == main(*flags).out
+    long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
+    assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
+
+def test_colours(capsys):
     assert sample.painted("x", 1.0) == sample.painted("x", 1.7) != sample.painted("x", 0.8)
-    assert re.sub(r"\033\[[\d;]*m", "", terminal.out) == main("nag", "--skip_below", 0.3, "--prompt", "é").out
+    sample.show("a", 0.5, (0.0, 1.0))
+    sample.show("a", 0.75, (0.5, 1.0))
+    sample.show(" \n", 0.5, (0.0, 1.0))   # needs no colour
+    assert capsys.readouterr().out == 2 * sample.painted("a", 0.5) + " \n"
 
 def test_the_palette_has_contrast():
     def luminance(number):   # of one of xterm's 256 colours, as WCAG defines it
@@ -130,52 +136,50 @@ def test_the_palette_has_contrast():
     ("nag", "--temperature nan", "must be from"), ("nag", "--prompt \udcff", "UTF-8"),
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
     ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "blocks 1 to 3"),
-    ("nag", "--remove 1,2,3", "blocks 1 to 3")])
+    ("nag", "--remove 1,2,3", "blocks 1 to 3"), ("nag", "--which best.pt", "is gone; a run keeps its last"),
+    ("nag", "--skip 0.3", "is gone; .* --skip_below 0.1")])
 def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())
 
+def test_weights_that_are_no_numbers(runs, tmp_path):
+    shutil.copytree(runs / "pre", tmp_path / "run")
+    ckpt = torch.load(tmp_path / "run/ckpt.pt")
+    ckpt["model"]["blocks.1.mlp.c_fc.weight"][0, 0] = torch.nan
+    torch.save(ckpt, tmp_path / "run/ckpt.pt")
+    with pytest.raises(SystemExit, match="^[^\n]*/run: some of its weights are no numbers[^\n]*$"):
+        sample.main([str(tmp_path / "run")])
+
 RUNNER = SimpleNamespace(skipped=lambda last: 0.5 if last else None, keeps=[None, False], shape=(1, 1),
                          model=SimpleNamespace(device="cpu"))   # of stand-ins for a model
 
-def test_stops_at_end_of_text(capsys, monkeypatch):
-    """é comes in two tokens."""
+@pytest.fixture
+def say(capsys, monkeypatch):
+    """(tokens that a stand-in says, settings) -> what is returned, what is printed, what new_tokens got"""
     monkeypatch.setattr(sample, "flops_per_token", lambda model, runner: 7.0)
-    tokens = iter([(torch.tensor([[token]]), RUNNER) for token in (0xc3, 0xa9, 0xc3, 256, 67)])
-    calls = []
-    model = SimpleNamespace(device="cpu", new_tokens=lambda *args: calls.append(args) or tokens)
-    tokenizer, config = prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt="A")
-    assert [*sample.sample(model, tokenizer, config, None, None)] == [(0.5, 7.0)] * 4
-    assert calls[0][0].tolist() == [[ord("A")]] and calls[0][-1] == 257   # tokens that may come
-    assert next(tokens)[0] == 67 and capsys.readouterr().out == "Aé\ufffd\n"
-    sample.show(" \n", 0.5, "colours")   # needs no colour
-    assert capsys.readouterr().out == " \n"
+    def call(tokens, **settings):
+        calls, tokens = [], iter([(torch.tensor([[token]]), RUNNER) for token in tokens])
+        model = SimpleNamespace(device="cpu", new_tokens=lambda *args: calls.append(args) or tokens)
+        config = sample.SampleConfig(**settings)
+        found = sample.sample(model, prepare.get_tokenizer("bytes"), config, None, None)
+        return found, capsys.readouterr().out, calls[0], [token.item() for token, _ in tokens]
+    return call
 
-def test_a_terminal_gets_no_control_characters(main, monkeypatch, capsys):
+def test_stops_at_end_of_text(say):
+    """é comes in two tokens."""
+    found, shown, call, left = say((0xc3, 0xa9, 0xc3, 256, 67), prompt="A")
+    assert found == [(0.5, 7.0)] * 4 and shown == "Aé\ufffd\n" and left == [67]
+    assert call[0].tolist() == [[ord("A")]] and call[-1] == 257   # tokens that may come
+
+def test_a_terminal_gets_no_control_characters(say, monkeypatch):
     """Whoever has written the prompt, or the text that the model has learned. A file gets all of it."""
     prompt = "a\tb\n\x1b]0;x\x07\r\x9b31m\b" + 400 * "é"
     bad = [*b"\x1b]0;y\x07\r\b\t\n", *"\x9b5n\u202e".encode(), ord("z")]
-
-    def say_bad(*args):   # as new_tokens
-        for token in bad:
-            yield torch.tensor([[token]]), RUNNER
-    monkeypatch.setattr(sample, "flops_per_token", lambda model, runner: 7.0)
-    model = SimpleNamespace(device="cpu", new_tokens=say_bad)
-    def shown(style):
-        tokenizer, config = prepare.get_tokenizer("bytes"), sample.SampleConfig(prompt=prompt)
-        assert len([*sample.sample(model, tokenizer, config, None, None, style)]) == len(bad)
-        return capsys.readouterr().out
-
-    assert shown("plain") == prompt + bytes(bad).decode() + "\n"
+    assert say(bad, prompt=prompt)[1] == prompt + bytes(bad).decode() + "\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    plain = shown("plain")
+    plain = say(bad, prompt=prompt)[1]
     assert plain == "a\tb\n?]0;x???31m?" + 400 * "é" + "?]0;y???\t\n?5n?z\n"
-    assert re.sub(r"\033\[([\d;]*)m", "", shown("colours")) == plain
-    monkeypatch.setattr(sample, "flops_per_token", flops_per_token)
-    for flags in (), ("--depth",):
-        told = main("nag", "--prompt", prompt, *flags)
-        text = re.sub(r"\033\[([\d;]*)m", "", told.out + told.err)   # our own colours
-        assert all(c.isprintable() or c in "\t\n" for c in text)
+    assert re.sub(r"\033\[([\d;]*)m", "", say(bad, prompt=prompt, depth=True)[1]) == plain
 
 def test_a_reader_that_has_had_enough_and_knows_ascii_only(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"
