@@ -1,34 +1,24 @@
 """The statistics against what they must be for models that we can see through, the page, the
 command line. Tests of the probe are in test_inside.py."""
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
+import json, os, re, subprocess, sys
 from types import SimpleNamespace
 
-import pytest
-import torch
+import pytest, torch
 import torch.nn.functional as F
 
-import analyze
-import draw
-import prepare
-import runs
-import train
-from conftest import ROOT, ids, make, streams, sublayers_by_hand
+import analyze, draw, prepare, runs, train
+from conftest import ROOT, ids, make, streams
 from model import ByGain, Runner, Without
 
 L = 4   # blocks
 
-def run_of(residual="pre", history=None, text="", windows=None, puzzle=None, **config):
+def run_of(residual="pre", text="", windows=None, **config):
     """Twelve windows: `some` and `others` are three batches of one."""
     model = make(residual, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual)
     windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
     args = SimpleNamespace(text=text, skip_below=0.3, asked=0)
-    return analyze.Run(model, settings, history or {}, args, windows, puzzle)
+    return analyze.Run(model, settings, {}, args, windows)
 
 def loss_of(run, decider=None):
     """On every fourth window, the mean per token"""
@@ -40,14 +30,8 @@ def increase(run, places):
     """By how much the loss rises without the sublayers at these places"""
     return (loss_of(run, Without(places, run.model.decider)) - loss_of(run)).item()
 
-def silent(block, **options):
-    run = run_of(**options)
-    for _, sublayer in run.model.blocks[block].pairs():
-        torch.nn.init.zeros_(sublayer.c_proj.weight)
-    return run
-
-def idx_of(run):
-    return torch.cat([idx for idx, _ in run.batches])
+def degrees_between(x, y):
+    return F.cosine_similarity(x, y, dim=-1).clamp(max=1).acos().rad2deg()
 
 def flat(result):
     """{"attention": ..., "MLP": ...} -> a value per sublayer"""
@@ -55,26 +39,23 @@ def flat(result):
 
 # ---------------------------------------------------------------------------------- any text
 
-def test_a_silent_block_changes_nothing():
-    run = silent(2)
-    turned, worth = analyze.stream(run)["turned by (degrees)"], analyze.removal(run)
-    assert flat(turned)[4:6] == [0, 0]
-    assert flat(worth["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
-
-def test_values_of_the_stream_by_hand():
+def test_the_stream_by_hand():
     run = run_of()
-    x = torch.stack(streams(run.model, idx_of(run)))
+    for _, sublayer in run.model.blocks[2].pairs():   # This block is silent.
+        torch.nn.init.zeros_(sublayer.c_proj.weight)
+    x = torch.stack(streams(run.model, torch.cat([idx for idx, _ in run.batches])))
     size = x.square().mean(-1).sqrt().mean((1, 2))
-    degrees = F.cosine_similarity(x[1:], x[:-1], dim=-1).acos().rad2deg().mean((1, 2))
     found = analyze.stream(run)
-    assert flat(found["turned by (degrees)"]) == pytest.approx(degrees.tolist())
+    degrees = flat(found["turned by (degrees)"])
+    assert degrees == pytest.approx(degrees_between(x[1:], x[:-1]).mean((1, 2)).tolist(), abs=1e-6)
     places, lengths = zip(*found["length of the stream"]["stream"])
     assert places == (0, 1, 2, 3, 4) and lengths == pytest.approx(size[::2].tolist())
+    assert degrees[4:6] == [0, 0]
+    assert flat(analyze.removal(run)["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     assert tiny.item() == pytest.approx(1e-10)   # Its cosine is 1 in floating point.
 
-@pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer",
-                                      "siamese"])
+@pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer", "siamese"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
     lens, = analyze.logit_lens(run)["loss (nats per token)"].values()
@@ -87,22 +68,6 @@ def test_a_repeated_block_is_removed_wherever_it_runs():
     run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
     removed = analyze.removal(run)["without the block"]["block"]
     assert removed[1] == pytest.approx(increase(run, {3, 4, 7, 8}))
-
-@torch.no_grad()
-def test_nag_by_hand():
-    run = run_of("nag")
-    run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)
-    gains = []
-    r, s = run.model.ends.start(run.model.wte(idx_of(run)))
-    for _, residual, f in sublayers_by_hand(run.model):
-        near = torch.sigmoid(r @ residual.preferred.T + residual.bias)
-        m = (residual.votes.softmax(0) * near).sum(-1, keepdim=True)
-        gains.append(residual.alpha * m ** F.softplus(residual.beta))
-        r, s = residual((r, s), f, gains[-1])
-    degrees = [g.abs().atan().rad2deg().mean().item() for g in gains]
-    found = run.mean(lambda idx: run.degrees(idx).mean((1, 2))).tolist()
-    assert found == pytest.approx(degrees, rel=1e-6)
-    assert flat(analyze.stream(run)["turned by (degrees)"]) == pytest.approx(degrees, rel=1e-5)
 
 # ---------------------------------------------------------------------------------- who skips
 
@@ -122,22 +87,22 @@ def test_depth_map():
     assert 0 < angles.isnan().double().mean() < 1
     run = run_of(text=text)   # has no gain
     x = torch.stack(streams(run.model, idx))[:, 0]
-    degrees = F.cosine_similarity(x[1:], x[:-1], dim=-1).acos().rad2deg()
-    torch.testing.assert_close(analyze.depth_map(run)["degrees"], degrees)
+    torch.testing.assert_close(analyze.depth_map(run)["degrees"], degrees_between(x[1:], x[:-1]))
     assert "".join(analyze.depth_map(run_of())["tokens"]) == analyze.A_TEXT[:16]
 
 @torch.no_grad()
 def test_what_skipping_costs(monkeypatch):
     """The fixed set is of the lowest gains in other windows. Here these are said to rise with depth."""
     run, asked, seen = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1))), [], []
-    rising, measured = torch.arange(2.0 * L), analyze.skip_point
-    run.mean = lambda *args: asked.append(args) or (rising if len(asked) == 1 else mean(*args))
-    mean = type(run).mean.__get__(run)
-    monkeypatch.setattr(analyze, "skip_point", lambda *args: seen.append(measured(*args)) or seen[-1])
+    def mean(measure, windows=None):
+        asked.append(measure)
+        return torch.arange(2.0 * L) if windows is run.others else analyze.Run.mean(run, measure, windows)
+    run.mean, skip_point = mean, analyze.skip_point
+    monkeypatch.setattr(analyze, "skip_point", lambda *args: seen.append(skip_point(*args)) or seen[-1])
     lines, = analyze.skip_curve(run).values()
-    (gains, windows), idx = asked[0], run.others[0][0]
-    by_hand = [run.model.residuals()[place - 1].gain(x).abs().mean() for place, x, _ in run.model.walk(idx)]
-    assert windows is run.others and gains(idx).tolist() == pytest.approx(torch.stack(by_hand).tolist())
+    idx = run.others[0][0]
+    gains = [run.model.residuals()[place - 1].gain(x).abs().mean() for place, x, _ in run.model.walk(idx)]
+    assert asked[0](idx).tolist() == pytest.approx(torch.stack(gains).tolist())
     assert lines["by gain"][0] == pytest.approx([0, run.loss])
     skipped = [x for x, _ in lines["by gain"]]
     assert skipped == sorted(skipped) and skipped[-1] > 0.5
@@ -192,10 +157,8 @@ def made(tmp_path_factory):
     prepare.main(["text", "--input", str(folder / "text.txt"), "--out", str(folder / "data")])
     flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6".split()
     for name, residual in (("a$x^$b", "nag"), ("_<b>", "review")):
-        train.main(["--data", f"{folder}/data", "--out", f"{folder}/{name}", "--residual", residual,
-                    *flags])
-    words = [f"{folder}/a$x^$b", f"{folder}/_<b>", "--out", f"{folder}/out"]
-    analyze.main([*words, "--text", "</script>&amp;é"])
+        train.main(["--data", f"{folder}/data", "--out", f"{folder}/{name}", "--residual", residual, *flags])
+    analyze.main([f"{folder}/a$x^$b", f"{folder}/_<b>", "--out", f"{folder}/out", "--text", "</script>&amp;é"])
     return folder
 
 def test_page(made):
@@ -207,8 +170,7 @@ def test_page(made):
     assert list(report["statistics"]) == list(analyze.STATS)
     assert report["runs"]["a$x^$b"]["color"] != report["runs"]["_<b>"]["color"]
     run, logged = numbers["runs"]["a$x^$b"], runs.read_metrics(made / "a$x^$b")[6]
-    logged = [logged["val_loss"], logged["val_bpb"]]
-    assert [run["loss"], run["bits"]] == pytest.approx(logged, abs=1e-6)
+    assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=1e-6)
     for name, stat in report["statistics"].items():
         assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]
         assert len(stat["results"]) + len(stat["missing"]) == 2
@@ -216,7 +178,7 @@ def test_page(made):
     assert "knows no gain" in numbers["missing"]["skip_curve"]["_<b>"]
     assert sum(1 for stat in report["statistics"].values() if stat["image"]) == 5
 
-def test_a_statistic_of_your_own(made, monkeypatch, tmp_path, capsys):
+def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     """It needs no docstring, and may return tensors. What can't be drawn is told in a sentence."""
     monkeypatch.setattr(analyze, "STATS", {})
     def measure(draw, returned, doc=None):
@@ -259,8 +221,7 @@ import draw, matplotlib
 assert "matplotlib.pyplot" not in sys.modules
 assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg"
 """
-    environment = os.environ | dict(MPLBACKEND="svg")
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | dict(MPLBACKEND="svg"), check=True)
 
 def test_list_and_bad_input(made, tmp_path, capsys):
     analyze.main(["--list"])
