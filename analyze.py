@@ -3,8 +3,8 @@ What each layer of one or several runs does: a page of figures that opens in any
 
     python analyze.py runs/steps-pre runs/steps-nag --out figures   # then open figures/index.html
     python analyze.py runs/nag --text "def add(a, b):"              # with a map of your own text
-    python analyze.py runs/nag --only removal,skip_curve
-    python analyze.py --list                                        # each statistic in a sentence
+    python analyze.py runs/nag --only removal,skip_curve            # some statistics
+    python analyze.py --list                                        # their names and titles
 
 Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have the numbers 1 .. 2L in
 the order in which they run: odd ones are attention, even ones MLP. Windows and loss are those of
@@ -99,14 +99,22 @@ class Run:
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, 8)   # nats per token
 
-    # Every fourth window each, from all over the text. `some`: for slow measurements. `others`: to
-    # choose by, so that choice and test differ.
-    some = functools.cached_property(lambda self: every_fourth(self.batches, 0))
-    others = functools.cached_property(lambda self: every_fourth(self.batches, 2))
-    loss_of_some = functools.cached_property(lambda self: mean_loss(self.model, self.some))
+    @functools.cached_property
+    def some(self):
+        """Every fourth window, from all over the text: for slow measurements"""
+        return every_fourth(self.batches, 0)
+
+    @functools.cached_property
+    def others(self):
+        """As many other ones: to choose something by, before it is measured on those of `some`"""
+        return every_fourth(self.batches, 2)
+
+    @functools.cached_property
+    def loss_of_some(self):
+        return mean_loss(self.model, self.some)
 
     def change_with(self, decider):
-        """By how much the loss of every fourth window changes if this decider says who runs what"""
+        """By how much the loss of these windows changes if this decider says who runs what"""
         return mean_loss(self.model, self.some, decider) - self.loss_of_some
 
     def mean(self, measure, batches=None):
@@ -139,6 +147,7 @@ class Run:
         return self.by_gain(self.args.skip_below)
 
     def by_gain(self, below):
+        """The decider of --mod gain:below=..., if the model knows gains"""
         decider = ByGain(self.model.config, below)
         if why := why_not(decider, self.model.config):
             raise NotHere(why)
@@ -162,13 +171,18 @@ class Run:
         return 1 / len(self.need_puzzle()["table"])
 
     @property
+    def known(self):
+        """The most steps of which at least 90 % of the digits are right; 0 if there are none"""
+        return max((k for k, share in enumerate(self.right) if share >= KNOWN), default=0)
+
+    @property
     def asked(self):
         """Of which lines we look inside: --asked, or the most steps that the model has learned"""
         most = self.need_puzzle()["most"]
         if self.args.asked > most:
             raise NotHere(f"its lines ask for {in_words(most)} at most, not for --asked "
                           f"{self.args.asked}")
-        return self.args.asked or max(1, most_learned(self.right))
+        return self.args.asked or max(1, self.known)
 
 def in_batches(x, y):
     size = math.gcd(len(x), 8)   # All batches are as large, so that their means can be averaged.
@@ -228,10 +242,6 @@ def steps_learned(right, guess):
     step counts by how far its share is above guessing. 3.0: three steps, and no more"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
-def most_learned(right):
-    """The last number of steps of which 90 % of the digits are right; 0 if there is none"""
-    return max((k for k, share in enumerate(right) if share >= KNOWN), default=0)
-
 @stat("The puzzle", draw=None)
 def puzzle(run):
     """After each line of the text comes one with as many digits. The letter says how many steps
@@ -260,15 +270,15 @@ def steps_found(result, run):
     if run.right[0] < KNOWN:
         return "It has not even learned to copy a line."
     return (f"{steps_learned(run.right, run.guess):.1f} steps learned. Up to "
-            f"{in_words(most_learned(run.right))}, at least {KNOWN:.0%} of the digits are right.")
+            f"{in_words(run.known)}, at least {KNOWN:.0%} of the digits are right.")
 
 @stat("The lines inside, which nobody wrote", draw="inside", first_x=0, first_y=0,
       x="the line after so many steps", y="blocks run", label="share of digits read")
 def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
-    digits in the stream: on the left where the line stands, on the right where the answer is
-    predicted. Without its left neighbour, a digit has two possible successors: .5. Below, choose a
-    line, and see the furthest digits that can be read after each block.
+    digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
+    Below stands which share it reads: on the left at the line, on the right where the answer is
+    predicted. Without its left neighbour, a digit has two possible successors: .5.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.
@@ -293,8 +303,7 @@ def lines_inside_found(result, run):
     return (f"Of lines that ask for {in_words(result['asked'])}, a probe can read "
             f"{', then '.join(told or ['nothing new'])}.")
 
-@stat("Which block fetches the line", x="patched after block", limits=(-0.03, 1.03),
-      y="share of the digits")
+@stat("Which block fetches the line", x="patched after block", y="share of the digits")
 def patched(run):
     """After one block, the stream of another line takes the place of this one's. Whose answer comes
     out? At some block, the answer stops needing the place where the line stands.
@@ -314,7 +323,7 @@ def patched_found(result, run):
             f"fetches it.")
 
 @stat("What breaks without a block", draw="heat", x="steps asked for", first_x=0, first_y=0,
-      y="block left out (0: none)", label="share of right digits", largest=1)
+      y="block left out (0: none)", label="share of right digits")
 def removal_by_steps(run):
     """Right digits without one block. The lowest row is the whole model: it hardly needs a block
     whose row is as bright.
@@ -328,11 +337,10 @@ def removal_by_steps(run):
 
 @removal_by_steps.verdict
 def removal_by_steps_found(result, run):
-    known = most_learned(run.right)
-    intact, *without = [statistics.mean(row[:known + 1]) for row in result[""]]
+    intact, *without = [statistics.mean(row[:run.known + 1]) for row in result[""]]
     worst, least = without.index(min(without)), without.index(max(without))
-    return (f"Up to {in_words(known)}, which it has learned, {intact:.0%} of the digits are right. "
-            f"Without block {worst + 1}, {without[worst]:.0%} are; without block "
+    return (f"Up to {in_words(run.known)}, which it has learned, {intact:.0%} of the digits are "
+            f"right. Without block {worst + 1}, {without[worst]:.0%} are; without block "
             f"{least + 1}, which does least, {without[least]:.0%}.")
 
 @stat("What turns, and for whom", draw="heat", x="steps asked for", first_x=0, y="sublayer",
@@ -348,18 +356,14 @@ def gain_by_steps(run):
 
 @gain_by_steps.verdict
 def gain_by_steps_found(result, run):
-    known = most_learned(run.right)
-    if known == 0:
+    if run.known == 0:
         return "It has learned no steps, so it has no digits to tell apart."
-    rows = [row[:known + 1] for row in result[""]]
-    rises = [max(row) - row[0] for row in rows]
-    number = rises.index(max(rises))
-    copies, most = rows[number][0], max(rows[number])
-    return (f"Sublayer {number + 1} tells learned digits apart best: it turns copies by "
-            f"{copies:.0f} degrees, and digits after {in_words(rows[number].index(most))} by "
-            f"{most:.0f}.")
+    learned = [row[:run.known + 1] for row in result[""]]
+    number, row = max(enumerate(learned, 1), key=lambda each: max(each[1]) - each[1][0])
+    return (f"Sublayer {number} tells learned digits apart best: it turns copies by {row[0]:.0f} "
+            f"degrees, and digits after {in_words(row.index(max(row)))} by {max(row):.0f}.")
 
-@stat("Who skips", x="steps asked for", first_x=0, limits=(0, 1.04))
+@stat("Who skips", x="steps asked for", first_x=0)
 def who_skips(run):
     """Whether a digit that needs less depth gets less. A flat line: all digits skip alike.
 
@@ -377,7 +381,7 @@ def who_skips(run):
 def who_skips_found(result, run):
     ran = result["share of the sublayers that run"]["as it skips"]
     right, full = result["share of right digits"].values()
-    known = max(1, most_learned(run.right))
+    known = max(1, run.known)
     return (f"Copies run {ran[0]:.0%} of the sublayers, and {in_words(known)} {ran[known]:.0%}. "
             f"Skipping so, {steps_learned(right, run.guess):.2f} steps are learned, and "
             f"{steps_learned(full, run.guess):.2f} if all run.")
@@ -394,7 +398,7 @@ def skip_curve(run):
 
     Fixed set: for all tokens, the sublayers of lowest mean gain; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, but by random ones. As trained: a
-    model that skipped in training, as it did there. The others were never trained to skip. Steps
+    model that skipped in training, as it did there. It was trained for none of the others. Steps
     learned as in the first figure."""
     model = run.model
     def mean_gains(idx):
@@ -404,11 +408,11 @@ def skip_curve(run):
     weakest_first = run.mean(mean_gains, run.others).argsort() + 1   # places of sublayers
     lines = {"by gain": [], "a fixed set": [], "coins": []}
     for below in BELOW:
-        [skipped, value], ran = skip_point(run, run.by_gain(below))
-        lines["by gain"].append([skipped, value])
-        weakest = weakest_first[:round(skipped * len(ran))].tolist()
-        point = skip_point(run, Without(weakest, ALL_RUN))[0] if weakest else [skipped, None]
-        lines["a fixed set"].append(point)
+        point, ran = skip_point(run, run.by_gain(below))
+        lines["by gain"].append(point)
+        weakest = weakest_first[:round(point[0] * len(ran))].tolist()
+        if weakest:
+            lines["a fixed set"].append(skip_point(run, Without(weakest, ALL_RUN))[0])
         lines["coins"].append(skip_point(run, ByFunction(functools.partial(flip, ran)))[0])
     if model.config.mod != "all":
         lines["as trained"] = [skip_point(run, model.decider)[0]]
@@ -437,6 +441,8 @@ def skip_found(result, run):
             f"{what.capitalize()}: {value:.2f}; with as many coins {by_coins:.2f}; if all run, "
             f"{full:.2f}.")
 
+A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
+
 @stat("What each sublayer turns for each token", draw="depth_map", y="sublayer", cmap="Blues",
       x="token (grey: it skips)", label="angle (degrees)", columns=1, power=0.5)
 def depth_map(run):
@@ -460,8 +466,6 @@ def depth_map(run):
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
     parts = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
     return dict(tokens=parts, degrees=degrees)
-
-A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
 @stat("How the stream turns, and how long it gets", x="block")
 def stream(run):
@@ -520,7 +524,7 @@ def removal_found(result, run):
 
 def main(argv=None):
     if "--list" in (argv or sys.argv):   # needs no runs
-        print("\n".join(f"{name:18}{stat.caption}" for name, stat in STATS.items()))
+        print("\n".join(f"{name:18}{stat.title}" for name, stat in STATS.items()))
         return
     [args] = parse((AnalyzeConfig,), argv, __doc__, positional=("runs",))
     named = args.only.split(",") if args.only else list(STATS)
@@ -576,14 +580,12 @@ def as_plain(result, name):
     return result
 
 def refuse_if_taken(out):
-    """Makes the folder. SystemExit if it can't be written to, or has files of our names that we
-    have not made"""
+    """Makes the folder. SystemExit if it can't, or there are files of our names that others have
+    made"""
     ours = {"index.html", "numbers.json", *(f"{name}.png" for name in STATS)}
     page = out / "index.html"   # It is written first.
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError("you may not write there")
         is_ours = page.exists() and 'id="report"' in page.read_text(errors="replace")
         if not is_ours and ours & {*os.listdir(out)}:
             refuse(f"--out {out}: has a page that is none of ours; take another folder")

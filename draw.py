@@ -17,14 +17,19 @@ from matplotlib.ticker import MaxNLocator
 # The options of a statistic, with their defaults
 OPTIONS = dict(
     x="", y="", first_x=1, first_y=1,   # names of the axes, and where they begin
-    limits=None, log=False,             # of lines: limits of y, and whether it has a logarithm
-    label="", largest=None, cmap="viridis", power=1, columns=2)   # of matrices: the scale; panels
+    log=False,                          # of lines: a logarithm of y
+    label="", cmap="viridis", power=1,  # of matrices: the scale of the colours
+    columns=2)                          # of panels with matrices
 
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 STYLES = ["o-", "s--", "^:", "v-."]
 
 def options_of(stat):
     return SimpleNamespace(**OPTIONS | stat.options)
+
+def is_share(name):
+    """A share is between 0 and 1."""
+    return name.startswith("share")
 
 def colors_of(runs):
     """A colour for each run. The first PreNorm and the first NAG have the same on all pages."""
@@ -61,15 +66,13 @@ def draw_lines(stat, results, colors):
                 is_first_of_many = name == names[0] and len(names) > 1
                 axes.plot(x, y, styles[name], color=colors[run], alpha=0.85,
                           lw=3 if is_first_of_many else 1.3, ms=10 if len(x) == 1 else 3.5)
-        axes.set(xlabel=how.x, ylabel=how.y or title)
-        if how.y:
-            axes.set_title(title)
-        if how.limits:
-            axes.set_ylim(how.limits)
+        axes.set(xlabel=how.x, ylabel=how.y or title, title=title if how.y else "")
+        if is_share(how.y or title):
+            axes.set_ylim(-0.03, 1.03)
         if how.log:   # like a logarithm, but it goes through 0
             axes.set_yscale("asinh", linear_width=0.01)
             axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
-        if how.x.startswith("share"):
+        if is_share(how.x):
             axes.xaxis.set_major_formatter("{x:.0%}")
         else:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -98,7 +101,9 @@ def draw_heat(stat, results, colors):
     how = options_of(stat)
     found = [(run, title, np.array(matrix, dtype=float))   # None becomes nan.
              for run, panels in results.items() for title, matrix in panels.items()]
-    largest = how.largest or max(np.nanmax(matrix, initial=0) for *_, matrix in found)
+    largest = max(np.nanmax(matrix, initial=0) for *_, matrix in found)
+    if is_share(how.label):
+        largest = 1
     figure, grid = new_figure(len(found), how.columns, (4.6, 3.6))
     for axes, (run, title, matrix) in zip(grid, found):
         rows, columns = matrix.shape

@@ -195,29 +195,31 @@ def patch(model, puzzle, k, n=400):
     """The stream of another line takes the place of this line's. Whose answer comes out?
 
     n lines of random digits ask for k steps, each alone in its window. The model gets the right
-    answer's digits, and says each next one. Only columns of digits are patched, never the newline
-    -> {where: {whose answer: share of digits of the right half, after block 1, 2, ..}}"""
+    answer's digits, and says each next one -> {where: {whose answer: share of its digits that the
+    model says, in the right half, if it is patched after block 1, 2, ..}}"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    if 2 * cells + 2 > model.config.block_size:
+        raise NotHere("a line and its answer don't fit into its --block_size")
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
     answer = all_lines(digits, k, puzzle)[-1] + ord("0")
     first, newline, letter = (torch.full((n, 1), ord(c)) for c in (chr(ord("a") + k), "\n", "a"))
     idx = torch.cat((first, digits + ord("0"), newline, letter, answer[:, :-1]), 1).to(model.device)
     answer = answer.to(model.device)
-    patched = {"where the line stands": slice(1, cells + 1),
-               "where the answer is predicted": slice(cells + 2, None)}
-    found = {name: {"its own answer": [], "the other line's answer": []} for name in patched}
-    for name, where in patched.items():
+    found = {}
+    for name, where in (("where the line stands", slice(1, cells + 1)),
+                        ("where the answer is predicted", slice(cells + 2, None))):
+        own, other = [], []
         for block in range(1, len(model.order) + 1):
             runner = Runner(model, Patched(block, where, model.decider))
             said = model(idx, runner=runner)[0][:, -cells:].argmax(-1)
-            for whose, wanted in zip(found[name], (answer, answer.roll(1, dims=0))):
-                right = (said == wanted)[:, cells // 2:]
-                found[name][whose].append(right.float().mean().item())
+            for shares, wanted in ((own, answer), (other, answer.roll(1, dims=0))):
+                shares.append((said == wanted)[:, cells // 2:].float().mean().item())
+        found[name] = {"its own answer": own, "the other line's answer": other}
     return found
 
-# ------------------------------------------------------------------------------ who runs what
+# ----------------------------------------------------------------------------------- who runs what
 
 def sublayers_of(model, block):
     """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if

@@ -99,15 +99,7 @@ def sample(model, tokenizer, config, decider, generator):
     try:
         for token, runner in tokens:
             if config.depth and not passes:   # The first walk has read the prompt.
-                ran = who_ran(runner).float().mean(0)[0].tolist()   # shares of the sublayers
-                span = min(ran), max(ran)
-                print("from pale to dark: {:.0%} to {:.0%} of the sublayers ran".format(*span),
-                      file=sys.stderr)
-                # A token has the depth of the one before it, which predicts it.
-                first = len(prompt) - len(ran) + 1   # of those whose depth is known
-                show("".join(map(text_of, prompt[:first])))
-                for each, share in zip(prompt[first:], ran):
-                    show(text_of(each), share, span)
+                span = show_prompt([text_of(each) for each in prompt], runner)
             skipped = runner.skipped(last=True)
             passes.append((skipped, flops_per_token(model, runner=runner)))
             if token.item() == tokenizer.eot_token:
@@ -116,6 +108,19 @@ def sample(model, tokenizer, config, decider, generator):
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n")
     return passes
+
+def show_prompt(texts, runner):
+    """Shows a prompt in the colours of its depths -> the least and the most of these. texts: those
+    of its tokens; runner: that of the walk that has read them, or the last ones that fit in"""
+    ran = who_ran(runner).float().mean(0)[0].tolist()   # the share of the sublayers, by token
+    low, high = min(ran), max(ran)
+    print(f"from pale to dark: {low:.0%} to {high:.0%} of the sublayers ran", file=sys.stderr)
+    # A token gets the depth of the one before it, which predicts it.
+    first = len(texts) - len(ran) + 1   # the first one whose depth is known
+    show("".join(texts[:first]))
+    for text, share in zip(texts[first:], ran):
+        show(text, share, (low, high))
+    return low, high
 
 def show(text, share=0.0, span=None):
     """Prints text at once. share: of the sublayers that ran for it; span: the shares that are
@@ -161,7 +166,7 @@ def show_inside(model, data, line):
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
           f"lines between.\nA probe reads them in the stream (%: how often it is right, on other "
           f"lines):\n")
-    for block, row in list(enumerate(found["blocks"]))[1:]:   # Row 0 is that of the embedding.
+    for block, row in enumerate(found["blocks"][1:], 1):   # without the embedding
         digits, says = ". " * cells, "nothing to be read yet"
         if row:
             digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
@@ -174,11 +179,15 @@ def show_inside(model, data, line):
 def marked(digits, true, shade=0.0):
     """Digits with blanks between. A terminal shows the share of the steps that are done as a shade,
     and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
-    pairs = list(zip(digits, true))
-    if not sys.stdout.isatty():
-        return "".join(digit + (" " if digit == right else "!") for digit, right in pairs)
-    return "".join(painted(digit + " ", shade) if digit == right else coloured(digit + " ", *RED)
-                   for digit, right in pairs)
+    text = ""
+    for digit, right in zip(digits, true):
+        if not sys.stdout.isatty():
+            text += digit + (" " if digit == right else "!")
+        elif digit == right:
+            text += painted(digit + " ", shade)
+        else:
+            text += coloured(digit + " ", *RED)
+    return text
 
 # Flags of earlier editions, and what to use instead
 RETIRED = dict(which="a run keeps its last checkpoint only, and that is read",

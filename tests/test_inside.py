@@ -135,9 +135,12 @@ def test_a_probe_is_scored_where_it_was_not_fitted(text, windows):
 class Answers(Known):
     """A model whose stream, where the answer is predicted, is the answer: right in the right half only"""
     ends, order, run, decider = SimpleNamespace(stream_grows=False), range(L), None, Decider()
+    config = SimpleNamespace(block_size=2 * CELLS + 2)
 
     def __call__(self, idx, runner):
         assert runner.decider.decider is self.decider
+        columns = bytes(idx[0].tolist()).decode()[runner.decider.where]
+        assert re.fullmatch(r"\d{4}|a\d{3}", columns)   # the line, or what predicts the answer
         lines = inside.all_lines(idx[:, 1:CELLS + 1] - ord("0"), 2, self.text)[-1] + ord("0")
         lines[:, :CELLS // 2] = 0
         stream = torch.cat((idx[:, :-CELLS], lines), 1)
@@ -153,7 +156,7 @@ def test_whose_answer(text):
     assert max(at_answer["its own answer"]) < 0.4
 
 @torch.no_grad()
-def test_patch():
+def test_patch(text):
     """After the last block, the stream where the answer is predicted is all that the head reads. After the
     first, patching everything gives the other line's logits."""
     model, idx = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1"), ids(4, 10)
@@ -164,8 +167,9 @@ def test_patch():
     torch.testing.assert_close(patched(L, slice(0, 6))[:, 6:], full[:, 6:])
     torch.testing.assert_close(patched(1, slice(None)), full.roll(1, 0))
     assert (patched(1, slice(0, 6))[:, 6:] - full[:, 6:]).abs().max() > 1e-3
-    with pytest.raises(inside.NotHere):
-        inside.patch(make("attnres"), None, 2)
+    for model, message in (make("attnres"), "no one state"), (make("pre", block_size=2 * CELLS + 1), "block_size"):
+        with pytest.raises(inside.NotHere, match=message):
+            inside.patch(model, text, 2)
 
 # ---------------------------------------------------------------------------------- the statistics
 
