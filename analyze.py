@@ -574,7 +574,8 @@ def as_plain(result, name):
     result = json.loads(text, parse_constant=lambda nan: None)
     draw = STATS[name].draw
     kind = {"lines": dict, "heat": list}.get(draw, object)   # of a panel
-    if not isinstance(result, dict) or not all(isinstance(each, kind) for each in result.values()):
+    panels = result.values() if isinstance(result, dict) else []
+    if not panels or not all(isinstance(panel, kind) for panel in panels):
         refuse(f"{name} in analyze.py returns no {RETURNS.get(draw, 'dict')}, which "
                f"draw={draw!r} needs; see RETURNS there")
     return result

@@ -21,6 +21,7 @@ OPTIONS = dict(
     label="", cmap="viridis", power=1,  # of matrices: the scale of the colours
     columns=2)                          # of panels with matrices
 
+# Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 STYLES = ["o-", "s--", "^:", "v-."]
 
@@ -66,22 +67,27 @@ def draw_lines(stat, results, colors):
                 is_first_of_many = name == names[0] and len(names) > 1
                 axes.plot(x, y, styles[name], color=colors[run], alpha=0.85,
                           lw=3 if is_first_of_many else 1.3, ms=10 if len(x) == 1 else 3.5)
-        axes.set(xlabel=how.x, ylabel=how.y or title, title=title if how.y else "")
-        if is_share(how.y or title):
-            axes.set_ylim(-0.03, 1.03)
-        if how.log:   # like a logarithm, but it goes through 0
-            axes.set_yscale("asinh", linear_width=0.01)
-            axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
-        if is_share(how.x):
-            axes.xaxis.set_major_formatter("{x:.0%}")
-        else:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.25)
+        set_axes(axes, how, title)
+    # What the legend shows: a thick line for each run, and a grey one for each kind of line
     entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
     if len(names) > 1:
         entries |= {name: axes.plot([], [], styles[name], color="0.3", ms=3.5)[0] for name in names}
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=3, frameon=False)
     return figure
+
+def set_axes(axes, how, title):
+    """The axes of a panel with lines. Its title names y, if the options don't."""
+    axes.set(xlabel=how.x, ylabel=how.y or title, title=title if how.y else "")
+    axes.grid(alpha=0.25)
+    if is_share(how.x):
+        axes.xaxis.set_major_formatter("{x:.0%}")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if is_share(how.y or title):
+        axes.set_ylim(-0.03, 1.03)
+    if how.log:   # like a logarithm, but it goes through 0
+        axes.set_yscale("asinh", linear_width=0.01)
+        axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
 
 def all_keys(dicts):
     """The keys of all of them, once each, in their order"""

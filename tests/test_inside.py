@@ -267,6 +267,7 @@ def test_inside_on_a_terminal(trained, capsys, monkeypatch):
     assert lines[5].startswith("  after block 1 ") and lines[6].startswith("  after block 2 ")
     assert max(map(len, lines)) <= 80
     assert re.search(r"the answer +([\d?][ !]){4} +([1-4] of 4 digits are wrong|right, all 4)", piped)
+    assert sample.marked("12", "13") == "1 2!"
     assert "\033" not in piped and told("--prompt", "b3141\n") == piped
     assert told("--prompt", "b3141", "--remove", "2") != piped
     monkeypatch.setattr(sample.sys.stdout, "isatty", lambda: True, raising=False)

@@ -44,7 +44,7 @@ def test_who_ran():
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
     assert a.out == b.out != c.out and a.out.startswith("line 7: é") and "tokens/s" in a.err
-    assert numbers(a.err) == (0.0, 0.0)
+    assert numbers(a.err) == (0.0, 0.0) and torch.initial_seed() == 2   # Coins are drawn by it.
     greedy = main("nag", "--temperature", 0, "--num_samples", 2).out
     assert greedy[:len(greedy) // 2] == greedy[len(greedy) // 2:]   # Both begin alike and draw nothing.
     assert 2 * main("nag", "--top_k", 1).out == greedy
@@ -112,7 +112,7 @@ def test_weights_that_are_no_numbers(runs, tmp_path):
     with pytest.raises(SystemExit, match="^[^\n]*/run: some of its weights are no numbers[^\n]*$"):
         sample.main([str(tmp_path / "run")])
 
-RUNNER = SimpleNamespace(skipped=lambda last: 0.5 if last else None, keeps=[None, False], shape=(1, 1),
+RUNNER = SimpleNamespace(skipped=lambda last: 0.25 if last else None, keeps=[None, False], shape=(1, 1),
                          model=SimpleNamespace(device="cpu"))   # of stand-ins for a model
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def say(capsys, monkeypatch):
 def test_stops_at_end_of_text(say):
     """é comes in two tokens."""
     found, shown, call, left = say((0xc3, 0xa9, 0xc3, 256, 67), prompt="A")
-    assert found == [(0.5, 7.0)] * 4 and shown == "Aé\ufffd\n" and left == [67]
+    assert found == [(0.25, 7.0)] * 4 and shown == "Aé\ufffd\n" and left == [67]
     assert call[0].tolist() == [[ord("A")]] and call[-1] == 257   # tokens that may come
 
 def test_a_terminal_gets_no_control_characters(say, monkeypatch):
@@ -141,7 +141,9 @@ def test_a_terminal_gets_no_control_characters(say, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     plain = say(bad, prompt=prompt)[1]
     assert plain == "a\tb\n?]0;x???31m?" + 400 * "é" + "?]0;y???\t\n?5n?z\n"
-    assert re.sub(r"\033\[([\d;]*)m", "", say(bad, prompt=prompt, depth=True)[1]) == plain
+    shown = say(bad, prompt=prompt, depth=True)[1]
+    assert re.sub(r"\033\[([\d;]*)m", "", shown) == plain
+    assert sample.painted("z", 1.0) in shown   # Three quarters ran for it, and for the prompt a half.
 
 def test_a_reader_that_has_had_enough_and_knows_ascii_only(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"
