@@ -87,7 +87,7 @@ def sample(model, tokenizer, config, decider, generator):
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                              generator, decider, tokenizer.n_vocab)
+                        generator, decider, tokenizer.n_vocab)
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     def text_of(token):

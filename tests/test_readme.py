@@ -100,9 +100,11 @@ def test_typed(tmp_path, monkeypatch, capsys):
     tiny = "--n_layer 2 --n_embd 16 --n_head 2 --batch_size 2 --max_iters 2 --eval_windows 4 --device cpu"
     assert train.main(run + tiny.split()) == 0
     sample.main(["runs/mine", "--prompt", "def ", "--max_new_tokens", "4", "--device", "cpu"])
-    from_python, = [code for code in blocks("python", README) if "open_run" in code]
-    exec(from_python, {})
-    assert "b'The stream " in capsys.readouterr().out
+    notebook, = [code for code in blocks("python", README) if "open_run" in code]
+    assert "--n_layer 4 --n_embd 64 --max_iters 200" in notebook
+    tiny = tiny.replace("--eval_windows 4", "--eval_windows 64")
+    exec(notebook.replace("--n_layer 4 --n_embd 64 --max_iters 200", tiny), {})
+    assert (tmp_path / "figures/note/steps.png").is_file()
 
 def test_code_is_the_source():
     assert textwrap.dedent(inspect.getsource(model.GPT.walk)) in blocks("python", README), "copy it anew"
