@@ -200,8 +200,8 @@ def main(argv=None):
     device = pick_device(config.device)
     model, settings = open_run(config.run, device)
     if not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it with "
-               f"a lower --lr")
+        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
+               f"with a lower --lr")
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     decider = Without(places_of(config.remove, model), pick_decider(model, config))
