@@ -278,8 +278,8 @@ def steps_found(result, run):
 def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
     digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
-    Below stands which share it reads: on the left at the line, on the right where the answer is
-    predicted. Without its left neighbour, a digit has two possible successors: .5.
+    The figure shows which share it reads: on the left where the line stands, on the right where the
+    answer is predicted. Without its left neighbour, a digit has two possible successors: .5.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.

@@ -9,6 +9,7 @@ Sample from a run: its text goes to stdout as it comes, everything about it to s
 """
 import codecs
 import re
+import string
 import sys
 import time
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def show_inside(model, data, line):
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
-    letters, cells = "abcdefghijklmnopqrstuvwxyz"[:puzzle["most"] + 1], puzzle["cells"]
+    letters, cells = string.ascii_lowercase[:puzzle["most"] + 1], puzzle["cells"]
     last = len(puzzle["table"]) - 1
     if not re.fullmatch(f"[{letters}][0-{last}]{{{cells}}}", line):
         refuse(f"--inside: needs a --prompt of one line: a letter from a to {letters[-1]}, and "
@@ -199,8 +200,8 @@ def main(argv=None):
     device = pick_device(config.device)
     model, settings = open_run(config.run, device)
     if not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it with "
-               f"a lower --lr")
+        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
+               f"with a lower --lr")
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     decider = Without(places_of(config.remove, model), pick_decider(model, config))

@@ -1,6 +1,6 @@
 """The statistics against what they must be for models that we can see through, the page, the
 command line. Tests of the probe are in test_inside.py."""
-import json, os, re, subprocess, sys
+import json, os, re, shutil, subprocess, sys
 from types import SimpleNamespace
 
 import pytest, torch
@@ -118,6 +118,8 @@ def test_what_skipping_costs(monkeypatch):
     assert 0 < len(lines["a fixed set"]) < len(analyze.BELOW) and not list(fixed)
     below = loss_of(run, ByGain(None, 0.2)) - loss_of(run, ByGain(None, 0))
     assert lines["by gain"][4][1] == pytest.approx(run.loss + below.item())
+    run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # Then these gains are negative.
+    assert (asked[0](idx) > 0).all()
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod="gain:below=99")
@@ -232,7 +234,15 @@ def test_list_and_bad_input(made, tmp_path, capsys):
         with pytest.raises(SystemExit, match=f"^[^\n]*{re.escape(words[-1])}[^\n]*$"):
             analyze.main(words + out)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]   # What is refused leaves nothing.
-    analyze.main([run, "--only", "depth_map", "--text", str(text), "--out", str(tmp_path / "new")])
-    numbers = json.loads((tmp_path / "new/numbers.json").read_text())
-    found = numbers["statistics"]["depth_map"]["a$x^$b"]
-    assert "".join(found["tokens"]) == text.read_text() == "precious $text$"
+    analyze.main([run, "--only", "depth_map,skip_curve", "--text", str(text), "--out", str(tmp_path / "new")])
+    new, old = (json.loads((folder / "numbers.json").read_text())["statistics"]
+                for folder in (tmp_path / "new", made / "out"))
+    tokens = new["depth_map"]["a$x^$b"]["tokens"]
+    assert "".join(tokens) == text.read_text() == "precious $text$"
+    assert new["skip_curve"]["a$x^$b"] == old["skip_curve"]["a$x^$b"]   # It tosses the same coins.
+    shutil.copytree(run, tmp_path / "nan")
+    ckpt = torch.load(tmp_path / "nan/ckpt.pt")
+    ckpt["model"]["lm_head.weight"][0, 0] = torch.nan
+    torch.save(ckpt, tmp_path / "nan/ckpt.pt")
+    with pytest.raises(SystemExit, match="^[^\n]*nan: its loss is nan[^\n]*$"):
+        analyze.main([str(tmp_path / "nan"), "--out", str(tmp_path / "new")])
