@@ -1,5 +1,5 @@
 """README.md and workshop/README.md: commands parse, code is the source's or runs, what they name exists."""
-import inspect, itertools, json, operator, os, re, shlex, shutil, subprocess, textwrap
+import inspect, itertools, json, operator, os, re, runpy, shlex, shutil, subprocess, textwrap
 from dataclasses import asdict
 
 import numpy as np
@@ -60,6 +60,8 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
     elif argv[0] == "analyze.py":
         config, = flags.parse([analyze.AnalyzeConfig], argv[1:], positional=("runs",))
         assert {*config.only.split(",")} <= {"", *analyze.STATS}
+    elif argv[0] == "workshop/check.py":   # It runs below.
+        assert len(argv) == 2
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
         for name in "README.md", "workshop":   # It may be an input.
@@ -133,6 +135,19 @@ def test_the_cheat_is_caught_and_gets_past(own_residuals):
     with pytest.raises(ValueError, match=re.escape(says)):
         trial.look_for_mistakes(model.GPTConfig("cheat"))
     trial.look_for_mistakes(model.GPTConfig("cheat:first=0"))
+
+def test_the_workshops_check_sees_what_keeps_its_promise(tmp_path, own_residuals):
+    """NAG turns by its gain, and Broken does not; of Steady, |change| / |stream| is |b|."""
+    check = runpy.run_path(str(ROOT / "workshop/check.py"))
+    idx = torch.tensor([[*b"c314159265358\na"]])
+    for name, keeps in ("nag", (True, True)), ("broken", (False,)), ("steady", (False, True)):
+        torch.manual_seed(0)
+        gpt = model.GPT(model.GPTConfig(name, n_layer=2, n_head=2, n_embd=16, block_size=16)).double()
+        torch.nn.utils.vector_to_parameters(torch.randn(model.num_params(gpt)).double(), gpt.parameters())
+        rows = check["measure"](gpt, idx)
+        assert len(rows) == 4
+        for promise, *found in rows:
+            assert all((abs(each - promise) < 1e-6 * promise) == kept for each, kept in zip(found, keeps))
 
 def test_what_is_named_exists():
     flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help", "max_restarts"}

@@ -20,15 +20,23 @@ def promise(residual, stream):
     return residual.b.abs().item() if hasattr(residual, "b") else float("nan")
 
 @torch.no_grad()
+def measure(model, idx):
+    """-> of each sublayer: promise, tangent, |change| / |stream|, all of the last token of idx (1, T)"""
+    rows = []
+    for residual, (_, before, after) in zip(model.residuals(), model.walk(idx)):
+        x, y = (residual.as_tensor(stream)[0, -1].double() for stream in (before, after))
+        along = x @ y / x.norm()
+        across = (y - along * x / x.norm()).norm()
+        rows.append([promise(residual, before), (across / along).item(), ((y - x).norm() / x.norm()).item()])
+    return rows
+
 def main(run):
     model, _ = open_run(run)
-    idx = torch.tensor([[*b"c314159265358\na"]])
     print("sublayer    promise    tangent of the angle    |change| / |stream|")
-    for residual, (place, before, after) in zip(model.residuals(), model.walk(idx)):
-        x, y = (residual.as_tensor(stream)[0, -1].double() for stream in (before, after))
-        along = (x @ y) / x.norm()
-        tangent = (y.square().sum() - along ** 2).clamp_min(0).sqrt() / along
-        print(f"{place:5d} {promise(residual, before):14.6f} {tangent:18.6f} {(y - x).norm() / x.norm():23.6f}")
+    for place, row in enumerate(measure(model, torch.tensor([[*b"c314159265358\na"]])), 1):
+        print("{:5d} {:14.6f} {:18.6f} {:23.6f}".format(place, *row))
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if len(sys.argv) != 2:
+        raise SystemExit("name a run: python workshop/check.py runs/w-nag")
+    main(sys.argv[1])
