@@ -45,7 +45,8 @@ def additive(model, x, embed=False, alpha=0.25, **_):
         x = a * x + (residual.b if b is None else b) * u
         x = norm(model, residual.norm, x) if norm_out else x
     x = norm(model, model.ends.norm, x) if norm_final else x
-    size = M.EMBEDDING_STD if name == "rezero" else 1   # where no norm makes up for the embedding's size
+    first = 0.02 if model.config.init == "gpt2" else 3.0   # the embedding's size, where no norm makes up for it
+    size = first if name == "rezero" else 1
     return x / size @ model.lm_head.weight.T
 
 def prenorm(model, x, **_):
@@ -178,6 +179,7 @@ ORACLES = dict.fromkeys(ADDITIVE, additive) | dict(
 NAMES = [*M.RESIDUALS, "momentum"]
 VARIANTS = [(name, {}) for name in NAMES] + [
     ("mixln", dict(n_layer=5)), ("mixln:alpha=0.7", {}), ("mixln:alpha=1", {}),
+    ("rezero", dict(init="gpt2")),
     *(("pre", dict(norm=kind)) for kind in ("layer", "single", "dyt", "none")), ("post", dict(norm="layer")),
     ("peri:embed=1", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
     ("pre", dict(init="gpt2", tie=True)), ("template:first=0.5", dict(tie=True)),
@@ -280,10 +282,10 @@ def test_first_logits_have_a_sane_size(model, tie):
     out = logits(make(model.config.residual, noise=0, dtype=torch.float32, **config), ids(4, 16, 320))
     assert 0.3 < out.std(-1).mean() < 1.2
 
-@pytest.mark.parametrize("options, std", [("", 0.8), (":temp=0.3", 0.3),
-                                          (":temp=0.3,power=0.25", 0.3)])
-def test_first_logits_of_nag_have_the_size_temp(options, std):
-    model = make(f"nag{options}", noise=0, n_layer=12, n_embd=64, vocab_size=320)
+@pytest.mark.parametrize("options, std, repeat", [("", 0.8, ""), (":temp=0.3", 0.3, ""),
+                                                  (":temp=0.3,power=0.25", 0.3, "2-5:3")])
+def test_first_logits_of_nag_have_the_size_temp(options, std, repeat):
+    model = make(f"nag{options}", noise=0, n_layer=12, n_embd=64, vocab_size=320, repeat=repeat)
     assert logits(model, ids(4, 16, 320)).std(-1).mean() == pytest.approx(std, rel=0.1)
 
 @pytest.mark.parametrize("depth", [1, 64])
@@ -448,6 +450,7 @@ def test_tapers_have_the_published_profiles():
     size = dict(n_layer=4, n_embd=64, n_head=4)   # 256 hidden units on average
     for given, right in ((dict(taper="cosine"), [384, 320, 192, 128]), (dict(activation="swiglu"), [171] * 4),
                          (dict(taper="linear", n_layer=5), [384, 320, 256, 192, 128]),
+                         (dict(taper="cosine", n_layer=5), [384, 344, 256, 168, 128]),   # rounded
                          (dict(taper="cosine", taper_start=0.5, taper_end=1.5), [128, 192, 320, 384])):
         assert hidden_units(make(**(size | given))) == right
     model = make(taper="linear", taper_start=3, taper_end=1, **size)
@@ -459,15 +462,17 @@ def test_a_repetition_has_its_order():
     assert [make(repeat=text, n_layer=4).order for text in ("2-3:2", "4:3", "1-4:1")] == [
         [0, 1, 2, 1, 2, 3], [0, 1, 2, 3, 3, 3], [0, 1, 2, 3]]
 
-@pytest.mark.parametrize("residual", ["pre", "nag", "attnres"])
-def test_deep_supervision_is_the_mean_over_all_blocks(residual):
-    model, idx, targets = make(residual, deep_supervision=True), ids(), ids(seed=1)
-    losses = [F.cross_entropy(model.head(after).flatten(0, 1), targets.flatten())
-              for l, _, after in model.walk(idx) if l % 2 == 0]
-    same(model.train()(idx, targets)[1], sum(losses) / 3, 1e-12)
-    counted = count_flops(lambda: model(idx, targets))
-    assert counted == pytest.approx(24 * M.flops_per_token(model, 12), rel=1e-9)
-    same(model.eval()(idx, targets)[1], losses[-1], 1e-12)
+@pytest.mark.parametrize("residual, mod", [("pre", "all"), ("nag", "all"), ("attnres", "all"), ("pre", "router")])
+def test_deep_supervision_is_the_mean_over_all_blocks(residual, mod):
+    model, idx, targets = make(residual, mod=mod, deep_supervision=True), ids(), ids(seed=1)
+    def losses():   # after a router has weighed what its block changes
+        return [F.cross_entropy(model.head(after).flatten(0, 1), targets.flatten())
+                for l, _, after in model.walk(idx) if l % 2 == 0]
+    runner = M.Runner(model.train())
+    counted = count_flops(lambda: model(idx, targets, runner=runner))
+    same(runner.cross_entropy, sum(losses()) / 3, 1e-12)
+    assert counted == pytest.approx(24 * M.flops_per_token(model, 12, runner), rel=1e-9)
+    same(model.eval()(idx, targets)[1], losses()[-1], 1e-12)
 
 def same_step(model, change):
     """Whether loss and gradients stay after change()"""
