@@ -239,7 +239,8 @@ def test_muon_is_torchs(monkeypatch):
         optimizer = optimizer(weights)
         for step in range(4):
             for weight in weights:
-                weight.grad = torch.randn(weight.shape, generator=rng)
+                # In the first step it is 0, as for the matrices of --residual rezero.
+                weight.grad = torch.randn(weight.shape, generator=rng) * (step > 0)
             optimizer.step()
         return weights
     ours = trained(lambda weights: train.Muon([dict(params=weights, weight_decay=0.1)], 0.02))
@@ -288,6 +289,7 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     for entry, before in zip(entries, spent):   # Where tokens skip, a step costs less.
         assert (entry["flops"] - before < 0.97 * dense) == (entry["skip_rate"] > 0.1)
     assert entries[-1]["skip_rate"] > 0.1
+    assert entries[0]["lr"] > 0.5 * 6e-3   # The run is so short that its warmup ends in the first step.
     assert entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and losses(tmp_path) == entries   # Nothing is left to do.
 
@@ -388,8 +390,10 @@ def test_init_from(data, copy, tmp_path):
     assert begin(tmp_path / "y", "--mod", "coins", "--seed", 9, "--max_iters", 2) == 0
     assert train.main(["--config", str(tmp_path / "y"), "--out", str(tmp_path / "replay")]) == 0
     same_run(tmp_path / "y", tmp_path / "replay")
-    (copy / "config.json").write_text(json.dumps(
-        json.loads((copy / "config.json").read_text()) | dict(tokenizer="gpt2")))
+    go(data, tmp_path / "nag", "--residual", "nag", "--max_iters", 1)
+    new = "--mod gain --gain_cost 0.1 --block_size 16 --deep_supervision --max_iters 1".split()
+    assert begin(tmp_path / "z", "--init_from", tmp_path / "nag", *new) == 0
+    edited(lambda config: config.update(tokenizer="gpt2"))(copy / "config.json")
     with pytest.raises(SystemExit, match="its tokens are those of gpt2.*--tokenizer gpt2"):
         begin(tmp_path / "x")
 
@@ -433,6 +437,7 @@ def test_optimizer_groups(residual):
                 decays = p.dim() >= 2 and id(p) not in own
                 assert group["weight_decay"] == (0.1 if decays else 0), names[p]
                 assert group["peak_lr"] == (5e-4 if id(p) in own else 2e-2)
+                assert group.get("betas", (0.9,))[0] == (0.8 if id(p) in own else 0.9)
     taken = {names[p] for p in made[1].param_groups[0]["params"] if p.dim() == 2}   # by Muon
     assert len(taken) == len(made[1].param_groups[0]["params"])
     assert taken >= {name for name in names.values() if re.search("c_(attn|fc|proj).weight$", name)}
