@@ -78,6 +78,7 @@ def test_lines_and_questions(text, windows):
         assert [*zip(window.tolist(), letter.tolist())] == [each[:2] for each in right]
         assert lines[0].tolist() == [digits for *_, digits, _ in right]
         assert lines[-1].tolist() == [answer for *_, answer in right] and len(right) > 50
+    assert [len(inside.some_digits(dict(table=range(n), cells=100))) for n in (6, 10)] == [100, 100]
     assert [inside.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]
 
 def test_a_probe_reads_what_is_there():
@@ -219,6 +220,7 @@ def test_figures_by_steps_by_hand(text, windows, data):
     for each in run, skips:
         torch.manual_seed(0)
         found.append(analyze.skip_curve(each)["steps learned"])
+    assert analyze.steps_learned([0.0, 1.0, 0.55, 0.05], 0.1) == 1.5   # Nobody knows less than who guesses.
     assert found[0]["by gain"][0] == pytest.approx([0, analyze.steps_learned(shares(), 0.1)])
     [skipped, learned], = found[1].pop("as trained")
     assert learned == pytest.approx(analyze.steps_learned(shares(ByGain(None, 0.3)), 0.1))

@@ -25,6 +25,9 @@ def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, ta
     prepare.main(["steps", "--out", str(tmp_path), *flags.split()])
     train, val = (prepare.open_split(tmp_path, split)[0] for split in ("train", "val"))
     assert len(train) == 60 * (16 * (cells + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
+    share = 0.85 ** np.arange(most + 1)   # Few steps come more often.
+    letters = np.bincount(train[(train >= ord("a")) & (train < 256)] - ord("a")) / (60 * 16)
+    assert letters == pytest.approx(share / share.sum(), abs=0.04)
     x, y = prepare.val_windows(tmp_path, 80, 40)
     window = torch.cat((x[:, :1], y), dim=1)
     asked, cell = steps.steps_asked(window, cells)
