@@ -198,7 +198,7 @@ def start(main):
         mute_stdout()
         status = 0
     except (OSError, MemoryError, RuntimeError) as error:
-        status = f"{sys.argv[0]}: {sentence_about(error)}"
+        status = f"{os.path.basename(sys.argv[0])}: {sentence_about(error)}"
     if isinstance(status, str):
         print(status, file=sys.stderr, flush=True)
         status = 1
