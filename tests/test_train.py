@@ -596,7 +596,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         for write in lambda f: f.write(bytes(9999)), lambda f: torch.save(torch.zeros(9999), f):
             with pytest.raises(SystemExit, match="file: can't be written"):
                 runs.write_file(path, write)
-        with pytest.raises(OSError, match="File too large"):
+        with pytest.raises(SystemExit, match="metrics.jsonl: can't be written .*File too large"):
             folder.log(step=0, grad_norms=[0.5] * 999)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -639,12 +639,13 @@ def test_overwrite_leaves_nothing_of_the_old_run(data, copy, monkeypatch):
     assert {*content(copy)} == {"config.json", "metrics.jsonl", "lock"} and not metrics(copy)
 
 def test_what_a_new_run_may_find(data, tmp_path):
-    """A folder that holds files is refused. --overwrite replaces a run, and nothing else."""
+    """A folder that holds a run is refused, and one of another program. A log, or a run that was killed before
+    its first evaluation, is no obstacle. --overwrite replaces a run, and nothing else."""
     run, flags = tmp_path / "run", ["--max_iters", 2, "--eval_interval", 1]
     go(data, run, *flags)
     whole = content(run)
     alien = json.dumps(dict(model_type="llama", hidden_size=4096)).encode()
-    for held, what in ((whole, "holds a run already"), ({"notes": b"mine"}, "no run folder"),
+    for held, what in ((whole, "holds a run already"), ({"ckpt.pt": b"weights"}, "no run folder"),
                        ({"config.json": alien, "ckpt.pt": b"weights"}, "no run folder")):
         shutil.rmtree(run)
         run.mkdir()
@@ -656,6 +657,12 @@ def test_what_a_new_run_may_find(data, tmp_path):
     (run / "config.json").write_bytes(whole["config.json"])   # Now it is ours.
     (run / "notes").write_text("mine")
     assert go(data, run, *flags, "--overwrite") == 0 and (run / "notes").exists()
+    for held in {"log": b"mine"}, {"log": b"mine", "config.json": whole["config.json"], "metrics.jsonl": b""}:
+        shutil.rmtree(run)
+        run.mkdir()
+        for name, raw in held.items():
+            (run / name).write_bytes(raw)
+        assert go(data, run, *flags) == 0 and (run / "log").exists()
 
 def test_other_data(data, copy, tmp_path):
     other = Path(shutil.copytree(data, tmp_path / "other"))
