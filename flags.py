@@ -41,6 +41,8 @@ def field_problems(config):
         if choices and value not in choices:
             known = ", ".join(map(str, choices))
             bad.append(f"--{field.name} {value}: unknown; choose from {known}")
+        elif kind is str and type(value) is not str:
+            bad.append(f"--{field.name} {value!r}: must be a word")
         elif low is not None and type(value) not in (kind, int):
             bad.append(f"--{field.name} {value!r}: must be of type {kind.__name__}")
         elif low is not None and not low <= value <= high:   # This also finds nan.

@@ -50,7 +50,7 @@ def read_settings(path, with_changes=True):
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        settings = from_third_edition(json.loads(path.read_text(encoding="utf-8")))
+        settings = from_third_edition(dict(json.loads(path.read_text(encoding="utf-8"))))
         if with_changes:
             for change in settings.pop("changes", {}).values():
                 settings |= change
@@ -91,9 +91,9 @@ def read_lines(run):
     """metrics.jsonl -> a list of dicts, one a line"""
     path, lines = Path(run) / "metrics.jsonl", []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):   # A crash has cut this line short.
-                lines.append(json.loads(line))
+                lines.append(dict(json.loads(line)))
     return lines
 
 # ----------------------------------------------------------------------------- writing a run folder

@@ -409,6 +409,8 @@ def defaults_for(given):
     `parse` asks for them; what they leave open has the default of its config. given: the typed
     flags, a dict"""
     values = {}
+    if "vocab_size" in given:
+        refuse("--vocab_size: the data say it; leave it out")
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:

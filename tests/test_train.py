@@ -108,8 +108,7 @@ def wait_for(path, process):
 def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(prepare, "main", lambda argv: shutil.copytree(data, argv[-1]))
-    flags = ("--residual hyper:n=2 --max_iters 50 --log_interval 10 --eval_interval 30 "
-             "--vocab_size 1").split()
+    flags = "--residual hyper:n=2 --max_iters 50 --log_interval 10 --eval_interval 30".split()
     assert train.main([*SIZE, *flags]) == 0
     run = Path("runs/hyper-n2")
     entries = metrics(run)
