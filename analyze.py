@@ -143,6 +143,9 @@ class Run:
     @property
     def skipping(self):
         """Who skips: as in training, or else who would turn by less than --skip_below"""
+        if self.model.decider.needs_tensor:
+            raise NotHere("without its routers, which would show what skipping costs, it is another "
+                          "model")
         if self.model.config.mod != "all":
             return self.model.decider
         return self.by_gain(self.args.skip_below)
@@ -173,8 +176,9 @@ class Run:
 
     @property
     def known(self):
-        """The most steps of which at least 90 % of the digits are right; 0 if there are none"""
-        return max((k for k, share in enumerate(self.right) if share >= KNOWN), default=0)
+        """Up to how many steps at least 90 % of the digits are right; 0 if not even copies are"""
+        unknown = [k for k, share in enumerate(self.right) if share < KNOWN]
+        return max(0, min(unknown, default=len(self.right)) - 1)
 
     @property
     def asked(self):
@@ -509,7 +513,8 @@ def logit_lens(run):
 @logit_lens.verdict
 def logit_lens_found(result, run):
     losses = result["loss (nats per token)"]["after each block"]
-    early = next(block for block, loss in enumerate(losses) if loss < losses[-1] + 0.1)
+    worse = [block for block, loss in enumerate(losses) if loss > losses[-1] + 0.1]
+    early = max(worse, default=-1) + 1
     if early == len(losses) - 1:
         return "Before the last block has run, the head reads worse by more than 0.1 nats."
     return f"From block {early} on, the head reads as well as at the end, to 0.1 nats."
