@@ -143,6 +143,9 @@ class Run:
     @property
     def skipping(self):
         """Who skips: as in training, or else who would turn by less than --skip_below"""
+        if self.model.decider.needs_tensor:
+            raise NotHere("without its routers, which would show what skipping costs, it is another "
+                          "model")
         if self.model.config.mod != "all":
             return self.model.decider
         return self.by_gain(self.args.skip_below)
@@ -173,8 +176,9 @@ class Run:
 
     @property
     def known(self):
-        """The most steps of which at least 90 % of the digits are right; 0 if there are none"""
-        return max((k for k, share in enumerate(self.right) if share >= KNOWN), default=0)
+        """Up to how many steps at least 90 % of the digits are right; 0 if not even copies are"""
+        unknown = [k for k, share in enumerate(self.right) if share < KNOWN]
+        return max(0, min(unknown, default=len(self.right)) - 1)
 
     @property
     def asked(self):
@@ -347,9 +351,9 @@ def removal_by_steps_found(result, run):
 @stat("What turns, and for whom", draw="heat", x="steps asked for", first_x=0, y="sublayer",
       label="mean angle (degrees)", cmap="Blues")
 def gain_by_steps(run):
-    """How far each sublayer turns the stream, by the steps that the digit asks for. A row of one
-    colour treats all digits alike. Pale on the left and dark on the right: it works for those who
-    need it. On the far right stands what the model has not learned.
+    """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A row
+    of one colour treats all digits alike. Pale on the left and dark on the right: it works for
+    those who need it. On the far right stands what the model has not learned.
 
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips.
     NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the first figure."""
@@ -366,7 +370,7 @@ def gain_by_steps_found(result, run):
 
 @stat("Who skips", x="steps asked for", first_x=0)
 def who_skips(run):
-    """Whether a digit that needs less depth gets less. A flat line: all digits skip alike.
+    """Whether a digit that needs less depth gets less. A level line: all digits skip alike.
 
     A token skips what would turn it by less than --skip_below (0.05, which are 3 degrees), or as it
     was trained. Counted where the digit is predicted. Digits as in the first figure."""
@@ -375,16 +379,17 @@ def who_skips(run):
         return torch.stack((who.float().mean(0), logits.argmax(-1) == targets))
     ran, right = by_steps(run, ran_and_right)
     full, _ = right_by_steps(run, ALL_RUN)
-    return {"share of the sublayers that run": {"as it skips": ran},
+    n_sublayers = 2 * len(run.model.order)
+    return {"sublayers that run for a digit": {"as it skips": [n_sublayers * x for x in ran]},
             "share of right digits": {"as it skips": right, "if all run": full}}
 
 @who_skips.verdict
 def who_skips_found(result, run):
-    ran = result["share of the sublayers that run"]["as it skips"]
+    ran = result["sublayers that run for a digit"]["as it skips"]
     right, full = result["share of right digits"].values()
     known = max(1, run.known)
-    return (f"Copies run {ran[0]:.0%} of the sublayers, and {in_words(known)} {ran[known]:.0%}. "
-            f"Skipping so, {steps_learned(right, run.guess):.2f} steps are learned, and "
+    return (f"Of {2 * len(run.model.order)} sublayers, copies run {ran[0]:.1f}, and "
+            f"{in_words(known)} {ran[known]:.1f}. Skipping so, {steps_learned(right, run.guess):.2f} steps are learned, and "
             f"{steps_learned(full, run.guess):.2f} if all run.")
 
 # ======================================================================================= any text
@@ -436,11 +441,14 @@ def skip_point(run, decider):
 @skip_curve.verdict
 def skip_found(result, run):
     [(what, lines)] = result.items()
-    (_, full), (skipped, value) = (lines["by gain"][BELOW.index(below)] for below in (0, 0.05))
-    _, by_coins = lines["coins"][BELOW.index(0.05)]
-    return (f"Below 0.05 (3 degrees), {skipped:.0%} of the sublayer runs are skipped. "
-            f"{what.capitalize()}: {value:.2f}; with as many coins {by_coins:.2f}; if all run, "
-            f"{full:.2f}.")
+    place = BELOW.index(0.1)
+    (_, full), (skipped, value) = lines["by gain"][0], lines["by gain"][place]
+    _, by_coins = lines["coins"][place]
+    fixed = lines["a fixed set"][place - len(BELOW):]   # It begins with the first one of any size.
+    by_set = f"{fixed[0][1]:.2f} with a fixed set, " if len(fixed) == len(BELOW) - place else ""
+    return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
+            f"{what.capitalize()}: {value:.2f}; {by_set}{by_coins:.2f} with coins; {full:.2f} if all "
+            f"run.")
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
@@ -470,7 +478,8 @@ def depth_map(run):
 
 @stat("How the stream turns, and how long it gets", x="block")
 def stream(run):
-    """How far each sublayer turns the stream, and how long the stream is.
+    """How far each sublayer turns the stream, and how long the stream is. If it gets longer, so that
+    later blocks turn it less, that is PreNorm dilution.
 
     Means over tokens of the angle between the stream before and after, and of |x| / sqrt(C) at the
     start (0) and after each block. NAG turns by atan|gain|. Sources: arXiv:2505.13898; NAG,
@@ -500,6 +509,15 @@ def logit_lens(run):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[i] += loss.item() / len(run.batches)
     return {"loss (nats per token)": {"after each block": losses}}
+
+@logit_lens.verdict
+def logit_lens_found(result, run):
+    losses = result["loss (nats per token)"]["after each block"]
+    worse = [block for block, loss in enumerate(losses) if loss > losses[-1] + 0.1]
+    early = max(worse, default=-1) + 1
+    if early == len(losses) - 1:
+        return "Before the last block has run, the head reads worse by more than 0.1 nats."
+    return f"From block {early} on, the head reads as well as at the end, to 0.1 nats."
 
 @stat("What a sublayer is worth", x="block", log=True, y="loss increase (nats)")
 def removal(run):

@@ -41,6 +41,8 @@ def field_problems(config):
         if choices and value not in choices:
             known = ", ".join(map(str, choices))
             bad.append(f"--{field.name} {value}: unknown; choose from {known}")
+        elif kind is str and type(value) is not str:
+            bad.append(f"--{field.name} {value!r}: must be a word")
         elif low is not None and type(value) not in (kind, int):
             bad.append(f"--{field.name} {value!r}: must be of type {kind.__name__}")
         elif low is not None and not low <= value <= high:   # This also finds nan.
@@ -71,11 +73,13 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
     argv = sys.argv[1:] if argv is None else argv
     refuse_unknown(parser, argv, retired)
     given = vars(parser.parse_args(argv))   # only what is typed
-    for name, value in given.items():
-        if value == "":   # a variable of the shell that has no value, perhaps
+    for name in "out", "config", "init_from":
+        if given.get(name) == "":   # a variable of the shell that has no value, perhaps
             parser.error(f"--{name}: is empty; name one, or leave it out")
     values = defaults(given) if defaults else {}
-    refuse_unknown(parser, [f"--{name}" for name in values], retired)   # in a file of settings
+    for name in values:   # They may be from a file that somebody has written.
+        if f"--{name}" not in parser._option_string_actions or name.startswith("no-"):
+            tell_unknown(parser, f"--{name}", retired)
     values |= given
     made, bad = [], []
     for config in configs:
@@ -93,7 +97,7 @@ def add_flag(group, field, is_positional):
     text, low = field.metadata.get("help", ""), field.metadata.get("low")
     if low is not None:
         text = f"[{low:g}, {field.metadata['high']:g}] {text}"
-    if field.default not in ("", None, False):
+    if field.default is not False and field.default not in ("", None):
         text += f" (default {field.default})"
     if get_origin(field.type) is Literal:
         how = dict(choices=get_args(field.type))
@@ -114,12 +118,14 @@ def refuse_unknown(parser, words, retired):
     known = parser._option_string_actions
     for word in words:
         name = word.split("=")[0]
-        if not re.fullmatch(r"--\w[\w-]*", name) or name in known:
-            continue
-        if name[2:] in retired:
-            parser.error(f"{name}: is gone; {retired[name[2:]]}")
-        near = difflib.get_close_matches(name, known, 1)
-        parser.error(f"{name}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
+        if re.fullmatch(r"--\w[\w-]*", name) and name not in known:
+            tell_unknown(parser, name, retired)
+
+def tell_unknown(parser, name, retired):
+    if name[2:] in retired:
+        parser.error(f"{name}: is gone; {retired[name[2:]]}")
+    near = difflib.get_close_matches(name, parser._option_string_actions, 1)
+    parser.error(f"{name}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
 
 # ---------------------------------------------------------------------- options: name:key=value,...
 
@@ -187,7 +193,8 @@ def mute_stdout():
 def start(main):
     """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence. A
     mistake in the code has its traceback."""
-    sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
+    if sys.stdout:   # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         status = main() or 0
     except KeyboardInterrupt:
@@ -198,7 +205,7 @@ def start(main):
         mute_stdout()
         status = 0
     except (OSError, MemoryError, RuntimeError) as error:
-        status = f"{sys.argv[0]}: {sentence_about(error)}"
+        status = f"{os.path.basename(sys.argv[0])}: {sentence_about(error)}"
     if isinstance(status, str):
         print(status, file=sys.stderr, flush=True)
         status = 1

@@ -209,7 +209,7 @@ def patch(model, puzzle, k, n=400):
     idx = torch.cat((first, digits + ord("0"), newline, letter, answer[:, :-1]), 1).to(model.device)
     answer = answer.to(model.device)
     found = {}
-    for name, where in (("where the line stands", slice(1, cells + 1)),
+    for name, where in (("where the line stands", slice(1, cells + 2)),   # with its newline
                         ("where the answer is predicted", slice(cells + 2, None))):
         own, other = [], []
         for block in range(1, len(model.order) + 1):

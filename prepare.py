@@ -244,6 +244,8 @@ def open_split(data, split, T=0):
             refuse(f"{path}: is it of train or of val? its name has both; rename it")
         if split in words:
             paths.append(path)
+    if not paths:
+        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
     shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
     if not shards:
         refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
@@ -326,6 +328,7 @@ def write_data_set(out, meta, train, val):
     train_tokens = encode(train, meta["tokenizer"])
     val_tokens = encode(val, meta["tokenizer"])
     with unfinished_folder(out) as unfinished:
+        refuse_if_taken(out, meta)   # Another prepare.py may have been faster.
         (unfinished / "meta.json").write_text(json.dumps(meta))
         write_shard(unfinished / "train_000000.bin", train_tokens)
         write_shard(unfinished / "val_000000.bin", val_tokens)

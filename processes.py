@@ -16,12 +16,11 @@ def pick_device(name):
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
-def pick_threads(gpt, device, n_processes=1):
-    """How many threads of the CPU this process uses from now on. Small models are faster with one,
-    much so if other programs are busy. OMP_NUM_THREADS, if it is set, decides instead."""
-    if "OMP_NUM_THREADS" not in os.environ and device == "cpu":
-        is_small = gpt.n_embd < 512
-        torch.set_num_threads(1 if is_small else max(1, torch.get_num_threads() // n_processes))
+def pick_threads(config, device):
+    """Small models are faster with one thread of the CPU, much so if other programs are busy.
+    OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)"""
+    if "OMP_NUM_THREADS" not in os.environ and device == "cpu" and config.n_embd < 512:
+        torch.set_num_threads(1)
 
 # ------------------------------------------------------------------------------- several processes
 

@@ -50,7 +50,7 @@ def read_settings(path, with_changes=True):
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        settings = from_third_edition(json.loads(path.read_text(encoding="utf-8")))
+        settings = from_third_edition(dict(json.loads(path.read_text(encoding="utf-8"))))
         if with_changes:
             for change in settings.pop("changes", {}).values():
                 settings |= change
@@ -91,9 +91,9 @@ def read_lines(run):
     """metrics.jsonl -> a list of dicts, one a line"""
     path, lines = Path(run) / "metrics.jsonl", []
     if path.is_file():
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):   # A crash has cut this line short.
-                lines.append(json.loads(line))
+                lines.append(dict(json.loads(line)))
     return lines
 
 # ----------------------------------------------------------------------------- writing a run folder
@@ -102,27 +102,30 @@ class RunFolder:
     """The folder that a run writes to. Its life: RunFolder(...) checks and locks it; then the model
     is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
 
-    settings: those of this start, a dict; is_first: of several processes, only the first one locks
-    and writes. SystemExit if another run holds the lock, if the files there are not ours, or if
-    they are a run and neither resume nor overwrite is set"""
-    def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
-        self.out, self.settings = Path(out), settings
-        self.resume, self.overwrite, self.is_first = resume, overwrite, is_first
+    settings: those of this start, a dict; before: the settings so far of a run that is resumed;
+    is_first: of several processes, only the first one locks and writes. SystemExit if another run
+    holds the lock, if the files there are not ours, or if they are a run that is neither resumed
+    nor overwritten"""
+    def __init__(self, out, settings, before=None, overwrite=False, is_first=True):
+        self.out, self.settings, self.before = Path(out), settings, before
+        self.overwrite, self.is_first = overwrite, is_first
         self.lock_file = None
         if is_first:
-            if not resume:
+            if before is None:
                 self.refuse_if_taken()
             self.take_lock()
 
     def refuse_if_taken(self):
-        names = os.listdir(self.out) if self.out.exists() else []
-        if all(name == "lock" or name.startswith(UNFINISHED) for name in names):
+        ours = [self.out / name for name in ("config.json", "ckpt.pt", "metrics.jsonl")]
+        if not any(path.exists() for path in ours):   # A log of yours may be there.
             return
-        settings = self.out / "config.json"   # Other programs have one, too.
+        settings = ours[0]   # Other programs have a config.json, too.
         if not settings.is_file() or '"residual"' not in settings.read_text(errors="replace"):
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
-        if not self.overwrite:
+        # A run that was killed before its first evaluation has nothing to lose.
+        begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
+        if begun and not self.overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
 
@@ -152,12 +155,12 @@ class RunFolder:
         return changes
 
     def write_settings(self, step):
-        """config.json. That of a run that is resumed stays as it is, but for its `changes`."""
+        """config.json. In that of a run that is resumed, only `changes` is new."""
         settings, changes = self.settings, {}
-        if self.resume:
-            settings, before = read_settings(self.out, with_changes=False), read_settings(self.out)
+        if self.before:
+            settings = read_settings(self.out, with_changes=False)
             changes = {name: value for name, value in self.settings.items()
-                       if value != before.get(name, value)}
+                       if value != self.before[name]}
         if changes:
             by_step = settings.setdefault("changes", {})
             by_step[str(step)] = by_step.get(str(step), {}) | changes
@@ -167,7 +170,8 @@ class RunFolder:
     def log(self, **values):
         """Adds a line to metrics.jsonl."""
         if self.is_first:
-            with open(self.out / "metrics.jsonl", "a") as f:
+            path = self.out / "metrics.jsonl"
+            with explain_write_errors(path), open(path, "a") as f:
                 f.write(json.dumps(values) + "\n")
 
     def save(self, state):
@@ -234,6 +238,8 @@ def explain_read_errors(path):
     try:
         yield
     except Exception as error:
+        if isinstance(error, MemoryError) or "allocate" in str(error):
+            raise   # The file is in order. See flags.sentence_about.
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         refuse(f"{path}: can't be read ({what}); correct or restore it, or train anew")
 
@@ -244,10 +250,10 @@ def from_third_edition(settings):
     if this code can't do what that run did"""
     if "mod_rate" not in settings:
         return settings
-    if (settings["mod_rate"] or settings["layer_drop"] or "warmup" in settings["residual"]
-            or settings.get("taper_on") == "both"):
-        raise ValueError("trained with --mod_rate, --layer_drop, nag:warmup or --taper_on both, "
-                         "which are gone; git checkout 7cf98d5 reads it")
+    if (settings["mod_rate"] or settings.get("layer_drop") or settings.get("max_tokens")
+            or settings.get("taper_on") == "both" or "warmup" in settings.get("residual", "")):
+        raise ValueError("trained with --mod_rate, --layer_drop, --max_tokens, nag:warmup or "
+                         "--taper_on both, which are gone; git checkout 7cf98d5 reads it")
     gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
     if settings.get("compile") is None:   # It meant: on a GPU only.
         gone.append("compile")

@@ -1,8 +1,9 @@
 """
-Sample from a run: its text goes to stdout as it comes, everything about it to stderr.
+Sample from a run: its text goes to stdout as it comes, and what was skipped to stderr.
 
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
-    python sample.py runs/nag --skip_below 0.1 --depth   # colours: the share of sublayers that ran
+    python sample.py runs/nag --prompt "def add(" --depth   # colours: the share of sublayers that ran
+    python sample.py runs/nag --skip_below 0.1       # a token that would turn by less than 6 degrees
     python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
     python sample.py runs/pre --remove 9,10          # without these two blocks
     python sample.py runs/steps-pre --prompt f314159265358 --inside   # the lines that nobody wrote
@@ -20,7 +21,7 @@ import torch
 import prepare
 from flags import flag, parse, printable, refuse, start
 from inside import NotHere, in_words, inside_of, sublayers_of, who_ran
-from model import ByGain, EarlyExit, Without, flops_per_token, new_tokens, why_not
+from model import ByGain, EarlyExit, Without, new_tokens, why_not
 from processes import pick_device, pick_threads
 from runs import data_of, open_run
 
@@ -83,8 +84,7 @@ def places_of(blocks, model):
 # ----------------------------------------------------------------------------------------- sampling
 
 def sample(model, tokenizer, config, decider, generator):
-    """Prints a sample -> for each of its tokens the share of the sublayers that it skipped, and its
-    FLOPs"""
+    """Prints a sample -> the share of the sublayers that was skipped for each of its tokens"""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
@@ -94,27 +94,28 @@ def sample(model, tokenizer, config, decider, generator):
     def text_of(token):
         return decoder.decode(tokenizer.decode_single_token_bytes(token))
 
-    passes, span = [], None   # span: the least and the most depth in the prompt; None: no colours
+    skipped, span = [], None   # span: the least and the most depth in the prompt; None: no colours
     if not config.depth:
         show(config.prompt)
     try:
         for token, runner in tokens:
-            if config.depth and not passes:   # The first walk has read the prompt.
+            if config.depth and not skipped:   # The first walk has read the prompt.
                 span = show_prompt([text_of(each) for each in prompt], runner)
-            skipped = runner.skipped(last=True)
-            passes.append((skipped, flops_per_token(model, runner=runner)))
+            skipped.append(runner.skipped(last=True))
             if token.item() == tokenizer.eot_token:
                 break
-            show(text_of(token.item()), 1 - skipped, span)
+            show(text_of(token.item()), 1 - skipped[-1], span)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n")
-    return passes
+    return skipped
 
 def show_prompt(texts, runner):
     """Shows a prompt in the colours of its depths -> the least and the most of these. texts: those
     of its tokens; runner: that of the walk that has read them, or the last ones that fit in"""
     ran = who_ran(runner).float().mean(0)[0].tolist()   # the share of the sublayers, by token
     low, high = min(ran), max(ran)
+    if low == high:   # a prompt of one token, say
+        low, high = 0.0, 1.0
     print(f"from pale to dark: {low:.0%} to {high:.0%} of the sublayers ran", file=sys.stderr)
     # A token gets the depth of the one before it, which predicts it.
     first = len(texts) - len(ran) + 1   # the first one whose depth is known
@@ -211,14 +212,12 @@ def main(argv=None):
         return
     generator = torch.Generator(model.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.
-    passes, begin = [], time.perf_counter()
+    skipped, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        passes += sample(model, tokenizer, config, decider, generator)
-    seconds = time.perf_counter() - begin
-    skipped, flops = (sum(column) / len(passes) for column in zip(*passes))
-    saved = 1 - flops / flops_per_token(model)
-    print(f"{len(passes) / seconds:,.0f} tokens/s; {skipped:.1%} of the sublayer runs skipped, "
-          f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
+        skipped += sample(model, tokenizer, config, decider, generator)
+    speed = len(skipped) / (time.perf_counter() - begin)
+    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
+          file=sys.stderr)
 
 if __name__ == "__main__":
     start(main)

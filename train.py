@@ -409,6 +409,8 @@ def defaults_for(given):
     `parse` asks for them; what they leave open has the default of its config. given: the typed
     flags, a dict"""
     values = {}
+    if "vocab_size" in given:
+        refuse("--vocab_size: the data say it; leave it out")
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:
@@ -481,7 +483,7 @@ def main(argv=None):
         refuse(f"train.py: {error}")
     processes = join_processes(config)
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
-        pick_threads(model_config, processes.device, processes.count)
+        pick_threads(model_config, processes.device)
         data = open_data(config, model_config, processes)
         # The rows of embedding and head: multiples of 64 are fast.
         model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
@@ -490,7 +492,8 @@ def main(argv=None):
         # attnres:group=4 -> runs/attnres-group4
         name = model_config.residual.replace("=", "")
         out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", name)
-        folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+        before = read_config(out) | dict(tokenizer=settings["tokenizer"]) if config.resume else None
+        folder = RunFolder(out, settings, before, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
 

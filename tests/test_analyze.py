@@ -141,7 +141,8 @@ def test_windows_are_from_all_over_the_text():
 
 def test_what_the_page_says():
     """Of results that are made up. It numbers blocks and sublayers from 1."""
-    run = SimpleNamespace(known=1, guess=0.1, right=[1.0, 0.91, 0.1])   # It has learned one step of two.
+    model = SimpleNamespace(order=range(3))
+    run = SimpleNamespace(model=model, known=1, guess=0.1, right=[1.0, 0.91, 0.1])   # one step of two
     blocks = [None, dict(steps=0), dict(steps=1), dict(steps=1), dict(steps=2)]   # the first one: the embedding
     for name, result, words in (
             ("steps", {}, "0.9 steps learned. Up to one step, at least 90% of the digits"),
@@ -152,12 +153,14 @@ def test_what_the_page_says():
              "95% of the digits are right. Without block 1, 50% are; without block 2, which does least, 90%."),
             ("gain_by_steps", {"": [[5, 6, 90], [10, 40, 0]]},
              "Sublayer 2 tells learned digits apart best: it turns copies by 10 degrees, and digits after one step by"),
-            ("who_skips", {"share of the sublayers that run": {"as it skips": [0.3, 0.6, 0.9]},
+            ("who_skips", {"sublayers that run for a digit": {"as it skips": [1.5, 3.0, 6]},
                            "share of right digits": {"as it skips": [1, 0.55, 0.1], "if all run": [1, 1, 0.1]}},
-             "Copies run 30% of the sublayers, and one step 60%. Skipping so, 0.50 steps are learned, and 1.00 if"),
-            ("skip_curve", {"steps learned": {"by gain": [[0.1 * i, 3.0 - i] for i in range(6)],
+             "Of 6 sublayers, copies run 1.5, and one step 3.0. Skipping so, 0.50 steps are learned, and 1.00 if all"),
+            ("skip_curve", {"steps learned": {"by gain": [[0.1 * i, 5.0 - i] for i in range(6)],
+                                              "a fixed set": [[0, 7.0 - i] for i in range(2, 6)],
                                               "coins": [[0, 9.0 - i] for i in range(6)]}},
-             "20% of the sublayer runs are skipped. Steps learned: 1.00; with as many coins 7.00; if all run, 3.00."),
+             "30% of the sublayer runs are skipped. Steps learned: 2.00; 4.00 with a fixed set, 6.00 with coins;"),
+            ("logit_lens", {"loss (nats per token)": {"after each block": [3.0, 2.0, 1.05, 1.0]}}, "From block 2 on"),
             ("stream", {"turned by (degrees)": {"MLP": [9, 30]},
                         "length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}},
              "by 30 degrees. At the end, the stream is 2.5 times as long"),
