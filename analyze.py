@@ -144,8 +144,8 @@ class Run:
     def skipping(self):
         """Who skips: as in training, or else who would turn by less than --skip_below"""
         if self.model.decider.needs_tensor:
-            raise NotHere("without its routers, which would show what skipping costs, it is another "
-                          "model")
+            raise NotHere("without its routers, which would show what skipping costs, it is "
+                          "another model")
         if self.model.config.mod != "all":
             return self.model.decider
         return self.by_gain(self.args.skip_below)
@@ -351,9 +351,9 @@ def removal_by_steps_found(result, run):
 @stat("What turns, and for whom", draw="heat", x="steps asked for", first_x=0, y="sublayer",
       label="mean angle (degrees)", cmap="Blues")
 def gain_by_steps(run):
-    """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A row
-    of one colour treats all digits alike. Pale on the left and dark on the right: it works for
-    those who need it. On the far right stands what the model has not learned.
+    """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A
+    row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
+    those who need it. On the far right may stand what the model has not learned.
 
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips.
     NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the first figure."""
@@ -389,7 +389,8 @@ def who_skips_found(result, run):
     right, full = result["share of right digits"].values()
     known = max(1, run.known)
     return (f"Of {2 * len(run.model.order)} sublayers, copies run {ran[0]:.1f}, and "
-            f"{in_words(known)} {ran[known]:.1f}. Skipping so, {steps_learned(right, run.guess):.2f} steps are learned, and "
+            f"{in_words(known)} {ran[known]:.1f}. Skipping so, "
+            f"{steps_learned(right, run.guess):.2f} steps are learned, and "
             f"{steps_learned(full, run.guess):.2f} if all run.")
 
 # ======================================================================================= any text
@@ -447,8 +448,8 @@ def skip_found(result, run):
     fixed = lines["a fixed set"][place - len(BELOW):]   # It begins with the first one of any size.
     by_set = f"{fixed[0][1]:.2f} with a fixed set, " if len(fixed) == len(BELOW) - place else ""
     return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
-            f"{what.capitalize()}: {value:.2f}; {by_set}{by_coins:.2f} with coins; {full:.2f} if all "
-            f"run.")
+            f"{what.capitalize()}: {value:.2f}; {by_set}{by_coins:.2f} with coins; {full:.2f} if "
+            f"all run.")
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
@@ -478,8 +479,8 @@ def depth_map(run):
 
 @stat("How the stream turns, and how long it gets", x="block")
 def stream(run):
-    """How far each sublayer turns the stream, and how long the stream is. If it gets longer, so that
-    later blocks turn it less, that is PreNorm dilution.
+    """How far each sublayer turns the stream, and how long the stream is. If it gets longer, so
+    that later blocks turn it less, that is PreNorm dilution.
 
     Means over tokens of the angle between the stream before and after, and of |x| / sqrt(C) at the
     start (0) and after each block. NAG turns by atan|gain|. Sources: arXiv:2505.13898; NAG,

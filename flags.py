@@ -49,6 +49,13 @@ def field_problems(config):
             bad.append(f"--{field.name} {value}: must be from {low:g} to {high:g}")
     return bad
 
+def all_problems(config):
+    """field_problems, or, if there are none, what the config's own method `problems` finds"""
+    bad = field_problems(config)
+    if not bad and hasattr(config, "problems"):
+        bad = config.problems()
+    return bad
+
 # ------------------------------------------------------------------------------------------- flags
 
 class Parser(argparse.ArgumentParser):
@@ -57,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None, retired={}):
     """Command line -> an instance of each config class. SystemExit, with a sentence for each
-    problem, if a config can't be used: see field_problems, and a config's own method `problems`.
+    problem, if a config can't be used: see all_problems.
 
     positional: names of fields that are no flags but words; defaults: a function from the flags
     that are typed to values that count where none is; doc, epilog: for --help; retired: flags that
@@ -85,10 +92,7 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
     for config in configs:
         names = {field.name for field in dataclasses.fields(config)}
         made.append(config(**{name: values[name] for name in names & values.keys()}))
-        problems = field_problems(made[-1])
-        if not problems and hasattr(config, "problems"):   # These need values in their ranges.
-            problems = made[-1].problems()
-        bad += problems
+        bad += all_problems(made[-1])
     if bad:
         refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
     return made

@@ -276,8 +276,8 @@ class SublayerFunction:
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the updates
-# that are added to it at first. The first logits have a standard deviation of about 0.8, so the
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the
+# updates that are added to it at first. The first logits have a standard deviation of about 0.8, so the
 # first loss is 0.3 above ln(V). (With --tie a token's own logit is large, because its row of the
 # head is its own embedding. So the first loss is higher.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
@@ -326,7 +326,7 @@ def constrain_weights(model):
 # -------------------------------------------------------------------------------------- the model
 
 class GPT(nn.Module):
-    """Decoder-only Transformer. Raises ValueError, with a sentence for each problem of the config."""
+    """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
     def __init__(self, config: GPTConfig):
         super().__init__()
         if problems := config.problems():

@@ -2,8 +2,8 @@
 Sample from a run: its text goes to stdout as it comes, and what was skipped to stderr.
 
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
-    python sample.py runs/nag --prompt "def add(" --depth   # colours: the share of sublayers that ran
-    python sample.py runs/nag --skip_below 0.1       # a token that would turn by less than 6 degrees
+    python sample.py runs/nag --prompt "def add(" --depth   # colours: how many sublayers ran
+    python sample.py runs/nag --skip_below 0.1       # who would turn by less than 6 degrees
     python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
     python sample.py runs/pre --remove 9,10          # without these two blocks
     python sample.py runs/steps-pre --prompt f314159265358 --inside   # the lines that nobody wrote

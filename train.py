@@ -51,7 +51,7 @@ class TrainConfig:
     overwrite: bool = flag(False, "replace the run in --out")
 
     max_iters: int = flag(420, "steps of the optimizer", 0, 1e9, group="length of the run")
-    max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, in place of max_iters", 0, 1e27)
+    max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
@@ -111,7 +111,7 @@ def open_data(config, model_config, processes):
         shards=prepare.open_split(folder, "train", model_config.block_size),
         # x, y: (n, T)
         val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),
-        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # how many each token stands for
+        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
 

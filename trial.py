@@ -64,8 +64,8 @@ def look_at_shapes(model, name):
     embedding = model.wte(idx)
     first = model.ends.start(embedding)
     if not isinstance(first, (torch.Tensor, tuple)):
-        raise ValueError(f"{name}.start returned a {type(first).__name__}, and a stream is a tensor "
-                         f"or a tuple of tensors")
+        raise ValueError(f"{name}.start returned a {type(first).__name__}, and a stream is a "
+                         f"tensor or a tuple of tensors")
     for _, before, after in model.walk(idx, runner=Runner(model, Decider())):
         wanted, found = shapes_of(before), shapes_of(after)
         if wanted != found and not model.ends.stream_grows:

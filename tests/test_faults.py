@@ -48,13 +48,6 @@ def test_moments_go_by_name():
     for name, moment in saved[0].items():
         assert torch.equal(of_other[name]["exp_avg"], moment["exp_avg"]), name
 
-def test_betas_of_gates_are_flags():
-    gpt = GPT(GPTConfig("nag", n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=8))
-    config = train.TrainConfig(optimizer="adamw", gate_beta1=0.5, beta1=0.7, beta2=0.6)
-    groups = train.make_optimizers(gpt, config)[0].param_groups
-    assert [group["betas"] for group in groups] == [(0.7, 0.6), (0.7, 0.6), (0.5, 0.6)]
-    assert groups[2]["params"]
-
 # ------------------------------------------------------------------------------- flags.start
 
 def raises(error):

@@ -430,14 +430,16 @@ def test_optimizer_groups(residual):
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
     assert bool(own) == (residual in ("nag", "attnres"))   # Others do best at the common rate.
     for optimizer in "adamw", "sgd", "muon":
-        made = train.make_optimizers(model, train.TrainConfig(optimizer=optimizer, gate_lr=5e-4))
+        config = train.TrainConfig(optimizer=optimizer, gate_lr=5e-4, gate_beta1=0.5, beta1=0.7)
+        made = train.make_optimizers(model, config)
         groups = [group for each in made for group in each.param_groups]
         for group in groups:
             for p in group["params"]:
                 decays = p.dim() >= 2 and id(p) not in own
                 assert group["weight_decay"] == (0.1 if decays else 0), names[p]
                 assert group["peak_lr"] == (5e-4 if id(p) in own else 2e-2)
-                assert group.get("betas", (0.9,))[0] == (0.8 if id(p) in own else 0.9)
+                if optimizer == "adamw":
+                    assert group["betas"] == (0.5 if id(p) in own else 0.7, 0.95)
     taken = {names[p] for p in made[1].param_groups[0]["params"] if p.dim() == 2}   # by Muon
     assert len(taken) == len(made[1].param_groups[0]["params"])
     assert taken >= {name for name in names.values() if re.search("c_(attn|fc|proj).weight$", name)}
