@@ -277,9 +277,9 @@ class SublayerFunction:
 #     all others   1 / sqrt(columns)       0.02
 #
 # PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the
-# updates that are added to it at first. The first logits have a standard deviation of about 0.8, so the
-# first loss is 0.3 above ln(V). (With --tie a token's own logit is large, because its row of the
-# head is its own embedding. So the first loss is higher.)
+# updates that are added to it at first. The first logits have a standard deviation of about 0.8, so
+# the first loss is 0.3 above ln(V). (With --tie a token's own logit is large, because its row of
+# the head is its own embedding. So the first loss is higher.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
