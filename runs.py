@@ -160,7 +160,7 @@ class RunFolder:
         if self.before:
             settings = read_settings(self.out, with_changes=False)
             changes = {name: value for name, value in self.settings.items()
-                       if value != self.before[name]}
+                       if value != self.before.get(name, value)}
         if changes:
             by_step = settings.setdefault("changes", {})
             by_step[str(step)] = by_step.get(str(step), {}) | changes

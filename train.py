@@ -9,7 +9,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
 # What follows it is about beginning, resuming, and settings of earlier runs. New here: some tokens
-# may skip some sublayers. A Runner (model.py) notes which ones did, and how many FLOPs that took.
+# may skip some sublayers. A Runner (model.py) notes which ones did.
 
 import contextlib
 import math
@@ -75,7 +75,7 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    compile: bool = flag(False, "torch.compile what no token skips; good on a GPU")
+    compile: bool = flag(False, "torch.compile the sublayers; good on a GPU")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
@@ -105,12 +105,11 @@ def open_data(config, model_config, processes):
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first process may still be writing the data.
-    meta = prepare.load_meta(folder)   # meta.json
+    meta = prepare.load_meta(folder)
     return SimpleNamespace(
         folder=folder, meta=meta,
         shards=prepare.open_split(folder, "train", model_config.block_size),
-        # x, y: (n, T)
-        val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),
+        val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),   # x, y
         token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
@@ -141,7 +140,8 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     with torch_as_it_was(model.device):
         torch.manual_seed(0)   # Coins, if --mod draws some, are the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-            runner, share = Runner(model, decider), len(xi) / len(x)
+            runner = Runner(model, decider)
+            share = len(xi) / len(x)
             _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
             nats += loss.item() * share
             skipped += runner.skipped() * share
@@ -213,6 +213,13 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(wanted / norm.clamp_min(1e-30))
 
+def refuse_if_not_finite(step, folder, model, number):
+    """SystemExit if a number, or a weight, is not finite any more: such weights are never saved."""
+    if not math.isfinite(number) or not all(p.isfinite().all() for p in model.parameters()):
+        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
+               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
+               f"--resume and a lower --lr")
+
 # ----------------------------------------------------------------------------------------- the loop
 
 def train(model_config, config, data, folder, processes, signals):
@@ -234,12 +241,14 @@ def train(model_config, config, data, folder, processes, signals):
     # How far it goes
     n_parts = config.grad_accum * processes.count   # of each batch
     tokens_per_step = config.batch_size * model_config.block_size
-    n_steps = config.max_iters
-    if config.max_flops:   # a guess, because skipping makes steps cheaper
+    n_steps, about = config.max_iters, ""
+    if config.max_flops:   # It is a guess, because skipping makes steps cheaper.
+        about = "about "
         n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
-    get_batch(data, model_config, config.batch_size, step)   # If it can't be read, nothing is lost.
+    # A batch that can't be read is refused now, before an old run is replaced.
+    get_batch(data, model_config, config.batch_size, step)
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {n_steps} of "
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {about}{n_steps} of "
         f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
     if changes := folder.begin(step):   # From here on, the run's files are written.
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
@@ -249,22 +258,23 @@ def train(model_config, config, data, folder, processes, signals):
     clock, clock_step = time.perf_counter(), step
 
     while True:
-        done = share_done(config, step, flops)
+        progress = share_done(config, step, flops)
         # If any process has got a signal, all of them stop at this step. (0: none has.)
         signal = processes.highest(signals[0] if signals else 0)
-        ends = bool(signal) or done >= 1
+        ends = bool(signal) or progress >= 1
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if ends or step % config.eval_interval == 0:
-            refuse_if_not_finite(step, folder, model, norm)
             if not signal:
                 val_loss, bits, val_skipped = evaluate(model, *data.val, data.token_bytes,
                                                        config.batch_size // n_parts)
+                refuse_if_not_finite(step, folder, model, val_loss)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
                     f"{val_skipped:.1%} skipped")
                 best_loss = min(best_loss, val_loss)
                 folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=val_skipped,
                            grad_norms=block_norms.tolist())
+            refuse_if_not_finite(step, folder, model, norm)
             # That is all: batches, coins and rates follow from the settings, step and FLOPs.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
@@ -288,7 +298,8 @@ def train(model_config, config, data, folder, processes, signals):
             runner = Runner(model)   # notes who skips what
             _, part_loss = call_model(x, y, runner=runner)
             (part_loss / config.grad_accum).backward()
-            # Reported is the cross entropy, without what --mod or --gain_cost adds to it.
+            # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
+            # --deep_supervision, it is a mean over the blocks.)
             loss += runner.cross_entropy.detach() / config.grad_accum
             skipped += runner.skipped() / config.grad_accum
             token_flops += flops_per_token(model, runner=runner) / config.grad_accum
@@ -303,7 +314,7 @@ def train(model_config, config, data, folder, processes, signals):
             equalize(grads, norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         # A step has the rate at its end: with a warmup, that at its beginning may be 0.
-        factor = lr_factor(config, done + 1 / n_steps)
+        factor = lr_factor(config, progress + 1 / n_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -317,7 +328,7 @@ def train(model_config, config, data, folder, processes, signals):
         # --- Report
         if step % config.log_interval == 0:
             refuse_if_not_finite(step, folder, model, norm)
-            now = time.perf_counter()
+            now = time.perf_counter()   # The line above has waited for the GPU.
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
             report = dict(loss=processes.mean(loss.item()), lr=config.lr * factor,
@@ -371,6 +382,9 @@ def refuse_if_it_can_not_go_on(path, ckpt, config, data):
     if not config.max_flops and ckpt["step"] > config.max_iters:
         refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond the "
                f"end; give more, or none")
+    if config.max_flops and ckpt["flops"] > 1.1 * config.max_flops:   # Its last step may be beyond.
+        refuse(f"--max_flops {config.max_flops:g}: {path} has spent {ckpt['flops']:.3g} FLOPs "
+               f"already; give more, or none")
 
 def compile_and_wrap(model, config, processes):
     """Brings the model to its device, and compiles it, if need be -> what training calls: the
@@ -388,20 +402,13 @@ def compile_and_wrap(model, config, processes):
     # It may be that no token of this process runs some sublayer.
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-def refuse_if_not_finite(step, folder, model, norm):
-    """SystemExit if the gradient or a weight is not finite any more: such weights are never saved.
-    (If a loss isn't finite, its gradient isn't either.)"""
-    if not norm.isfinite() or not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
-               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
-               f"--resume and a lower --lr")
-
 # ------------------------------------------------------------------------ where settings come from
 
 # Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
 RATES = dict(muon=TrainConfig.lr, adamw=6e-3, sgd=0.1)
 
-# Settings that may differ from those of the run in --init_from: they change no weight's shape.
+# Settings that may differ from those of the run in --init_from: they change no weights. (A router
+# has weights of its own. So it can't be added to a model, or taken from it.)
 FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def defaults_for(given):
@@ -409,7 +416,7 @@ def defaults_for(given):
     `parse` asks for them; what they leave open has the default of its config. given: the typed
     flags, a dict"""
     values = {}
-    if "vocab_size" in given:
+    if "vocab_size" in given:   # `main` sets it.
         refuse("--vocab_size: the data say it; leave it out")
     if given.get("resume"):
         values = settings_to_resume(given)
@@ -419,18 +426,22 @@ def defaults_for(given):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
     source = given.get("init_from") or values.get("init_from")
-    if source and not given.get("resume"):   # Its model goes before that of --config.
-        saved = read_settings(source)
-        model = {name: saved.get(name, default) for name, default in asdict(GPTConfig()).items()}
-        values |= model | {name: values[name] for name in FREE if name in values}
+    if source and not given.get("resume"):
+        values |= model_of(source, values)
     optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
-    if optimizer in RATES and optimizer != usual and "lr" not in given:
+    if "optimizer" in given and optimizer != usual and "lr" not in given:
         refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
                f"{RATES[optimizer]}")
     if "max_iters" in given and (values | given).get("max_flops"):
         refuse("--max_iters: this run ends by its --max_flops; add --max_flops 0, or give that "
                "only")
     return values
+
+def model_of(source, values):
+    """The settings of the model of --init_from. What is FREE stays as --config says it."""
+    saved = read_settings(source)
+    model = {name: saved.get(name, default) for name, default in asdict(GPTConfig()).items()}
+    return model | {name: values[name] for name in FREE if name in values}
 
 def settings_to_resume(given):
     """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
@@ -445,7 +456,7 @@ def settings_to_resume(given):
             refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
                    f"{values[name]}; leave that, or start a new run")
     if "data" not in given and values["data"] != TrainConfig.data:
-        data_of(given["out"], values)
+        data_of(given["out"], values)   # refuses, if they aren't here
     return values
 
 # These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
@@ -492,7 +503,7 @@ def main(argv=None):
         # attnres:group=4 -> runs/attnres-group4
         name = model_config.residual.replace("=", "")
         out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", name)
-        before = read_config(out) | dict(tokenizer=settings["tokenizer"]) if config.resume else None
+        before = read_config(out) if config.resume else None
         folder = RunFolder(out, settings, before, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
