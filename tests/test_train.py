@@ -291,6 +291,7 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     assert entries[0]["lr"] > 0.5 * 6e-3   # The run is so short that its warmup ends in the first step.
     assert entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and losses(tmp_path) == entries   # Nothing is left to do.
+    assert "has spent" in refused("--out", tmp_path, "--resume", "--max_flops", 1e8)
 
 def test_coins_are_the_same_each_time(data, tmp_path, capsys):
     """... in evaluate and sample.py, whatever was drawn before"""
