@@ -22,8 +22,9 @@ from flags import parse, refuse, say, start
 from run import EXPERIMENTS, read_runs
 
 CHOOSES_RATES = "1"   # the seed that decides nothing
-UNITS = dict(steps="steps", bits="bits per byte")
-BETTER = dict(steps=1, bits=-1)   # Is more better, or less?
+UNITS = dict(steps="steps", bits="bits per byte", skipped="of the sublayer runs")
+# What a sure gap is called, if A has more, and if A has less
+WORDS = dict(steps=("better", "worse"), bits=("worse", "better"), skipped=("more", "less"))
 
 # ------------------------------------------------------------------------------------- statistics
 
@@ -74,7 +75,7 @@ def holm(ps):
 
 def verdict(gap, is_sure, margin, measure):
     if is_sure:
-        return "better" if gap.mean * BETTER[measure] > 0 else "worse"
+        return WORDS[measure][gap.mean < 0]
     if abs(gap.mean) + gap.half(0.1) <= margin:
         return f"equal within {margin:g}"
     return "open"

@@ -17,6 +17,7 @@ from model import GPTConfig
 from train import TrainConfig, defaults_for
 
 sys.path.append(str(ROOT / "results"))
+import cost
 import pruning
 import run
 import summarize
@@ -40,6 +41,7 @@ def test_verdicts():
         return summarize.verdict(gap, sure, 0.02, measure)
     assert word(-0.1, -0.11, -0.1, sure=True) == "better" and word(0.1, 0.11, 0.1, sure=True) == "worse"
     assert word(0.1, 0.11, 0.1, sure=True, measure="steps") == "better"
+    assert word(0.1, 0.11, 0.1, sure=True, measure="skipped") == "more"
     assert word(0.001, -0.001, 0.002) == "equal within 0.02" and word(0.1, -0.1, 0.05) == "open"
 
 def test_holm():
@@ -83,6 +85,9 @@ def test_every_comparison_has_its_variants():
     known = {variant.name for _, variants in run.EXPERIMENTS.values() for variant in variants}
     known |= {f"{name}, without {block}" for name in pruning.NAMES.values()
               for block in ["one block, mean", *(f"{method}'s block" for method in pruning.METHODS)]}
+    known |= {f"NAG that pays, {what}" for what in ("all run", *(f"below {each}" for each in cost.BELOW))}
+    known |= {f"NAG that pays, {what}" for below in cost.CONTROLLED for what in (
+        f"a fixed set for {below}", f"coins for {below}", *(f"below {below}, {asked}" for asked in cost.ASKED))}
     for each in comparisons:
         assert summarize.names_in(each) <= known and float(each["margin"]) > 0 and each["measure"] in summarize.UNITS
 
