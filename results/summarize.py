@@ -108,7 +108,7 @@ def compare(rows, comparisons):
         mine = [i for i, each in enumerate(known) if each["family"] == family]
         for i, is_sure in zip(mine, holm([gaps[i].p for i in mine])):
             sure[i] = is_sure
-    return [SimpleNamespace(**each, gap=gap, star="*" * star,
+    return [SimpleNamespace(**each, gap=gap, star="*" if star else "",
                             word=verdict(gap, is_sure, float(each["margin"]), each["measure"]))
             for each, gap, is_sure, star in zip(known, gaps, sure, stars)]
 
