@@ -180,3 +180,7 @@ def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     assert len(gaps) > 12 and page.count("\n") <= 135
     for mean, interval in gaps:
         assert re.search(re.escape(mean) + r" [a-z ]+ \| " + re.escape(interval), tables), (mean, interval)
+    cells = re.findall(r"\*{0,2}(better|worse|open|equal)\*{0,2}(?: within 0.25)?, ([+-]\d\.\d{3}) (steps|bits)", page)
+    for word, mean, unit in cells:   # of the table: a verdict and its number
+        assert re.search(re.escape(f"{mean} {unit}") + rf".*\| {word}\b", tables), (word, mean)
+    assert len(cells) > 12
