@@ -3,8 +3,8 @@ What each layer of one or several runs does: a page of figures that opens in any
 
     python analyze.py runs/steps-pre runs/steps-nag --out figures   # then open figures/index.html
     python analyze.py runs/nag --text "def add(a, b):"              # with a map of your own text
-    python analyze.py runs/nag --only removal,skip_curve
-    python analyze.py --list                                        # each statistic in a sentence
+    python analyze.py runs/nag --only removal,skip_curve            # some statistics
+    python analyze.py --list                                        # their names and titles
 
 Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have the numbers 1 .. 2L in
 the order in which they run: odd ones are attention, even ones MLP. Windows and loss are those of
@@ -13,6 +13,7 @@ train.py, so a checkpoint has one loss everywhere. A model that was trained to s
 import base64
 import codecs
 import functools
+import inspect
 import json
 import math
 import os
@@ -20,7 +21,6 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -34,13 +34,14 @@ from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token
                    why_not)
 from processes import pick_device, pick_threads
 from runs import data_of, explain_write_errors, open_run, read_metrics, write_file
+from steps import steps_asked
 from train import evaluate
 
 @dataclass
 class AnalyzeConfig:
     runs: list = flag(None, "run folders")
     out: str = flag("figures", "folder of the page, the figures and the numbers")
-    only: str = flag("", "some statistics, such as removal,skip_curve; without it the page's")
+    only: str = flag("", "some statistics, such as removal,skip_curve; without it all of them")
     text: str = flag("", "a text, or a file with one, for the map of tokens and sublayers")
     asked: int = flag(0, "look for the lines inside of lines that ask for so many steps; 0: for "
                       "the most that the model has learned", 0, 25)
@@ -49,54 +50,78 @@ class AnalyzeConfig:
     windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
-STATS = {}   # name -> a statistic, in the order of the page
+# ============================================================================= what a statistic is
 
-def stat(title, page="story", draw="lines", finding=None, **options):
-    """Makes the function below it a statistic. The first paragraph of its docstring is the caption,
-    the rest says how it is defined, and where it comes from. It gets a Run and returns what its
-    drawing wants:
+STATS = {}   # name -> Statistic, in the order of the page
 
-        lines        {panel: {name: line}}; a line is [y, ...] or [[x, y], ...]
-        heat         {panel: matrix}, a list of rows from below; None is grey
-        bars         {panel: {name: length}}
-        and three drawings of one statistic each
+# What a statistic returns, for each way to draw it. A line is [y, ...] or [[x, y], ...]. A matrix
+# is a list of rows, from below, and None in it is grey. Tensors will do, too.
+RETURNS = {"lines": "{panel: {name: line}}", "heat": "{panel: matrix}"}
 
-    NotHere says why a run can't have it. page: does it stand in the story, or under More? finding:
-    what it returned, and the Run -> sentences for the page. options: of the drawing"""
+class Statistic:
+    """Something to measure of a Run, and how the page shows it. The first paragraph of the
+    function's docstring is the caption. The rest says how it is defined, and where it comes from.
+
+    draw: a key of DRAWINGS in draw.py, or None: the page draws it; options: of the drawing"""
+    def __init__(self, measure, title, draw, options):
+        caption, _, definition = (inspect.getdoc(measure) or title).partition("\n\n")
+        self.caption, self.definition = " ".join(caption.split()), " ".join(definition.split())
+        self.measure, self.title, self.draw, self.options = measure, title, draw, options
+        self.says = None
+
+    @torch.no_grad()
+    def __call__(self, run):
+        """-> what its drawing wants. NotHere says why this run can't have it."""
+        return self.measure(run)
+
+    def verdict(self, says):
+        """A decorator. says(result, run) -> a sentence or two for the page: what can be seen"""
+        self.says = says
+        return says
+
+def stat(title, draw="lines", **options):
+    """A decorator: makes a statistic of the function below it. That gets a Run, and its name is
+    what --only calls it."""
     def add(measure):
-        paragraphs = measure.__doc__.split("\n\n", 1)
-        caption, definition = (" ".join(part.split()) for part in paragraphs)
-        STATS[measure.__name__] = SimpleNamespace(
-            measure=torch.no_grad()(measure), title=title, page=page, draw=draw, finding=finding,
-            options=options, caption=caption, definition=definition)
-        return STATS[measure.__name__].measure
+        STATS[measure.__name__] = Statistic(measure, title, draw, options)
+        return STATS[measure.__name__]
     return add
 
 class Run:
-    """What a statistic gets: a run, and the ways through its model. windows: x, y (n, T)"""
+    """What a statistic gets: a trained model, and validation windows to measure it on"""
     def __init__(self, model, config, history, args, windows, puzzle=None):
+        """windows: x, y (n, T)"""
         self.model = model        # in eval mode
-        self.puzzle = puzzle      # what meta.json says of the steps text; None: it is another text
         self.config = config      # config.json
         self.history = history    # step -> what metrics.jsonl says about it
-        self.args = args
+        self.args = args          # AnalyzeConfig
+        self.puzzle = puzzle      # what meta.json says of the steps text; None: it is another text
         self.batches = in_batches(*(part.to(model.device) for part in windows))   # (idx, targets)
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, 8)   # nats per token
 
-    # Every fourth window each, from all over the text. `some`: for slow measurements. `others`: to
-    # choose by, so that choice and test differ.
-    some = functools.cached_property(lambda self: every_fourth(self.batches, 0))
-    others = functools.cached_property(lambda self: every_fourth(self.batches, 2))
-    loss_of_some = functools.cached_property(lambda self: mean_loss(self.model, self.some))
-    right = functools.cached_property(lambda self: right_by_steps(self)[0])
-    known = property(lambda self: max(1, most_learned(self.right)))     # steps
-    guess = property(lambda self: 1 / len(self.need_puzzle()["table"]))   # right digits by chance
+    @functools.cached_property
+    def some(self):
+        """Every fourth window, from all over the text: for slow measurements"""
+        return every_fourth(self.batches, 0)
 
-    def need_puzzle(self):
-        if not self.puzzle:
-            raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
-        return self.puzzle
+    @functools.cached_property
+    def others(self):
+        """As many other ones: to choose something by, before it is measured on those of `some`"""
+        return every_fourth(self.batches, 2)
+
+    @functools.cached_property
+    def loss_of_some(self):
+        return mean_loss(self.model, self.some)
+
+    def change_with(self, decider):
+        """By how much the loss of these windows changes if this decider says who runs what"""
+        return mean_loss(self.model, self.some, decider) - self.loss_of_some
+
+    def mean(self, measure, batches=None):
+        """The mean over batches of measure(idx), a tensor"""
+        batches = batches or self.batches
+        return sum(measure(idx) for idx, _ in batches) / len(batches)
 
     def streams(self, idx, runner=None):
         """The stream before each sublayer and at the end, as vectors: (2L + 1, B, T, C)"""
@@ -109,33 +134,60 @@ class Run:
         x = self.streams(idx, runner)
         return angles(x[1:], x[:-1]).rad2deg()
 
-    def mean(self, measure, batches=None):
-        """The mean over batches of measure(idx), a tensor"""
-        batches = batches or self.batches
-        return sum(measure(idx) for idx, _ in batches) / len(batches)
-
-    def change_with(self, decider):
-        """By how much the loss of every fourth window changes if this decider says who runs what"""
-        return mean_loss(self.model, self.some, decider) - self.loss_of_some
+    def forward(self, idx, decider=None):
+        """-> logits, and who ran each sublayer, bools (2L, B, T)"""
+        runner = Runner(self.model, decider)
+        logits, _ = self.model(idx, runner=runner)
+        return logits, who_ran(runner)
 
     @property
     def skipping(self):
         """Who skips: as in training, or else who would turn by less than --skip_below"""
+        if self.model.decider.needs_tensor:
+            raise NotHere("without its routers, which would show what skipping costs, it is "
+                          "another model")
         if self.model.config.mod != "all":
             return self.model.decider
         return self.by_gain(self.args.skip_below)
 
     def by_gain(self, below):
+        """The decider of --mod gain:below=..., if the model knows gains"""
         decider = ByGain(self.model.config, below)
         if why := why_not(decider, self.model.config):
             raise NotHere(why)
         return decider
 
-    def depths(self, idx):
-        """With skipping -> the share of the sublayers that run for each token (B, T), and logits"""
-        runner = Runner(self.model, self.skipping)
-        logits, _ = self.model(idx, runner=runner)
-        return who_ran(runner).float().mean(0), logits
+    # --- On the steps text only
+
+    def need_puzzle(self):
+        if not self.puzzle:
+            raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
+        return self.puzzle
+
+    @functools.cached_property
+    def right(self):
+        """The share of right digits by steps asked: 0, 1, .."""
+        return right_by_steps(self)[0]
+
+    @property
+    def guess(self):
+        """The share of digits that are right by chance"""
+        return 1 / len(self.need_puzzle()["table"])
+
+    @property
+    def known(self):
+        """Up to how many steps at least 90 % of the digits are right; 0 if not even copies are"""
+        unknown = [k for k, share in enumerate(self.right) if share < KNOWN]
+        return max(0, min(unknown, default=len(self.right)) - 1)
+
+    @property
+    def asked(self):
+        """Of which lines we look inside: --asked, or the most steps that the model has learned"""
+        most = self.need_puzzle()["most"]
+        if self.args.asked > most:
+            raise NotHere(f"its lines ask for {in_words(most)} at most, not for --asked "
+                          f"{self.args.asked}")
+        return self.args.asked or max(1, self.known)
 
 def in_batches(x, y):
     size = math.gcd(len(x), 8)   # All batches are as large, so that their means can be averaged.
@@ -148,10 +200,16 @@ def mean_loss(model, batches, decider=None):
     losses = [model(*batch, runner=Runner(model, decider))[1].item() for batch in batches]
     return sum(losses) / len(losses)
 
+def angles(x, y):
+    """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
+    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
+
 def by_kind(values):
     """A value per sublayer -> a line of attentions and one of MLPs, with a value per block"""
-    values = values.tolist() if torch.is_tensor(values) else values
     return {"attention": values[::2], "MLP": values[1::2]}
+
+ALL_RUN = Decider()
 
 # ================================================================================= the steps text
 
@@ -161,42 +219,40 @@ def by_steps(run, measure):
     """measure(idx, targets) (rows, B, T) -> its mean over the digits of each number of steps: rows
     of numbers. Digits of the right half of a line, because on the left, digits repeat soon, and can
     be guessed; and only where the line before is in the window, so that they can be known."""
-    puzzle, total, count = run.need_puzzle(), 0, 0
+    puzzle, values, steps = run.need_puzzle(), [], []
     for idx, targets in run.batches:
-        asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), puzzle["cells"])
-        asked = torch.where(cell >= puzzle["cells"] // 2, asked, -1)
-        is_asked = F.one_hot(asked + 1, puzzle["most"] + 2)[..., 1:].double()        # (B, T, steps)
-        total = total + torch.einsum("rbt,bts->rs", measure(idx, targets).double(), is_asked)
-        count = count + is_asked.sum((0, 1))
-    if not count.all():
+        asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), puzzle["cells"])
+        steps.append(torch.where(cell >= puzzle["cells"] // 2, asked, -1))
+        values.append(measure(idx, targets).double())
+    values, steps = torch.cat(values, 1), torch.cat(steps)
+    numbers = range(puzzle["most"] + 1)
+    if not all((steps == k).any() for k in numbers):
         raise NotHere("its validation windows lack some number of steps; give it more of them, "
                       "with --windows")
-    return (total / count).tolist()
+    return torch.stack([values[:, steps == k].mean(1) for k in numbers], 1).tolist()
 
 def right_by_steps(run, decider=None):
     """-> the share of right digits by steps asked, and the share that ran each sublayer, in all
-    batches"""
+    batches (2L,)"""
     ran = []
-    def measure(idx, targets):
-        runner = Runner(run.model, decider)
-        logits, _ = run.model(idx, runner=runner)
-        ran.append(runner.ran())
+    def is_right(idx, targets):
+        logits, who = run.forward(idx, decider)
+        ran.append(who.float().mean((1, 2)))
         return (logits.argmax(-1) == targets)[None]
-    right, = by_steps(run, measure)
-    return right, [sum(shares) / len(ran) for shares in zip(*ran)]
+    [right] = by_steps(run, is_right)
+    return right, sum(ran) / len(ran)
 
 def steps_learned(right, guess):
     """Shares of right digits by steps asked, 0, 1, .. -> how many steps have been learned: each
     step counts by how far its share is above guessing. 3.0: three steps, and no more"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
-def most_learned(right):
-    """The last number of steps of which 90 % of the digits are right; 0 if there is none"""
-    return max((k for k, share in enumerate(right) if share >= KNOWN), default=0)
-
-@stat("The puzzle", draw="table")
+@stat("The puzzle", draw=None)
 def puzzle(run):
-    """A line, and what the model writes if it asks for 0, 1, 2, .. steps. Wrong digits are red.
+    """After each line of the text comes one with as many digits. The letter says how many steps
+    lead there: a 0, b 1, c 2. In a step, each digit becomes another, which depends on itself and on
+    its left neighbour. What has the model learned? Here it writes the answers. Wrong digits are
+    red.
 
     The likeliest digit each time, after this line alone. What is right follows from the table."""
     about = run.need_puzzle()
@@ -204,13 +260,7 @@ def puzzle(run):
     return {"lines": lines, "answers": answers(run.model, lines, about),
             "true": [spelled(lines_after(line, about)[-1]) for line in lines]}
 
-def steps_found(result, run):
-    if run.right[0] < KNOWN:
-        return "It has not even learned to copy a line."
-    return (f"{steps_learned(run.right, run.guess):.1f} steps learned. Up to "
-            f"{in_words(most_learned(run.right))}, at least {KNOWN:.0%} of the digits are right.")
-
-@stat("How many steps it has learned", finding=steps_found, x="steps asked for", start=0)
+@stat("How many steps it has learned", x="steps asked for", first_x=0)
 def steps(run):
     """The further right a line falls, the more steps the model can do.
 
@@ -220,46 +270,55 @@ def steps(run):
     guessing = [run.guess] * len(run.right)
     return {"share of right digits": {"measured": run.right, "guessing": guessing}}
 
-def k_of(run):
-    """Of which lines we look inside: --asked, or the most steps that the model has learned"""
-    k, most = run.args.asked or run.known, run.puzzle["most"]
-    if k > most:
-        raise NotHere(f"its lines ask for {in_words(most)} at most, not for --asked {k}")
-    return k
+@steps.verdict
+def steps_found(result, run):
+    if run.right[0] < KNOWN:
+        return "It has not even learned to copy a line."
+    return (f"{steps_learned(run.right, run.guess):.1f} steps learned. Up to "
+            f"{in_words(run.known)}, at least {KNOWN:.0%} of the digits are right.")
 
-def inside_found(result, run):
-    told, before, jumps, asked = [], 0, {}, result["asked"]
+@stat("The lines inside, which nobody wrote", draw="inside", first_x=0, first_y=0,
+      x="the line after so many steps", y="blocks run", label="share of digits read")
+def lines_inside(run):
+    """The text never has the lines between a line and its answer. A linear probe looks for their
+    digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
+    The figure shows which share it reads: on the left where the line stands, on the right where the
+    answer is predicted. Without its left neighbour, a digit has two possible successors: .5.
+
+    Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
+    share of right digits on other windows. Digits of a line are shown if this share is at least .9.
+    Lines ask for --asked steps, or for the most of which 90 % are right. Our tests check that the
+    probe reads no such line in an untrained model, nor shuffled digits."""
+    k = run.asked
+    inside = inside_of(run.model, run.config["data"], run.puzzle, k)
+    idx, targets = run.batches[0]
+    lines = questions(idx.cpu(), targets.cpu(), run.puzzle, k)[2][0]
+    examples = [chr(ord("a") + k) + digits
+                for digits in [some_digits(run.puzzle), *map(spelled, lines[:4])]]
+    return dict(asked=k, line=inside.shares("line"), answer=inside.shares("answer"),
+                examples=[inside.example(line) for line in examples])
+
+@lines_inside.verdict
+def lines_inside_found(result, run):
+    told, before = [], 0
     for block, row in enumerate(result["examples"][0]["blocks"]):
         if row and row["steps"] > before:
             told.append(f"{in_words(row['steps'])} after block {block}")
-            jumps[block], before = row["steps"] - before, row["steps"]
-    says = f"Of lines that ask for {in_words(asked)}, a probe can read "
-    says += ", then ".join(told or ["nothing new"]) + "."
-    if before == asked and len(jumps) > 1:
-        says += " So some can be read before the answer."
-    most = max(jumps, key=jumps.get, default=0)
-    if jumps and jumps[most] > 1:
-        says += f" Block {most} does {in_words(jumps[most])} at once."
-    return says
+            before = row["steps"]
+    return (f"Of lines that ask for {in_words(result['asked'])}, a probe can read "
+            f"{', then '.join(told or ['nothing new'])}.")
 
-@stat("The lines inside, which nobody wrote", draw="inside", finding=inside_found)
-def lines_inside(run):
-    """The text never has the lines between a line and its answer. A linear probe looks for their
-    digits in the stream. Without its left neighbour, a digit has two possible successors: .5.
+@stat("Which block fetches the line", x="patched after block", y="share of the digits")
+def patched(run):
+    """After one block, the stream of another line takes the place of this one's. Whose answer comes
+    out? At some block, the answer stops needing the place where the line stands.
 
-    Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
-    share of right digits on other windows. Left: at the digits of the line. Middle: where the
-    answer's digits are predicted. Right: one line, and the furthest digits that can be read (share
-    at least .9). Lines ask for --asked steps, or for the most of which 90 % are right. Our tests
-    check that the probe reads no such line in an untrained model, nor shuffled digits."""
-    puzzle, (idx, targets) = run.need_puzzle(), run.batches[0]
-    k = k_of(run)
-    inside = inside_of(run.model, run.config["data"], puzzle, k)
-    first, lines = chr(ord("a") + k), questions(idx.cpu(), targets.cpu(), puzzle, k)[2][0]
-    lines = [some_digits(puzzle), *map(spelled, lines[:4])]
-    return dict(asked=k, line=inside.share["line"], answer=inside.share["answer"],
-                examples=[inside.example(first + line) for line in lines])
+    400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
+    above; the right half of their answers' digits. Chance is 1 / symbols. Before the line is
+    fetched, one share stands higher, because the answer so far is still fed in."""
+    return patch(run.model, run.puzzle, run.asked)
 
+@patched.verdict
 def patched_found(result, run):
     own = result["where the line stands"]["its own answer"]
     if own[-1] < KNOWN:
@@ -268,29 +327,8 @@ def patched_found(result, run):
     return (f"After block {block}, the answer no longer needs the line's place, so that block "
             f"fetches it.")
 
-@stat("Which block fetches the line", finding=patched_found, x="patched after block",
-      limits=(-0.03, 1.03), ylabel="share of the digits")
-def patched(run):
-    """After one block, the stream of another line takes the place of this one's. Whose answer comes
-    out? At some block, the answer stops needing the place where the line stands.
-
-    400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
-    above; the right half of their answers' digits. Chance is 1 / symbols. Before the line is
-    fetched, one share stands higher, because the answer so far is still fed in."""
-    puzzle = run.need_puzzle()
-    return patch(run.model, puzzle, k_of(run))
-
-def removal_by_steps_found(result, run):
-    known = most_learned(run.right)
-    intact, *without = [statistics.mean(row[:known + 1]) for row in result[""]]
-    worst, least = without.index(min(without)), without.index(max(without))
-    return (f"Up to {in_words(known)}, which it has learned, {intact:.0%} of the digits are right. "
-            f"Without block {worst + 1}, {without[worst]:.0%} are; without block "
-            f"{least + 1}, which does least, {without[least]:.0%}.")
-
-@stat("What breaks without a block", draw="heat", finding=removal_by_steps_found,
-      x="steps asked for", y="block left out", label="share of right digits", first_column=0,
-      first_row=0, lowest="none", vmax=1)
+@stat("What breaks without a block", draw="heat", x="steps asked for", first_x=0, first_y=0,
+      y="block left out (0: none)", label="share of right digits")
 def removal_by_steps(run):
     """Right digits without one block. The lowest row is the whole model: it hardly needs a block
     whose row is as bright.
@@ -302,67 +340,64 @@ def removal_by_steps(run):
                for block in range(len(run.model.blocks))]
     return {"": [run.right, *(right_by_steps(run, decider)[0] for decider in without)]}
 
-def gain_found(result, run):
-    known = most_learned(run.right)
-    if known == 0:
-        return "It has learned no steps, so it has no digits to tell apart."
-    rows = [row[:known + 1] for row in result[""]]
-    rises = [max(row) - row[0] for row in rows]
-    number = rises.index(max(rises))
-    copies, most = rows[number][0], max(rows[number])
-    return (f"Sublayer {number + 1} tells learned digits apart best: it turns copies by "
-            f"{copies:.0f} degrees, and digits after {in_words(rows[number].index(most))} by "
-            f"{most:.0f}.")
+@removal_by_steps.verdict
+def removal_by_steps_found(result, run):
+    intact, *without = [statistics.mean(row[:run.known + 1]) for row in result[""]]
+    worst, least = without.index(min(without)), without.index(max(without))
+    return (f"Up to {in_words(run.known)}, which it has learned, {intact:.0%} of the digits are "
+            f"right. Without block {worst + 1}, {without[worst]:.0%} are; without block "
+            f"{least + 1}, which does least, {without[least]:.0%}.")
 
-@stat("What turns, and for whom", draw="heat", finding=gain_found, x="steps asked for",
-      y="sublayer", label="mean angle (degrees)", first_column=0, cmap="Blues")
+@stat("What turns, and for whom", draw="heat", x="steps asked for", first_x=0, y="sublayer",
+      label="mean angle (degrees)", cmap="Blues")
 def gain_by_steps(run):
-    """How far each sublayer turns the stream, by the steps that the digit asks for. A row of one
-    colour treats all digits alike. Pale on the left and dark on the right: it works for those who
-    need it. On the far right stands what the model has not learned.
+    """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A
+    row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
+    those who need it. On the far right may stand what the model has not learned.
 
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips.
     NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the first figure."""
     return {"": by_steps(run, lambda idx, targets: run.degrees(idx))}
 
-def who_skips_found(result, run):
-    ran = result["share of the sublayers that run"]["as it skips"]
-    right, full = result["share of right digits"].values()
-    return (f"Copies run {ran[0]:.0%} of the sublayers, and {in_words(run.known)} "
-            f"{ran[run.known]:.0%}. Skipping so, {steps_learned(right, run.guess):.2f} steps are "
-            f"learned, and {steps_learned(full, run.guess):.2f} if all run.")
+@gain_by_steps.verdict
+def gain_by_steps_found(result, run):
+    if run.known == 0:
+        return "It has learned no steps, so it has no digits to tell apart."
+    learned = [row[:run.known + 1] for row in result[""]]
+    number, row = max(enumerate(learned, 1), key=lambda each: max(each[1]) - each[1][0])
+    return (f"Sublayer {number} tells learned digits apart best: it turns copies by {row[0]:.0f} "
+            f"degrees, and digits after {in_words(row.index(max(row)))} by {max(row):.0f}.")
 
-@stat("Who skips", finding=who_skips_found, x="steps asked for", start=0, limits=(0, 1.04))
+@stat("Who skips", x="steps asked for", first_x=0)
 def who_skips(run):
-    """Whether a digit that needs less depth gets less. A flat line: all digits skip alike.
+    """Whether a digit that needs less depth gets less. A level line: all digits skip alike.
 
     A token skips what would turn it by less than --skip_below (0.05, which are 3 degrees), or as it
     was trained. Counted where the digit is predicted. Digits as in the first figure."""
-    def measure(idx, targets):
-        depth, logits = run.depths(idx)
-        return torch.stack((depth, logits.argmax(-1) == targets))
-    run.need_puzzle(), run.skipping   # say if there are none
-    ran, right = by_steps(run, measure)
+    def ran_and_right(idx, targets):
+        logits, who = run.forward(idx, run.skipping)
+        return torch.stack((who.float().mean(0), logits.argmax(-1) == targets))
+    ran, right = by_steps(run, ran_and_right)
     full, _ = right_by_steps(run, ALL_RUN)
-    return {"share of the sublayers that run": {"as it skips": ran},
+    n_sublayers = 2 * len(run.model.order)
+    return {"sublayers that run for a digit": {"as it skips": [n_sublayers * x for x in ran]},
             "share of right digits": {"as it skips": right, "if all run": full}}
 
-ALL_RUN = Decider()
+@who_skips.verdict
+def who_skips_found(result, run):
+    ran = result["sublayers that run for a digit"]["as it skips"]
+    right, full = result["share of right digits"].values()
+    known = max(1, run.known)
+    return (f"Of {2 * len(run.model.order)} sublayers, copies run {ran[0]:.1f}, and "
+            f"{in_words(known)} {ran[known]:.1f}. Skipping so, "
+            f"{steps_learned(right, run.guess):.2f} steps are learned, and "
+            f"{steps_learned(full, run.guess):.2f} if all run.")
 
 # ======================================================================================= any text
 
-BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4
+BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains
 
-def skip_found(result, run):
-    [(what, lines)] = result.items()
-    skipped, value = lines["by gain"][BELOW.index(0.05)]
-    controls = {name: lines[name][BELOW.index(0.05)][1] for name in ("a fixed set", "coins")}
-    told = [f"with {name} {value:.2f}" for name, value in controls.items() if value is not None]
-    return (f"Below 0.05 (3 degrees), {skipped:.0%} of the sublayer runs are skipped. "
-            f"{what.capitalize()}: {value:.2f}; {', '.join(told)}; if all run, "
-            f"{lines['by gain'][0][1]:.2f}.")
-
-@stat("What skipping costs", finding=skip_found, x="share of the sublayer runs skipped")
+@stat("What skipping costs", x="share of the sublayer runs skipped")
 def skip_curve(run):
     """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. A line that stays
     level skips for nothing. Two controls skip as much: coins, and a fixed set of sublayers, which
@@ -370,21 +405,21 @@ def skip_curve(run):
 
     Fixed set: for all tokens, the sublayers of lowest mean gain; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, but by random ones. As trained: a
-    model that skipped in training, as it did there. The others were never trained to skip. Steps
+    model that skipped in training, as it did there. It was trained for none of the others. Steps
     learned as in the first figure."""
-    model, twice_L = run.model, 2 * len(run.model.order)
+    model = run.model
     def mean_gains(idx):
         runner = Runner(model, run.by_gain(0))   # All run, and all gains are asked for.
         model(idx, runner=runner)
         return torch.stack([gain.abs().mean() for gain in runner.gains])
-    gains = run.mean(mean_gains, run.others)
+    weakest_first = run.mean(mean_gains, run.others).argsort() + 1   # places of sublayers
     lines = {"by gain": [], "a fixed set": [], "coins": []}
     for below in BELOW:
         point, ran = skip_point(run, run.by_gain(below))
         lines["by gain"].append(point)
-        fixed = {place + 1 for place in gains.argsort()[:round(point[0] * twice_L)].tolist()}
-        lines["a fixed set"].append(skip_point(run, Without(fixed, ALL_RUN))[0] if fixed
-                                    else [point[0], None])
+        weakest = weakest_first[:round(point[0] * len(ran))].tolist()
+        if weakest:
+            lines["a fixed set"].append(skip_point(run, Without(weakest, ALL_RUN))[0])
         lines["coins"].append(skip_point(run, ByFunction(functools.partial(flip, ran)))[0])
     if model.config.mod != "all":
         lines["as trained"] = [skip_point(run, model.decider)[0]]
@@ -395,144 +430,74 @@ def flip(ran, runner):
     return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
 
 def skip_point(run, decider):
-    """-> [share skipped, steps learned or loss], and the share that ran each sublayer"""
+    """-> [share skipped, steps learned or loss], and the share that ran each sublayer (2L,)"""
     if run.puzzle:
         right, ran = right_by_steps(run, decider)
         value = steps_learned(right, run.guess)
     else:
-        rans = []
-        for idx, _ in run.some:
-            runner = Runner(run.model, decider)
-            run.model(idx, runner=runner)
-            rans.append(runner.ran())
-        ran = [sum(shares) / len(rans) for shares in zip(*rans)]
+        ran = run.mean(lambda idx: run.forward(idx, decider)[1].float().mean((1, 2)), run.some)
         value = run.loss + run.change_with(decider)
-    return [1 - sum(ran) / len(ran), value], ran
+    return [1 - ran.mean().item(), value], ran
 
-KINDS = ("a blank after a blank", "another blank", "the first letter of a word", "a further letter",
-         "a digit", "punctuation")
-BLANKS, DIGITS = " \t\r\n", "0123456789"
-LETTERS = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+@skip_curve.verdict
+def skip_found(result, run):
+    [(what, lines)] = result.items()
+    place = BELOW.index(0.1)
+    (_, full), (skipped, value) = lines["by gain"][0], lines["by gain"][place]
+    _, by_coins = lines["coins"][place]
+    fixed = lines["a fixed set"][place - len(BELOW):]   # It begins with the first one of any size.
+    by_set = f"{fixed[0][1]:.2f} with a fixed set, " if len(fixed) == len(BELOW) - place else ""
+    return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
+            f"{what.capitalize()}: {value:.2f}; {by_set}{by_coins:.2f} with coins; {full:.2f} if "
+            f"all run.")
 
-def kind_of_character(before, here):
-    """Bytes (B, T) -> numbers of KINDS (B, T)"""
-    def among(x, characters):
-        return torch.isin(x, torch.tensor([*characters.encode()], device=x.device))
-    kinds = torch.full_like(here, KINDS.index("punctuation"))
-    kinds[among(here, BLANKS)] = 1
-    kinds[among(here, BLANKS) & among(before, BLANKS)] = 0
-    kinds[among(here, LETTERS)] = 2
-    kinds[among(here, LETTERS) & among(before, LETTERS + DIGITS)] = 3
-    kinds[among(here, DIGITS)] = 4
-    return kinds
-
-def deep_found(result, run):
-    ran = result["share of the sublayers that run"]
-    low, high = min(ran, key=ran.get), max(ran, key=ran.get)
-    says = f"{low} runs {ran[low]:.0%} of the sublayers, and {high} {ran[high]:.0%}."
-    return says[0].upper() + says[1:]
-
-@stat("Which characters run deep", draw="bars", finding=deep_found)
-def deep_characters(run):
-    """The share of the sublayers that run, by the kind of character that is predicted, and the loss
-    of such characters: does depth go where the loss is?
-
-    A token skips what would turn it by less than --skip_below (0.05, which are 3 degrees), or as it
-    was trained. The mean loss is that with skipping."""
-    if run.config["tokenizer"] != "bytes" or run.puzzle:
-        raise NotHere("its tokens are no characters of an ordinary text")
-    total = torch.zeros(3, len(KINDS), dtype=torch.double)
-    for idx, targets in run.batches:
-        depth, logits = run.depths(idx)
-        loss = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-        is_kind = F.one_hot(kind_of_character(idx, targets), len(KINDS)).double()
-        values = torch.stack((depth, loss, torch.ones_like(loss))).double()
-        total += torch.einsum("rbt,btk->rk", values, is_kind).cpu()
-    ran, loss = (total[:2] / total[2].clamp_min(1)).tolist()
-    there = [i for i in range(len(KINDS)) if total[2, i] > 0]
-    return {"share of the sublayers that run": {KINDS[i]: ran[i] for i in there},
-            "loss (nats)": {KINDS[i]: loss[i] for i in there}}
-
-def depth_by_loss_found(result, run):
-    ran = result["share of the sublayers that run"]["tokens"]
-    return f"The easiest tenth runs {ran[0]:.0%} of the sublayers, and the hardest {ran[-1]:.0%}."
-
-@stat("Do hard tokens run deep?", finding=depth_by_loss_found,
-      x="tenth of the tokens, by rising loss")
-def depth_by_loss(run):
-    """The share of the sublayers that run, of tokens in ten groups by their loss. A line that rises
-    spends depth on what is hard to predict.
-
-    Who skips: as in the figure of characters. The loss is that with all sublayers."""
-    if run.puzzle:
-        raise NotHere("on the steps text, the figure by steps says more")
-    depths, losses = [], []
-    for idx, targets in run.batches:
-        depths.append(run.depths(idx)[0].flatten())
-        logits, _ = run.model(idx, runner=Runner(run.model, ALL_RUN))
-        losses.append(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none"))
-    tenths = torch.cat(depths)[torch.cat(losses).argsort(stable=True)].tensor_split(10)
-    return {"share of the sublayers that run": {"tokens": [part.mean().item() for part in tenths]}}
+A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
 @stat("What each sublayer turns for each token", draw="depth_map", y="sublayer", cmap="Blues",
-      x="token (grey: it skips)", label="angle (degrees)", columns=1)
+      x="token (grey: it skips)", label="angle (degrees)", columns=1, power=0.5)
 def depth_map(run):
     """Dark: the sublayer turns the stream of this token much. Grey: the token skips it.
 
-    The angle between the stream before and after. Who skips: as in the figure of characters;
-    without gains, nobody. The text is --text, or the start of a validation window: of the first
-    eight, that in which depth varies most. Source: NAG, arXiv:2606.16112, appendix A."""
+    The angle between the stream before and after. Who skips: who would turn by less than
+    --skip_below (0.05, which are 3 degrees), or as it was trained; without gains, nobody. The text
+    is --text, or a short function. Source: NAG, arXiv:2606.16112, appendix A."""
     if run.puzzle and not run.args.text:
         raise NotHere("on the steps text, the figures by steps say more; --text makes a map")
-    encoding, idx = prepare.get_tokenizer(run.config["tokenizer"]), run.batches[0][0][:, :72]
+    encoding = prepare.get_tokenizer(run.config["tokenizer"])
+    tokens = encoding.encode_ordinary(run.args.text[:10_000] or A_TEXT)
+    tokens = tokens[:run.model.config.block_size]
+    idx = torch.tensor([tokens], device=run.model.device)
     try:
-        decider = run.skipping
-        idx = idx[run.depths(idx)[0].std(1).argmax()][None]
+        runner = Runner(run.model, run.skipping)
     except NotHere:
-        decider, idx = ALL_RUN, idx[:1]
-    if run.args.text:
-        tokens = encoding.encode_ordinary(run.args.text[:10_000])[:run.model.config.block_size]
-        idx = idx.new_tensor([tokens])
-    runner, tokens = Runner(run.model, decider), []
-    degrees = run.degrees(idx, runner)[:, 0].tolist()
+        runner = Runner(run.model, ALL_RUN)
+    degrees = run.degrees(idx, runner)[:, 0]
+    degrees[~who_ran(runner)[:, 0]] = math.nan
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
-    for token in idx[0].tolist():
-        tokens.append(decoder.decode(encoding.decode_single_token_bytes(token)))
-    return dict(tokens=tokens, degrees=degrees, ran=who_ran(runner)[:, 0].tolist())
+    parts = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
+    return dict(tokens=parts, degrees=degrees)
 
-# ------------------------------------------------------------------------- the stream, under More
+@stat("How the stream turns, and how long it gets", x="block")
+def stream(run):
+    """How far each sublayer turns the stream, and how long the stream is. If it gets longer, so
+    that later blocks turn it less, that is PreNorm dilution.
 
-def update_found(result, run):
+    Means over tokens of the angle between the stream before and after, and of |x| / sqrt(C) at the
+    start (0) and after each block. NAG turns by atan|gain|. Sources: arXiv:2505.13898; NAG,
+    arXiv:2606.16112, figure 3."""
+    turned = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
+    ends = run.mean(lambda idx: run.streams(idx)[::2].square().mean(-1).sqrt().mean((1, 2)))
+    return {"turned by (degrees)": by_kind(turned),
+            "length of the stream": {"stream": list(enumerate(ends.tolist()))}}
+
+@stream.verdict
+def stream_found(result, run):
     turned = result["turned by (degrees)"]["MLP"][-1]
     length = [y for _, y in result["length of the stream"]["stream"]]
     return (f"The last MLP turns the stream by {turned:.0f} degrees. At the end, the stream is "
             f"{length[-1] / length[0]:.1f} times as long as at its start.")
 
-@stat("What a sublayer changes", page="more", finding=update_found, x="block",
-      log="|change| / |stream|")
-def update(run):
-    """How much each sublayer changes the stream, how far it turns it, and how long the stream is.
-
-    Means over tokens of |after - before| / |before|, of the angle between before and after, and of
-    |x| / sqrt(C) at the start (0) and after each block. NAG turns by atan|gain|. Sources:
-    arXiv:2505.13898; NAG, arXiv:2606.16112, figure 3."""
-    def measure(idx):
-        x = run.streams(idx)
-        size = x.square().mean(-1).sqrt()
-        change = (x[1:] - x[:-1]).norm(dim=-1) / x[:-1].norm(dim=-1).clamp_min(1e-30)
-        angle = angles(x[1:], x[:-1]).rad2deg()
-        return torch.stack((change, angle, size[1:], size[:-1])).mean((2, 3))
-    change, angle, size, before = run.mean(measure)
-    lengths = list(enumerate([before[0].item(), *size[1::2].tolist()]))
-    return {"|change| / |stream|": by_kind(change), "turned by (degrees)": by_kind(angle),
-            "length of the stream": {"stream": lengths}}
-
-def angles(x, y):
-    """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
-    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
-    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
-
-@stat("What the head can read after each block", page="more", x="blocks run", start=0)
+@stat("What the head can read after each block", x="blocks run", first_x=0)
 def logit_lens(run):
     """The loss if the head read the stream after each block. Where it is high, the head can't read
     yet. But it was trained to read the last block, so something else may be there.
@@ -544,16 +509,18 @@ def logit_lens(run):
         for i, stream in enumerate(ends_of_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[i] += loss.item() / len(run.batches)
-    return {"loss (nats per token)": {"after each block": losses.tolist()}}
+    return {"loss (nats per token)": {"after each block": losses}}
 
-def removal_found(result, run):
-    worth = result["without the block"]["block"]
-    best, least = worth.index(max(worth)), worth.index(min(worth))
-    return (f"Block {best + 1} is worth most, {worth[best]:.2f} nats, and block {least + 1} least, "
-            f"{worth[least]:.2f}.")
+@logit_lens.verdict
+def logit_lens_found(result, run):
+    losses = result["loss (nats per token)"]["after each block"]
+    worse = [block for block, loss in enumerate(losses) if loss > losses[-1] + 0.1]
+    early = max(worse, default=-1) + 1
+    if early == len(losses) - 1:
+        return "Before the last block has run, the head reads worse by more than 0.1 nats."
+    return f"From block {early} on, the head reads as well as at the end, to 0.1 nats."
 
-@stat("What a sublayer is worth", page="more", finding=removal_found, x="block", log=True,
-      ylabel="loss increase (nats)")
+@stat("What a sublayer is worth", x="block", log=True, y="loss increase (nats)")
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
@@ -566,22 +533,18 @@ def removal(run):
     block = [worth(sublayers_of(run.model, i)) for i in range(len(run.model.blocks))]
     return {"without one sublayer": by_kind(one), "without the block": {"block": block}}
 
-@stat("Loss while training", page="more", x="training tokens")
-def loss_curve(run):
-    """The loss on validation windows and on training batches, to compare runs on the same data.
+@removal.verdict
+def removal_found(result, run):
+    worth = result["without the block"]["block"]
+    best, least = worth.index(max(worth)), worth.index(min(worth))
+    return (f"Block {best + 1} is worth most, {worth[best]:.2f} nats, and block {least + 1} least, "
+            f"{worth[least]:.2f}.")
 
-    As train.py has logged them. A training loss is that of a single step."""
-    tokens = run.config["batch_size"] * run.config["block_size"]
-    found = {"validation": "val_loss", "training": "loss"}
-    return {"loss (nats per token)": {
-        name: [[step * tokens, entry[key]] for step, entry in run.history.items() if key in entry]
-        for name, key in found.items()}}
-
-# =========================================================================================== main
+# ============================================================================ from runs to a page
 
 def main(argv=None):
     if "--list" in (argv or sys.argv):   # needs no runs
-        print("\n".join(f"{name:18}{stat.caption}" for name, stat in STATS.items()))
+        print("\n".join(f"{name:18}{stat.title}" for name, stat in STATS.items()))
         return
     [args] = parse((AnalyzeConfig,), argv, __doc__, positional=("runs",))
     named = args.only.split(",") if args.only else list(STATS)
@@ -592,34 +555,19 @@ def main(argv=None):
     args.text = prepare.text_or_file(args.text)
     runs = open_runs(args)
     refuse_if_taken(Path(args.out))   # now, not after minutes of measuring
-    results = {name: {} for name in wanted}
+    # name of a statistic -> {name of a run: what was found, or why that run can't have it}
+    results, missing = ({name: {} for name in wanted} for _ in range(2))
     for run_name, run in runs.items():
         for name in wanted:
             print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # --mod coins draws the same coins, whatever --only names.
             try:
-                results[name][run_name] = STATS[name].measure(run)
+                results[name][run_name] = as_plain(STATS[name](run), name)
             except NotHere as why:
-                results[name][run_name] = str(why)
-                if args.only:   # Else it is on the page, beside all the others.
-                    print(printable(f"{run_name}: {name}: {why}"), file=sys.stderr)
-    save(Path(args.out), runs, results)
+                missing[name][run_name] = str(why)
+                print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
+    save(Path(args.out), runs, results, missing)
     say(f"{args.out}/index.html shows {', '.join(runs)}; open it in a browser")
-
-def refuse_if_taken(out):
-    """Makes the folder. SystemExit if it can't be written to, or has files of our names that we
-    have not made"""
-    ours, numbers = {"index.html", *(f"{name}.png" for name in STATS)}, out / "numbers.json"
-    with explain_write_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise PermissionError("you may not write there")
-        if numbers.exists():
-            taken = not numbers.read_text(errors="replace").startswith(BEGINS)
-        else:
-            taken = ours & {*os.listdir(out)}
-        if taken:
-            refuse(f"--out {out}: has a page that is none of ours; take another folder")
 
 def open_runs(args):
     """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
@@ -639,36 +587,55 @@ def open_runs(args):
         runs[printable(name if names.count(name) == 1 else path)] = run
     return runs
 
-BEGINS = '{\n "runs":'   # so does a numbers.json of ours
+def as_plain(result, name):
+    """What a statistic has returned -> the same as JSON has it: lists for tensors, None for nan.
+    SystemExit if it can't be drawn, which may happen to a statistic of your own"""
+    text = json.dumps(result, default=lambda tensor: tensor.tolist())
+    result = json.loads(text, parse_constant=lambda nan: None)
+    draw = STATS[name].draw
+    kind = {"lines": dict, "heat": list}.get(draw, object)   # of a panel
+    panels = result.values() if isinstance(result, dict) else []
+    if not panels or not all(isinstance(panel, kind) for panel in panels):
+        refuse(f"{name} in analyze.py returns no {RETURNS.get(draw, 'dict')}, which "
+               f"draw={draw!r} needs; see RETURNS there")
+    return result
 
-def save(out, runs, results):
-    """Figures, numbers and page"""
+def refuse_if_taken(out):
+    """Makes the folder. SystemExit if it can't, or there are files of our names that others have
+    made"""
+    ours = {"index.html", "numbers.json", *(f"{name}.png" for name in STATS)}
+    page = out / "index.html"   # It is written first.
+    with explain_write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        is_ours = page.exists() and 'id="report"' in page.read_text(errors="replace")
+        if not is_ours and ours & {*os.listdir(out)}:
+            refuse(f"--out {out}: has a page that is none of ours; take another folder")
+
+def save(out, runs, results, missing):
+    """Page, numbers and figures"""
     import draw   # here, because it loads matplotlib, and who only measures needs none
-    colors, page = draw.colors_of(runs), {}
+    colors, page, figures = draw.colors_of(runs), {}, {}
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
-    # JSON has no nan.
-    results = json.loads(json.dumps(results), parse_constant=lambda name: None)
-    numbers = json.dumps(dict(runs=about, statistics=results), indent=1)
-    write_file(out / "numbers.json", lambda f: f.write(numbers.encode()))
     for name, found in results.items():
-        stat = STATS[name]
-        found = {run: result for run, result in found.items() if not isinstance(result, str)}
-        says = {}
-        if stat.finding:
-            says = {run: stat.finding(result, runs[run]) for run, result in found.items()}
-        page[name] = dict(title=stat.title, page=stat.page, caption=stat.caption, finding=says,
-                          definition=stat.definition, results=results[name], image="", width=0)
-        if found and stat.draw in draw.DRAWINGS:
-            png, width = draw.as_png(stat, found, colors)
-            write_file(out / f"{name}.png", lambda f: f.write(png))
-            image = "data:image/png;base64," + base64.b64encode(png).decode()
-            page[name] |= dict(image=image, width=80 * width)
+        stat, image, width, says = STATS[name], "", 0, {}
+        if stat.says:
+            says = {run: stat.says(result, runs[run]) for run, result in found.items()}
+        if found and stat.draw:
+            figures[name], width = draw.as_png(stat, found, colors)
+            image = "data:image/png;base64," + base64.b64encode(figures[name]).decode()
+        page[name] = dict(title=stat.title, caption=stat.caption, definition=stat.definition,
+                          verdicts=says, results=found, missing=missing[name], image=image,
+                          width=80 * width)
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # Without a <, no text ends a script.
     report = json.dumps(dict(runs=about, statistics=page)).replace("<", "\\u003c")
+    numbers = json.dumps(dict(runs=about, statistics=results, missing=missing), indent=1)
     write_file(out / "index.html", lambda f: f.write(template.replace("REPORT", report).encode()))
+    write_file(out / "numbers.json", lambda f: f.write(numbers.encode()))
+    for name, png in figures.items():
+        write_file(out / f"{name}.png", lambda f: f.write(png))
 
 if __name__ == "__main__":
     start(main)

@@ -11,27 +11,13 @@ import torch.nn.functional as F
 
 import prepare
 from model import EVERYONE, Runner, Without, unit
+from steps import next_line, steps_asked
 
 WINDOWS = 1024     # of validation text: half of them to fit a probe, half to see what it reads
 KNOWN = 0.9        # A probe can read a line, and a model knows a step, if so many digits are right.
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
-
-# ------------------------------------------------------------------------------ who runs what
-
-def sublayers_of(model, block):
-    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
-    --repeat runs it several times"""
-    return {place for i, number in enumerate(model.order) if number == block
-            for place in (2 * i + 1, 2 * i + 2)}
-
-def who_ran(runner):
-    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
-    device = runner.model.device
-    return torch.stack([keep if torch.is_tensor(keep)
-                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
-                        for keep in runner.keeps])
 
 # ------------------------------------------------------------------------- lines and their answers
 
@@ -44,7 +30,7 @@ def all_lines(digits, k, puzzle):
     """digits (..., cells) -> (k + 1, ..., cells), after 0, 1, .. k steps"""
     lines = [digits]
     for _ in range(k):
-        lines.append(torch.from_numpy(prepare.next_line(lines[-1], puzzle["table"])))
+        lines.append(torch.from_numpy(next_line(lines[-1], puzzle["table"])))
     return torch.stack(lines)
 
 def answers(model, lines, puzzle):
@@ -97,7 +83,7 @@ def questions(idx, targets, puzzle, k):
     """All lines in windows that ask for k steps, and whose answer is in the window, too -> window
     (N,); column (N,) of the answer's letter; lines (k + 1, N, cells): after 0, 1, .. k steps"""
     cells = puzzle["cells"]
-    asked, cell = prepare.steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
+    asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
     begins = (asked == k) & (cell == 0)
     window, column = begins[:, :idx.shape[1] - cells + 1].nonzero().T
     line = idx[window[:, None], columns(column, cells)["line"]]
@@ -116,54 +102,51 @@ class Inside:
     for the embedding), for the line after 0, 1, .. k steps, and for two places. "answer": the
     stream that predicts the digit in question; "line": the stream of the digit above it.
 
-    share[where][block][steps]: how many digits it reads, in windows that it was not fitted to"""
+    share[where, block][steps]: how many digits it reads, in windows that it was not fitted to"""
     def __init__(self, model, puzzle, windows, k):
         """windows: x, y (n, T). NotHere if they have too few such lines"""
         self.model, self.puzzle, self.k = model, puzzle, k
         half = len(windows[0]) // 2
-        self.probes = self.fit(*self.collect(*(part[:half] for part in windows)))
-        self.share = self.score(*self.collect(*(part[half:] for part in windows)))
-
-    def fit(self, features, digits):
-        symbols = len(self.puzzle["table"])
-        return {where: [probe(x, digits, symbols) for x in blocks]
-                for where, blocks in features.items()}
-
-    def score(self, features, digits):
-        return {where: [(read(weights, x) == digits).double().mean(-1).tolist()
-                        for weights, x in zip(self.probes[where], blocks)]
-                for where, blocks in features.items()}
+        features, digits = self.collect(*(part[:half] for part in windows))
+        self.probes = {key: probe(x, digits, len(puzzle["table"])) for key, x in features.items()}
+        features, digits = self.collect(*(part[half:] for part in windows))
+        self.share = {key: (read(self.probes[key], x) == digits).double().mean(-1).tolist()
+                      for key, x in features.items()}
 
     def collect(self, x, y):
-        """-> {where: features (L + 1, n, C)} and digits (k + 1, n) of all lines that ask for k"""
-        features, digits = {"line": [], "answer": []}, []
+        """-> of all lines that ask for k steps: {(where, block): features (n, C)}, and their digits
+        (k + 1, n) after 0, 1, .. k steps"""
+        features, digits = [], []
         for idx, targets in zip(x.split(64), y.split(64)):
             window, column, lines = questions(idx, targets, self.puzzle, self.k)
+            features.append(self.features(idx, window, column))
             digits.append(lines.flatten(1))
-            for where, found in self.features(idx, window, column).items():
-                features[where].append(found)
         digits = torch.cat(digits, 1)
         if digits.shape[1] < 200:
             raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}: "
                           f"fewer than 200 digits")
-        return {where: torch.cat(parts, 1) for where, parts in features.items()}, digits
+        return {key: torch.cat([part[key] for part in features]) for key in features[0]}, digits
 
     @torch.no_grad()
     def features(self, idx, window, column):
-        """unit(stream) after each block, at all cells of these lines: {where: (L + 1, n, C)}.
-        window (N,): the row of idx; column (N,): of the answer's letter"""
-        found = {"line": [], "answer": []}
-        for stream in ends_of_blocks(self.model, idx.to(self.model.device)):
+        """unit(stream) at all cells of some lines: {(where, block): (n, C)}. window (N,): the row
+        of idx; column (N,): of the answer's letter"""
+        found = {}
+        for block, stream in enumerate(ends_of_blocks(self.model, idx.to(self.model.device))):
             x = unit(self.model.ends.as_tensor(stream)).cpu()
             for where, read_at in columns(column, self.puzzle["cells"]).items():
-                found[where].append(x[window[:, None], read_at].flatten(0, 1))
-        return {where: torch.stack(parts) for where, parts in found.items()}
+                found[where, block] = x[window[:, None], read_at].flatten(0, 1)
+        return found
+
+    def shares(self, where):
+        """A row for each block, from the embedding on: the share read after 0, 1, .. k steps"""
+        return [shares for (place, _), shares in self.share.items() if place == where]
 
     def furthest(self, block):
         """-> (steps, where) of the furthest line that can be read after a block, or None"""
         for steps in range(self.k, -1, -1):
             for where in "answer", "line":
-                if self.share[where][block][steps] >= KNOWN:
+                if self.share[where, block][steps] >= KNOWN:
                     return steps, where
         return None
 
@@ -173,15 +156,14 @@ class Inside:
         idx = torch.tensor([[*f"{line}\na{answer}".encode()]])
         features = self.features(idx, torch.tensor([0]), torch.tensor([len(line) + 1]))
         true, blocks = lines_after(line, self.puzzle), []
-        for block in range(len(self.share["line"])):
-            furthest = self.furthest(block)
-            if furthest is None:
-                blocks.append(None)
-                continue
-            steps, where = furthest
-            digits = read(self.probes[where][block], features[where][block])[steps]
-            blocks.append(dict(steps=steps, where=where, share=self.share[where][block][steps],
-                               digits=spelled(digits), true=spelled(true[steps])))
+        for block in range(len(self.shares("line"))):
+            row = None
+            if furthest := self.furthest(block):
+                steps, where = furthest
+                digits = read(self.probes[where, block], features[where, block])[steps]
+                row = dict(steps=steps, where=where, share=self.share[where, block][steps],
+                           digits=spelled(digits), true=spelled(true[steps]))
+            blocks.append(row)
         return dict(line=line, answer=answer, true=spelled(true[-1]), blocks=blocks)
 
 def inside_of(model, data, puzzle, k):
@@ -214,24 +196,41 @@ def patch(model, puzzle, k, n=400):
     """The stream of another line takes the place of this line's. Whose answer comes out?
 
     n lines of random digits ask for k steps, each alone in its window. The model gets the right
-    answer's digits, and says each next one. Only columns of digits are patched, never the newline
-    -> {where: {whose answer: share of digits of the right half, after block 1, 2, ..}}"""
+    answer's digits, and says each next one -> {where: {whose answer: share of its digits that the
+    model says, in the right half, if it is patched after block 1, 2, ..}}"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    if 2 * cells + 2 > model.config.block_size:
+        raise NotHere("a line and its answer don't fit into its --block_size")
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
     answer = all_lines(digits, k, puzzle)[-1] + ord("0")
     first, newline, letter = (torch.full((n, 1), ord(c)) for c in (chr(ord("a") + k), "\n", "a"))
     idx = torch.cat((first, digits + ord("0"), newline, letter, answer[:, :-1]), 1).to(model.device)
     answer = answer.to(model.device)
-    patched = {"where the line stands": slice(1, cells + 1),
-               "where the answer is predicted": slice(cells + 2, None)}
-    found = {name: {"its own answer": [], "the other line's answer": []} for name in patched}
-    for name, where in patched.items():
+    found = {}
+    for name, where in (("where the line stands", slice(1, cells + 2)),   # with its newline
+                        ("where the answer is predicted", slice(cells + 2, None))):
+        own, other = [], []
         for block in range(1, len(model.order) + 1):
             runner = Runner(model, Patched(block, where, model.decider))
             said = model(idx, runner=runner)[0][:, -cells:].argmax(-1)
-            for whose, wanted in zip(found[name], (answer, answer.roll(1, dims=0))):
-                right = (said == wanted)[:, cells // 2:]
-                found[name][whose].append(right.float().mean().item())
+            for shares, wanted in ((own, answer), (other, answer.roll(1, dims=0))):
+                shares.append((said == wanted)[:, cells // 2:].float().mean().item())
+        found[name] = {"its own answer": own, "the other line's answer": other}
     return found
+
+# ----------------------------------------------------------------------------------- who runs what
+
+def sublayers_of(model, block):
+    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
+    --repeat runs it several times"""
+    return {place for i, number in enumerate(model.order) if number == block
+            for place in (2 * i + 1, 2 * i + 2)}
+
+def who_ran(runner):
+    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
+    device = runner.model.device
+    return torch.stack([keep if torch.is_tensor(keep)
+                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
+                        for keep in runner.keeps])

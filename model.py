@@ -12,42 +12,42 @@ The whole model is this loop:
     stream = start(embedding)
     for residual, f in sublayers:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
-    logits = head(finish(stream))
+    logits = head(stream)
 
 There are B sequences of T tokens. A token has C = n_embd numbers in the stream, and there are
 V = vocab_size different tokens. The following words have one meaning each, in all files:
 
     stream     what flows through the depth. Its form is up to the residual: one tensor (B, T, C) in
                PreNorm, and a tuple of several things in some others
-    sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
+    sublayer   an attention or an MLP; a residual sees it as a function f: (B, T, C) -> (B, T, C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
+    place      the number of a run, 1, 2, 3, ..; the same as l, unless --repeat runs blocks again
 
 The file has four parts:
 
-    1  a GPT       config, attention, MLP, PreNorm, first weights, the model, sampling
+    1  a GPT       config, attention, MLP, PreNorm, blocks, first weights, the model, sampling
     2  residuals   all the other rules; which one runs is the flag --residual
     3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
-    4  tools       norms, widths, order, compiling, FLOPs, checks
+    4  tools       norms, widths, order, compiling, FLOPs, checks of a config
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
-queries and keys, no biases, no dropout, and a cache in sampling. To try a rule of your own, copy
-class Template, and add it to RESIDUALS (end of part 2).
+queries and keys, other first weights, no biases, no dropout, and a cache in sampling. To try a rule
+of your own, copy class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
-import difflib
 import itertools
 import math
 import re
 import zlib
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -59,10 +59,22 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 # =================================================================================== part 1: a GPT
 
+# Part 1 calls some functions of the other parts. Without any flag, this is what they do:
+#
+#     make_residual    makes a PreNorm, the rule stream + f(norm(stream))
+#     make_norm        makes an nn.RMSNorm
+#     hidden_units     mlp_ratio * n_embd for each block
+#     block_order      0, 1, .. n_layer - 1
+#     Runner(model)    its run(place, stream, residual, f) is residual(stream, f), and its
+#                      loss(logits, targets) the mean cross entropy
+#     config_problems  finds none
+#
+# EPS, 1e-6, keeps norms from dividing by 0.
+
 @dataclass
 class GPTConfig:
-    """flag(default, help, lowest, highest) declares a field of a dataclass (flags.py). Each is also
-    a flag of train.py."""
+    """flag(default, help, lowest, highest) declares a field of a dataclass, which is also a flag of
+    train.py. Some help texts use words of parts 2 and 3, which you need not know yet."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -81,7 +93,7 @@ class GPTConfig:
         "none", "how MLPs change in width, from taper_start to _end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 of four blocks runs 1 2 3 2 3 4")
+    repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 runs blocks 2 and 3 twice")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
@@ -90,7 +102,7 @@ class GPTConfig:
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
-        return config_problems(self)   # in part 4
+        return config_problems(self)
 
 # -------------------------------------------------------------------------------------- sublayers
 
@@ -112,10 +124,10 @@ def rotate(x, rotation):
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
 
-# The largest score, q @ k times a scale. Our queries and keys have rms 1, so q @ k is at most
-# head_size. The usual scale 1 / sqrt(head_size) would cap a score at sqrt(head_size): 11.3 for
-# heads of 128, but 5.7 for heads of 32, too flat to pick one token of many. With the scale
-# SHARPNESS / head_size, the cap is 11.3 for every head size.
+# A score is q @ k times a scale. Our queries and keys have rms 1, so q @ k is at most head_size.
+# With the usual scale, 1 / sqrt(head_size), a score would be at most sqrt(head_size): 5.7 for heads
+# of 32, too flat to pick one token of many. With SHARPNESS / head_size, it can reach 11.3 for every
+# head size, as the usual scale does for heads of 128.
 SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, seen=None):
@@ -134,11 +146,12 @@ class Attention(nn.Module):
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()   # nGPT has learned factors here.
+        # nGPT, in part 2, puts learned factors in the place of these, and of MLP.scale.
+        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
-        the positions of x"""
+        the positions of x. (Part 3 does the same for some tokens only: change both.)"""
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, self.head_size)).unbind(-3)
         return self.scale_q(rotate(unit(q), rotation)), self.scale_k(rotate(unit(k), rotation)), v
 
@@ -159,7 +172,7 @@ class MLP(nn.Module):
         rows = 2 * hidden if config.activation == "swiglu" else hidden
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()   # nGPT has learned factors here, too.
+        self.scale = nn.Identity()
 
     def forward(self, x):
         """x (..., C) -> (..., C)"""
@@ -182,15 +195,10 @@ class PreNorm(nn.Module):
     Sublayer l has residual l, with l = 1 .. 2L. A model has one more residual, `ends`, number
     2L + 1, which has no sublayer. It makes the first stream (start), and closes the last one
     (finish): its norm is what GPT-2 calls ln_f."""
-    norms = ("norm",)       # names of the norms of residuals 1 .. 2L
-    end_norms = ("norm",)   # names of the norms of model.ends
-
     def __init__(self, config, l):
         super().__init__()
         self.config = config
-        self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
-        for name in self.end_norms if self.is_end else self.norms:
-            setattr(self, name, make_norm(config))   # nn.RMSNorm, or what --norm says (part 4)
+        self.norm = make_norm(config)
 
     def start(self, x):
         """The embedding (B, T, C) -> the first stream"""
@@ -198,7 +206,7 @@ class PreNorm(nn.Module):
 
     def forward(self, x, f):
         """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens."""
+        tokens. (If it is an attention, it does, and has a causal mask.)"""
         return x + f(self.norm(x))
 
     def finish(self, x):
@@ -212,15 +220,15 @@ class PreNorm(nn.Module):
         # added up, so each starts with a variance that is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
-    # The next two do nothing here. nGPT uses them.
+    # The next two do nothing here. NAG and nGPT use them.
 
     def head_weight(self, weight):
         """The weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
 
     def constrain(self, module):
-        """After the weights are drawn, and after each step: may change the weights of module, say
-        to give them norm 1. module: its attention or MLP; `ends` gets embedding and head."""
+        """After the weights are drawn, and after each step of a training: may change the weights of
+        module. That is its attention or MLP; for `ends` it is the embedding, and then the head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -230,15 +238,16 @@ class Block(nn.Module):
     def __init__(self, config, number):
         super().__init__()
         self.attn = Attention(config)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # PreNorm, unless --residual
-        self.mlp = MLP(config, hidden_units(config)[number])         # the same for all, or a taper
+        self.attn_residual = make_residual(config, 2 * number + 1)
+        self.mlp = MLP(config, hidden_units(config)[number])
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 def products_in(dtype, x):
-    """For a with-block in which matrix products are computed in dtype, on the device of x"""
+    """In a block `with products_in(dtype, x):` matrix products are computed in dtype, on the device
+    of x. If dtype is None, nothing changes."""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
@@ -247,168 +256,16 @@ class SublayerFunction:
     """The f that residuals get: f(x) = module(x, *others). others: rotation and `append` for an
     attention, nothing for an MLP.
 
-    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. Only f is
-    computed in it. The stream stays float32, because rounding errors would add up over the depth"""
+    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
+    head are computed in it. The stream stays float32: its rounding errors would add up.
+
+    It is a class, because part 3 runs parts of the module, and looks at what is in here."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
     def __call__(self, x):
         with products_in(self.dtype, x):
             return self.module(x, *self.others).to(x.dtype)
-
-# -------------------------------------------------------------------------------------- the model
-
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-def pick(logits, temperature=1.0, top_k=None, generator=None):
-    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
-    if temperature < 1e-6:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        best = logits.topk(min(top_k, logits.shape[-1]))
-        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
-def causal(new, length, device):
-    """The causal mask of the `new` last of `length` tokens: (1, new, length)"""
-    return torch.ones(new, length, dtype=torch.bool, device=device).tril(length - new)[None]
-
-class KVCache:
-    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
-    def __init__(self, config, n_attentions, batch_size, size, dtype, device):
-        """size: how many tokens it has room for, block_size at most"""
-        self.start = self.length = 0   # The newest tokens are start .. length - 1.
-        shape = n_attentions, batch_size, size, config.n_head, config.n_embd // config.n_head
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=device)
-
-    def begin(self, n):
-        """Before each pass: n new tokens are coming."""
-        self.start, self.length = self.length, self.length + n
-
-    def append(self, i, k, v, there=True):
-        """Stores the k, v (B, T, n_head, head_size) that attention i = 0, 1, .. has made of the new
-        tokens. there: True, or bools (B, T), which of them have any (part 3 lets some skip)
-
-        -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
-        new = slice(self.start, self.length)
-        self.keys[i, :, new], self.values[i, :, new], self.there[i, :, new] = k, v, there
-        seen = causal(self.length - self.start, self.length, k.device)
-        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
-        return k, v, seen & self.there[i, :, None, :self.length]
-
-class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError, with a sentence for each problem of the config"""
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        if problems := config.problems():
-            raise ValueError("\n".join(problems))
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
-        self.ends = make_residual(config, 2 * config.n_layer + 1)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.embedding_scale = 1.0
-        if config.tie:
-            # One matrix for both. A head needs small numbers, and an embedding larger ones. So it
-            # is drawn as a head, and embeddings are multiplied by the ratio.
-            self.wte.weight = self.lm_head.weight
-            embedding_std, head_std = first_stds(config)
-            self.embedding_scale = embedding_std / head_std
-        self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.order = block_order(config)      # [0, 1, 2, ...], or what --repeat says
-        self.decider = make_decider(config)   # By default all tokens run all sublayers.
-        self.run = run_sublayer               # train.py may compile it.
-        self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
-        init_weights(self)
-        constrain_weights(self)               # only nGPT does
-
-    def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields (place, stream before, stream after)."""
-        runner = runner or Runner(self)   # It runs a sublayer for all tokens, or for some (part 3).
-        stream = self.ends.start(self.wte(idx) * self.embedding_scale)
-        for place, residual, f in self.sublayers(idx, cache):
-            before = stream
-            stream = runner.run(place, stream, residual, f)   # residual(stream, f)
-            yield place, before, stream
-
-    def sublayers(self, idx, cache=None):
-        """Yields (place, residual, f) in the order of running. place: 1, 2, 3, ...; odd: attention.
-        place numbers the runs, and l the weights: they differ only with --repeat."""
-        past = 0 if cache is None else cache.length   # how many tokens came before idx
-        length = past + idx.shape[1]
-        if length > self.config.block_size:
-            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
-        if cache is not None:
-            cache.begin(idx.shape[1])
-        rotation = self.rotation[past:length]
-        for i, number in enumerate(self.order):
-            block = self.blocks[number]
-            append = None if cache is None else partial(cache.append, i)
-            attention = SublayerFunction(self.dtype, block.attn, rotation, append)
-            mlp = SublayerFunction(self.dtype, block.mlp)
-            yield 2 * i + 1, block.attn_residual, attention
-            yield 2 * i + 2, block.mlp_residual, mlp
-
-    def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
-        (None without targets). In training, the runner may add to it."""
-        runner = runner or Runner(self)
-        losses = []   # one, unless there is --deep_supervision
-        every_block = self.config.deep_supervision and self.training and targets is not None
-        for place, _, stream in self.walk(idx, cache, runner):
-            if every_block and place % 2 == 0 and place < 2 * len(self.order):
-                losses.append(cross_entropy(self.head(stream), targets))
-        logits = self.head(stream)   # the stream after the last sublayer
-        if targets is None:
-            return logits, None
-        losses.append(cross_entropy(logits, targets))
-        return logits, sum(losses) / len(losses) + runner.extra_loss()
-
-    def head(self, stream):
-        """A stream -> logits (B, T, V)"""
-        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
-        with products_in(self.dtype, x):
-            return F.linear(x, weight).to(x.dtype)
-
-    @torch.no_grad()
-    def new_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
-                   decider=None, n_vocab=None):
-        """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the
-        runner of the pass that led to it. decider: who skips (part 3). n_vocab: how many tokens the
-        tokenizer has. (The head may have more rows, because train.py rounds vocab_size up.)"""
-        size = min(self.config.block_size, idx.shape[1] + max_new_tokens)
-        # new: the tokens that the cache doesn't have yet, at first the whole text
-        new, cache = idx[:, -size:], self.new_cache(len(idx), size)
-        for _ in range(max_new_tokens):
-            runner = Runner(self, decider, compiled=False)
-            logits, _ = self(new, cache=cache, runner=runner)
-            token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
-            idx = torch.cat((idx, token), dim=1)
-            yield token, runner
-            new = token
-            if cache.length == size:   # It is full: a new one starts with the newer half.
-                new, cache = idx[:, -max(1, size // 2):], self.new_cache(len(idx), size)
-
-    def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
-        new = [token for token, _ in self.new_tokens(idx, max_new_tokens, **options)]
-        return torch.cat([idx, *new], dim=1)
-
-    def new_cache(self, batch_size, size):
-        dtype = self.dtype or self.wte.weight.dtype
-        return KVCache(self.config, len(self.order), batch_size, size, dtype, self.device)
-
-    def residuals(self):
-        return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
-
-    @property
-    def device(self):
-        return self.rotation.device
 
 # ---------------------------------------------------------------------------------- first weights
 
@@ -419,10 +276,10 @@ class GPT(nn.Module):
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the first
-# updates that are added to it. And the first logits have a standard deviation of about 0.8,
-# so the first loss is little above ln(V). (With --tie it is 2 or 3 nats above: a token's own logit
-# is large, because its row of the head is its own embedding.)
+# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the
+# updates that are added to it at first. The first logits have a standard deviation of about 0.8, so
+# the first loss is 0.3 above ln(V). (With --tie a token's own logit is large, because its row of
+# the head is its own embedding. So the first loss is higher.)
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -445,7 +302,7 @@ def init_weights(model):
             continue
         if module is model.wte:
             std = embedding_std
-        elif module is model.lm_head:   # after wte: a tied matrix is drawn again here
+        elif module is model.lm_head:
             std = head_std
         elif config.init == "gpt2":
             std = 0.02
@@ -455,17 +312,177 @@ def init_weights(model):
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
+    constrain_weights(model)
+
+@torch.no_grad()
+def constrain_weights(model):
+    """Calls constrain of each residual. train.py does it after each step, too."""
+    for block in model.blocks:
+        for residual, module in block.pairs():
+            residual.constrain(module)
+    model.ends.constrain(model.wte)
+    model.ends.constrain(model.lm_head)
+
+# -------------------------------------------------------------------------------------- the model
+
+class GPT(nn.Module):
+    """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        if problems := config.problems():
+            raise ValueError("\n".join(problems))
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
+        self.ends = make_residual(config, 2 * config.n_layer + 1)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.register_buffer("rotation", rotation_table(config), persistent=False)
+        self.order = block_order(config)   # of the blocks, by their numbers
+        self.dtype = None                  # train.py sets torch.bfloat16 on a GPU.
+        # Two things that a Runner needs (part 3)
+        self.decider = make_decider(config)
+        self.run_sublayer = run_sublayer
+        init_weights(self)
+        self.embedding_scale = 1.0
+        if config.tie:   # One matrix for both: that of the head, with its small numbers
+            self.wte.weight = self.lm_head.weight
+            embedding_std, head_std = first_stds(config)
+            self.embedding_scale = embedding_std / head_std
+
+    def walk(self, idx, cache=None, runner=None):
+        """The one loop over the depth: training, sampling and all measurements go through it. After
+        each sublayer it yields (place, stream before, stream after)."""
+        runner = runner or Runner(self)
+        stream = self.ends.start(self.wte(idx) * self.embedding_scale)
+        for place, residual, f in self.sublayers(idx, cache):
+            before = stream
+            # This is residual(stream, f), unless tokens skip (--mod) or pay (--gain_cost): part 3.
+            stream = runner.run(place, stream, residual, f)
+            yield place, before, stream
+
+    def sublayers(self, idx, cache=None):
+        """Yields (place, residual, f) in the order of running. cache: a KVCache"""
+        past = 0 if cache is None else cache.length   # how many tokens came before idx
+        length = past + idx.shape[1]
+        if length > self.config.block_size:
+            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
+        if cache is not None:
+            cache.begin(idx.shape[1])
+        rotation = self.rotation[past:length]
+        for i, number in enumerate(self.order):
+            block = self.blocks[number]
+            append = None if cache is None else partial(cache.append, i)
+            attention = SublayerFunction(self.dtype, block.attn, rotation, append)
+            mlp = SublayerFunction(self.dtype, block.mlp)
+            yield 2 * i + 1, block.attn_residual, attention
+            yield 2 * i + 2, block.mlp_residual, mlp
+
+    def forward(self, idx, targets=None, cache=None, runner=None):
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
+        (None without targets). In training, the runner may add to it."""
+        runner = runner or Runner(self, compiled=cache is None)
+        for _, _, stream in self.walk(idx, cache, runner):
+            pass   # At the end, it is the last stream.
+        logits = self.head(stream)
+        return logits, None if targets is None else runner.loss(logits, targets)
+
+    def head(self, stream):
+        """A stream -> logits (B, T, V)"""
+        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
+        with products_in(self.dtype, x):
+            return F.linear(x, weight).to(x.dtype)
+
+    def generate(self, idx, max_new_tokens, **options):
+        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
+        tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
+        return torch.cat([idx, *tokens], dim=1)
+
+    def residuals(self):
+        return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
+
+    @property
+    def device(self):
+        return self.rotation.device
+
+# --------------------------------------------------------------------------------------- sampling
+
+def pick(logits, temperature=1.0, top_k=None, generator=None):
+    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
+    if temperature < 1e-6:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / temperature
+    if top_k:
+        best = logits.topk(min(top_k, logits.shape[-1]))
+        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
+
+def causal(n, length, device):
+    """The causal mask of the n last of `length` tokens: (1, n, length)"""
+    return torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)[None]
+
+class KVCache:
+    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
+    def __init__(self, model, batch_size, size):
+        """size: how many tokens it has room for, block_size at most"""
+        self.first = self.length = 0   # The newest tokens are first .. length - 1.
+        attention = model.blocks[0].attn
+        shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
+        dtype = model.dtype or model.wte.weight.dtype
+        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+
+    def begin(self, n):
+        """At the beginning of each walk: n new tokens are coming."""
+        self.first, self.length = self.length, self.length + n
+
+    def append(self, i, k, v, there=True):
+        """Stores the k, v (B, T, n_head, head_size) that the attention of run i = 0, 1, .. has made
+        of the new tokens. there: which tokens have a key; True, or bools (B, T) if some skip
+
+        -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
+        newest = slice(self.first, self.length)
+        self.keys[i, :, newest], self.values[i, :, newest] = k, v
+        self.there[i, :, newest] = there
+        seen = causal(self.length - self.first, self.length, k.device)
+        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
+        return k, v, seen & self.there[i, :, None, :self.length]
+
+@torch.no_grad()
+def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
+               decider=None, n_vocab=None):
+    """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the Runner
+    of the walk that led to it, which sample.py reads. decider: who skips (part 3). n_vocab: how
+    many tokens the tokenizer has. (The head may have more rows: train.py rounds vocab_size up.)"""
+    size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
+    # What the cache doesn't have yet: at first the whole text, or its end if it is too long
+    missing, cache = idx[:, -size:], KVCache(model, len(idx), size)
+    for _ in range(max_new_tokens):
+        runner = Runner(model, decider, compiled=False)
+        logits, _ = model(missing, cache=cache, runner=runner)
+        token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
+        idx = torch.cat((idx, token), dim=1)
+        yield token, runner
+        missing = token
+        if cache.length == size:   # It is full: a new one starts with the newer half.
+            missing, cache = idx[:, -max(1, size // 2):], KVCache(model, len(idx), size)
 
 # ================================================================================ part 2: residuals
 
 class Residual(PreNorm):
-    """PreNorm, and the hooks that a rule may need besides. All others are derived from this. Most
-    of them leave most of it as it is."""
+    """PreNorm, and the hooks that a rule may need besides. All others are derived from this."""
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
     own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
     allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
+    has_norm = True        # False: there is no self.norm, for --norm to choose.
+
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
+        if not self.has_norm:
+            self.norm = nn.Identity()
 
     def as_tensor(self, stream):
         """One vector a token, (B, T, C). If a stream is a tuple: its first tensor"""
@@ -487,15 +504,6 @@ class Residual(PreNorm):
     def flops(self):
         """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
-
-@torch.no_grad()
-def constrain_weights(model):
-    """Calls constrain of each residual. train.py does it after each step."""
-    for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.constrain(module)
-    model.ends.constrain(model.wte)
-    model.ends.constrain(model.lm_head)
 
 # Each class below stands alone (but DeepNorm is a Post). Read those that you care about.
 
@@ -532,7 +540,7 @@ class NAG(Residual):
 
     The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
     would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3)."""
-    norms = end_norms = ()
+    has_norm = False
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
     allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"))
@@ -574,9 +582,8 @@ class NAG(Residual):
         if gain is None:
             gain = self.gain(stream)
         update = f(direction)
-        is_usual = type(self).side is NAG.side   # not of a class that is derived from this
-        if is_usual and use_triton(update, self.config.kernels):
-            # On a GPU, one kernel does what follows.
+        if type(self) is NAG and use_triton(update, self.config.kernels):
+            # On a GPU, one kernel does what follows. (A class of yours may change what follows.)
             return nag_write(direction, log_length, update, gain, self.config.kernels)
         side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
@@ -625,22 +632,23 @@ def first_log_scale(config, power, temp, cosine_head):
 
 class Post(Residual):
     """PostNorm, the Transformer of 2017. The norm of the last sublayer is the final norm."""
-    end_norms = ()
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        if self.is_end:
+            self.norm = nn.Identity()
 
     def forward(self, x, f):
         return self.norm(x + f(x))
 
-    def finish(self, x):
-        return x
-
 class Peri(Residual):
     """Peri-LN (arXiv:2502.02732): the update is normalised, too."""
-    norms = "norm", "norm_update"
-
     def __init__(self, config, l, embed=False):
         """embed: normalise the embedding, too, as the paper does"""
         super().__init__(config, l)
-        self.norm_embedding = make_norm(config) if embed and self.is_end else nn.Identity()
+        if self.is_end:
+            self.norm_embedding = make_norm(config) if embed else nn.Identity()
+        else:
+            self.norm_update = make_norm(config)
 
     def start(self, x):
         return self.norm_embedding(x)
@@ -707,7 +715,7 @@ class MixLN(Residual):
 class ReZero(Residual):
     """ReZero (arXiv:2003.04887): no norm, and a learned number b that starts at 0. (Here each
     sublayer has its own. In the paper, both of a block share one.)"""
-    norms = end_norms = ()
+    has_norm = False
 
     def __init__(self, config, l):
         super().__init__(config, l)
@@ -977,13 +985,13 @@ class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
     only 1 / sqrt(2 i) of an update is added to x."""
-    norms = end_norms = "norm_x", "norm_y", "norm_in"
     can_skip = False   # A token that skips would miss the norm of x.
 
     def __init__(self, config, l):
         super().__init__(config, l)
-        twice_the_block = l + l % 2
-        self.register_buffer("scale", torch.tensor(twice_the_block ** -0.5), persistent=False)
+        self.norm_x, self.norm_y = make_norm(config), make_norm(config)
+        scale = (2 * block_of(l)) ** -0.5
+        self.register_buffer("scale", torch.tensor(scale), persistent=False)
 
     def start(self, x):
         return x, x.clone()
@@ -991,12 +999,12 @@ class Siamese(Residual):
     def forward(self, stream, f):
         y, x = stream
         x = self.norm_x(x)
-        update = f(self.norm_in(x + self.norm_y(y)))
+        update = f(self.norm(x + self.norm_y(y)))
         return y + update, x + self.scale * update
 
     def finish(self, stream):
         y, x = stream
-        return self.norm_in(self.norm_x(x) + self.norm_y(y))
+        return self.norm(self.norm_x(x) + self.norm_y(y))
 
 # --------------------------------------------------------------------------------------------- nGPT
 
@@ -1010,7 +1018,7 @@ class NGPT(Residual):
     weights can't learn a length, so queries, keys, hidden units and logits get learned factors.
     `unit` gives the norm sqrt(C) where the paper has 1, so the MLP needs no factor sqrt(C). (Scores
     start as cosines times SHARPNESS, as in all our models, in the paper times sqrt(head_size).)"""
-    norms = end_norms = ()
+    has_norm = False
 
     def __init__(self, config, l):
         super().__init__(config, l)
@@ -1111,6 +1119,16 @@ def run_sublayer(stream, residual, f, gain=None):
     if a decider or --gain_cost has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+class Work(NamedTuple):
+    """What a sublayer has computed, as shares of all tokens, for flops_per_token"""
+    ran: float = 1.0       # the tokens that ran it
+    queries: float = 1.0   # those with a query, with the padding of attend_kept
+    keys: float = 1.0      # those with a key and a value
+    gains: float = 1.0     # those whose gain was computed
+
 class Runner:
     """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
@@ -1124,10 +1142,11 @@ class Runner:
         """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
         as in sampling, where shapes change all the time"""
         self.model, self.decider = model, decider or model.decider
-        self.run_all = model.run if compiled else run_sublayer
+        self.run_sublayer = model.run_sublayer if compiled else run_sublayer
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
+        self.after_blocks = []     # the streams that --deep_supervision needs
         self.decider_flops = 0.0   # what deciders have computed, per token
         self.decider.begin(self)
 
@@ -1145,11 +1164,14 @@ class Runner:
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
         if keep is EVERYONE:
-            stream = self.run_all(stream, residual, f, self.known_gain)
+            stream = self.run_sublayer(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
-        return self.decider.after(self, stream)
+        stream = self.decider.after(self, stream)
+        if self.model.training and self.model.config.deep_supervision and place % 2 == 0:
+            self.after_blocks.append(stream)
+        return stream
 
     def must_pay(self):
         return self.model.training and self.model.config.gain_cost > 0
@@ -1166,15 +1188,20 @@ class Runner:
         known = [gain.abs().mean() for gain in self.gains if gain is not None]
         return sum(known) / len(known) if known else None
 
-    def extra_loss(self):
-        """What a training adds to the loss: what the decider asks for, and --gain_cost, the price
-        of turning. (arXiv:1603.08983 puts one on pondering. NAG's paper has none, as far as we
-        know.)"""
-        if not self.model.training:
-            return 0.0
-        loss = self.decider.loss(self)
-        if self.must_pay():
-            loss = loss + self.model.config.gain_cost * self.mean_gain()
+    def loss(self, logits, targets):
+        """-> what a training makes smaller. It is the cross entropy, in nats per token (with
+        --deep_supervision its mean after each block), and in training also what the decider asks
+        for, and --gain_cost, the price of turning. (arXiv:1603.08983 puts one on pondering. NAG's
+        paper has none, as far as we know.)"""
+        losses = [cross_entropy(self.model.head(stream), targets)
+                  for stream in self.after_blocks[:-1]]
+        losses.append(cross_entropy(logits, targets))
+        loss = self.cross_entropy = sum(losses) / len(losses)   # This is what train.py reports.
+        if self.model.training:
+            loss = loss + self.decider.loss(self)
+        gain = self.mean_gain()
+        if self.must_pay() and gain is not None:   # None: all sublayers are removed.
+            loss = loss + self.model.config.gain_cost * gain
         return loss
 
     def ran(self, last=False):
@@ -1192,14 +1219,13 @@ class Runner:
                 for keep in self.keeps]
 
     def work(self):
-        """For flops_per_token -> of each sublayer four shares of the tokens: those that ran it;
-        whose queries were computed, with padding (see attend_kept); that made keys; whose gain was
-        computed"""
+        """-> what each sublayer has computed, a list of Work"""
         found = []
         queries = self.shares(lambda keep: keep.float().mean(1).amax())
-        for keep, ran, padded, gain in zip(self.keeps, self.ran(), queries, self.gains):
-            all_make_keys = keep is not REMOVED and self.decider.skippers_make_keys
-            found.append((ran, padded, 1.0 if all_make_keys else ran, ran if gain is None else 1.0))
+        for keep, ran, longest, gain in zip(self.keeps, self.ran(), queries, self.gains):
+            everyone_has_keys = keep is not REMOVED and self.decider.skippers_make_keys
+            found.append(Work(ran, longest, keys=1.0 if everyone_has_keys else ran,
+                              gains=ran if gain is None else 1.0))
         return found
 
     def skipped(self, last=False):
@@ -1309,10 +1335,9 @@ class Routers(Decider):
         if n_routers == 0:
             raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
         self.share_that_runs = 1 - rate * config.n_layer / n_routers
-        if self.share_that_runs < 0.0999:   # 0.1, and rounding
-            most = math.floor(90 * n_routers / config.n_layer) / 100
+        if self.share_that_runs < 0.09:
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
-                             f"router, so rate must be at most {most}")
+                             f"router, too few for this rate; give a smaller one")
         routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
         self.routers = nn.ModuleList(routers)
 
@@ -1436,7 +1461,7 @@ def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
     computed, and put back. One that skips costs its gain, if that was asked, and in an attention
     its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, run = runner.residual, runner.stream, runner.run_all
+    residual, stream, run = runner.residual, runner.stream, runner.run_sublayer
     gain = runner.known_gain
     n_kept = int(keep.sum())
     if n_kept == keep.numel():
@@ -1484,7 +1509,7 @@ class KeptTokens:
 
 def heads(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
-    list of tensors (..., n_head, head_size)"""
+    tuple of tensors (..., n_head, head_size)"""
     x = F.linear(x, attn.c_attn.weight[rows])
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 
@@ -1505,7 +1530,7 @@ def attention_of_kept(f, x, tokens, keys):
             q, k, v = attn.qkv(x, rotation)
             keys = with_older(append, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            q, = heads(attn, x, slice(0, x.shape[-1]))
+            [q] = heads(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
@@ -1570,10 +1595,9 @@ class DynamicTanh(nn.Module):
 # -------------------------------------------------------------------------------- widths and order
 
 def hidden_units(config):
-    """The hidden units of each block's MLP, a list. With --taper, those of the first and the last
-    block are as taper_start to taper_end, and their mean stays (but for rounding). cosine:
-    arXiv:2606.23670. linear: after CascadeFormer (arXiv:2606.26538), whose own widths are unknown.
-    """
+    """The hidden units of each block's MLP, a list. With --taper, they go from taper_start to
+    taper_end, and their mean stays (but for rounding). cosine: arXiv:2606.23670. linear: after
+    CascadeFormer (arXiv:2606.26538), whose own widths are unknown."""
     n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
         hidden = round(hidden * 2 / 3)
@@ -1605,17 +1629,17 @@ def compile_blocks(model, **options):
     (unless their widths differ). If the stream grows they can't, so only sublayers are compiled."""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
     if not model.ends.stream_grows:
-        model.run = torch.compile(run_sublayer, **options)
+        model.run_sublayer = torch.compile(run_sublayer, **options)
         return
     call = torch.compile(SublayerFunction.__call__, **options)
     def run(stream, residual, f, gain=None):
         return residual(stream, partial(call, f))
-    model.run = run
+    model.run_sublayer = run
 
 def checkpoint_blocks(model):
     """Saves memory: sublayers run again in the backward pass. Call it after compile_blocks."""
-    model.run = partial(checkpoint, model.run, use_reentrant=False,
-                                  preserve_rng_state=False)
+    model.run_sublayer = partial(checkpoint, model.run_sublayer, use_reentrant=False,
+                                 preserve_rng_state=False)
 
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
@@ -1628,13 +1652,14 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    work = runner.work() if runner else [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
-    for (residual, module), (ran, queries, keys, gains) in zip(pairs, work):
-        total += gains * residual.flops()
-        if isinstance(module, Attention):
-            total += queries * 4 * T * config.n_embd   # scores, and sums of values
-            ran = (ran + keys) / 2                     # Half of its weights make keys and values.
-        total += ran * sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
+    for (residual, module), work in zip(pairs, runner.work() if runner else [Work()] * len(pairs)):
+        total += work.gains * residual.flops()
+        matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
+        if isinstance(module, Attention):   # Half of its weights make keys and values.
+            total += (work.ran + work.keys) / 2 * matrices
+            total += work.queries * 4 * T * config.n_embd   # scores, and sums of values
+        else:
+            total += work.ran * matrices
     return total + (runner.decider_flops if runner else 0.0)
 
 # ------------------------------------------------------------------------------------------ checks
@@ -1650,9 +1675,8 @@ def config_problems(config):
         return bad
     try:
         order = block_order(config)
-        look_for_mistakes(config.residual, kind)
-        look_for_misspelt_names(choose("--mod", DECIDERS, config.mod).func, Decider)
         with torch.device("meta"):   # shapes without numbers, so without memory
+            make_residual(config, 1)   # Hyper refuses some options.
             misfit = why_not(make_decider(config), config)
     except ValueError as error:
         return [str(error)]
@@ -1660,7 +1684,7 @@ def config_problems(config):
     rules = [   # (is it wrong, why, and what to do)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
-        (config.norm != "rms" and not (kind.norms or kind.end_norms),
+        (config.norm != "rms" and not kind.has_norm,
          f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
         (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
         (len(order) > config.n_layer and kind.stream_grows,
@@ -1670,83 +1694,3 @@ def config_problems(config):
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
-
-# The rest is for residuals and deciders of your own: a mistake is told before a training.
-
-@lru_cache   # once for each residual
-@torch.enable_grad()
-@torch.random.fork_rng(devices=[])   # A new model draws random numbers. They are given back.
-def look_for_mistakes(residual, kind):
-    """residual: as --residual names it. kind: its class. ValueError, if it has a misspelt name or
-    changes nothing, returns a wrong shape, sees later tokens (as far as its first weights show
-    that), or has a parameter that nothing uses. A tiny model of it is made and run."""
-    name = kind.__name__
-    look_for_misspelt_names(kind, Residual)
-    config = TrialConfig(residual, n_layer=2, n_head=1, n_embd=8, block_size=4, vocab_size=8)
-    try:
-        model = GPT(config)
-    except AttributeError as error:
-        if "__init__() call" not in str(error) and "_modules" not in str(error):
-            raise
-        raise ValueError(f"{name}.__init__ must begin with super().__init__(config, l)") from None
-    names = {parameter for each in model.residuals() for parameter, _ in each.named_parameters()}
-    for gate in kind.own_lr:
-        if gate not in names:
-            raise ValueError(f"{name}.own_lr names {gate!r}, and there is no such parameter; there "
-                             f"are {', '.join(sorted(names))}")
-    look_at_shapes(model, name)
-    look_at_other_tokens(model, name)
-    look_at_gradients(model, name)
-
-class TrialConfig(GPTConfig):
-    def problems(self):   # config_problems itself makes this model.
-        return []
-
-def look_at_other_tokens(model, name):
-    logits, _ = model(torch.tensor([[0, 1, 2, 3]]))
-    other, _ = model(torch.tensor([[0, 1, 2, 7]]))
-    if (logits - other)[:, :3].abs().max() > 1e-5:
-        raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
-                         f"ones predict. Only f may look at other tokens")
-    both, _ = model(torch.tensor([[0, 1, 2, 3], [7, 6, 5, 4]]))
-    if (logits - both[:1]).abs().max() > 1e-5:
-        raise ValueError(f"{name} looks at other sequences of the batch. Only f may look at other "
-                         f"tokens")
-
-def look_at_gradients(model, name):
-    idx = torch.arange(4)[None]
-    model(idx, idx)[1].backward()
-    for parameter, p in model.named_parameters():
-        if p.grad is None:
-            raise ValueError(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
-                             f"it; make it only where it is used (self.is_end says: model.ends)")
-
-def look_for_misspelt_names(kind, base):
-    """kind: a class that is derived from base"""
-    ours = base.__mro__[:base.__mro__.index(nn.Module)]   # the classes that are not torch's
-    known = [name for each in ours for name in vars(each) if not name.startswith("_")]
-    changes = [name for name in known if getattr(kind, name) is not getattr(base, name)]
-    for name in vars(kind):
-        near = difflib.get_close_matches(name, known, 1, 0.85)
-        if near and name not in known and not name.startswith(near[0]):
-            raise ValueError(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
-    if kind is not base and not changes:
-        raise ValueError(f"{kind.__name__} changes nothing of {base.__name__}; write its forward, "
-                         f"or what else it should do")
-    options = option_defaults(kind)
-    for option in kind.allowed:
-        if option not in options:
-            raise ValueError(f"{kind.__name__}.allowed names {option!r}; the options are "
-                             f"{', '.join(options) or 'none'}")
-
-def look_at_shapes(model, name):
-    for _, before, after in model.walk(torch.zeros(2, 3, dtype=torch.long)):
-        wanted, found = shapes_of(before), shapes_of(after)
-        if wanted != found and not model.ends.stream_grows:
-            raise ValueError(f"{name}.forward returned {found}, expected {wanted}")
-
-def shapes_of(stream):
-    """The shape of a stream's tensor, or of each, as text"""
-    if isinstance(stream, tuple):
-        return "(" + ", ".join(shapes_of(part) for part in stream) + ")"
-    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__

@@ -16,42 +16,13 @@ def pick_device(name):
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
-def pick_threads(gpt, device, n_processes=1):
-    """How many threads of the CPU this process uses from now on. Small models are faster with one,
-    much so if other programs are busy. OMP_NUM_THREADS, if it is set, decides instead."""
-    if "OMP_NUM_THREADS" not in os.environ and device == "cpu":
-        small = gpt.n_embd < 512
-        torch.set_num_threads(1 if small else max(1, torch.get_num_threads() // n_processes))
-    return torch.get_num_threads()
+def pick_threads(config, device):
+    """Small models are faster with one thread of the CPU, much so if other programs are busy.
+    OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)"""
+    if "OMP_NUM_THREADS" not in os.environ and device == "cpu" and config.n_embd < 512:
+        torch.set_num_threads(1)
 
 # ------------------------------------------------------------------------------- several processes
-
-class Processes:
-    """All processes of this run, and which one this is. Where there is only one, they agree."""
-    def __init__(self, device, rank, count):
-        self.device, self.rank, self.count = device, rank, count
-        self.on_cuda = device != "cpu"
-
-    def wait(self):
-        """until all are here"""
-        if self.count > 1:
-            dist.barrier()
-
-    def highest(self, number):
-        """of the numbers that the processes say: how they agree that one has to stop"""
-        if self.count == 1:
-            return number
-        number = torch.tensor(number)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        return number.item()
-
-    def mean(self, number):
-        """of the numbers that the processes say"""
-        if self.count == 1:
-            return number
-        number = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(number)
-        return number.item() / self.count
 
 def join_processes(config):
     """-> Processes. torchrun has started them, and says in the environment which one this is."""
@@ -61,12 +32,36 @@ def join_processes(config):
         device = f"cuda:{environment('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     if count > 1:
-        try:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
-        except (ValueError, dist.DistNetworkError) as error:   # no port, or one that is in use
-            refuse(f"WORLD_SIZE={count}: the processes can't find each other ({error}); start them "
-                   f"with torchrun, perhaps with another --master_port")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
     return Processes(device, rank, count)
+
+class Processes:
+    """All processes of this run, and which one this is: its device, its rank (0 is the first), and
+    their count. What they agree on is simple if there is only one."""
+    def __init__(self, device, rank, count):
+        self.device, self.rank, self.count = device, rank, count
+        self.on_cuda = device != "cpu"
+
+    def wait(self):
+        """Until all processes are here"""
+        if self.count > 1:
+            dist.barrier()
+
+    def highest(self, number):
+        """Each process says a number -> the highest. So they agree that one of them has to stop."""
+        if self.count == 1:
+            return number
+        number = torch.tensor(number)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+        return number.item()
+
+    def mean(self, number):
+        """Each process says a number -> their mean"""
+        if self.count == 1:
+            return number
+        number = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(number)
+        return number.item() / self.count
 
 # --------------------------------------------------------------------- what a process is left with
 
@@ -83,19 +78,17 @@ def torch_as_it_was(device):
 
 @contextlib.contextmanager
 def noted_signals():
-    """with noted_signals() as signals: the first signal that would end this process ends nothing,
-    but its number gets into this list. The second one does what it always does."""
+    """with noted_signals() as signals: Ctrl-C or a kill ends nothing at first. Its number gets into
+    this list, so that the run can save and stop. The second time, it does what it always does."""
     signals, before = [], {}
     def note(number, frame):
         signals.append(number)
-        put_back()
-    def put_back():
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(number, before[number])
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-        if signal.getsignal(number) is not signal.SIG_IGN:   # as nohup wants it
+        if signal.getsignal(number) is not signal.SIG_IGN:   # nohup has SIGHUP ignored.
             before[number] = signal.signal(number, note)
     try:
         yield signals
     finally:
-        put_back()
+        for number, handler in before.items():
+            signal.signal(number, handler)

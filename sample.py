@@ -1,14 +1,16 @@
 """
-Sample from a run: its text goes to stdout as it comes, everything about it to stderr.
+Sample from a run: its text goes to stdout as it comes, and what was skipped to stderr.
 
     python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
-    python sample.py runs/nag --skip_below 0.1 --depth   # colours: the share of sublayers that ran
+    python sample.py runs/nag --prompt "def add(" --depth   # colours: how many sublayers ran
+    python sample.py runs/nag --skip_below 0.1       # who would turn by less than 6 degrees
     python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
     python sample.py runs/pre --remove 9,10          # without these two blocks
     python sample.py runs/steps-pre --prompt f314159265358 --inside   # the lines that nobody wrote
 """
 import codecs
 import re
+import string
 import sys
 import time
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import torch
 import prepare
 from flags import flag, parse, printable, refuse, start
 from inside import NotHere, in_words, inside_of, sublayers_of, who_ran
-from model import ByGain, EarlyExit, Without, flops_per_token, why_not
+from model import ByGain, EarlyExit, Without, new_tokens, why_not
 from processes import pick_device, pick_threads
 from runs import data_of, open_run
 
@@ -79,77 +81,71 @@ def places_of(blocks, model):
                f"1,2")
     return {place for name in named for place in sublayers_of(model, numbers[name])}
 
-# --------------------------------------------------------------------------------------------- show
+# ----------------------------------------------------------------------------------------- sampling
 
-# Of a terminal's 256 colours: background and text, from pale (few sublayers) to dark (many)
-PALETTE = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
-RED = "\033[38;5;231;48;5;160m"
+def sample(model, tokenizer, config, decider, generator):
+    """Prints a sample -> the share of the sublayers that was skipped for each of its tokens"""
+    prompt = tokenizer.encode_ordinary(config.prompt)
+    idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
+    tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
+                        generator, decider, tokenizer.n_vocab)
+    # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    def text_of(token):
+        return decoder.decode(tokenizer.decode_single_token_bytes(token))
 
-def show(text, ran=None, style="plain", span=(0.0, 1.0)):
-    """Prints text at once. ran: the share of the sublayers that ran for it. style: plain, colours
-    or numbers. span: the shares that are palest and darkest. A terminal gets no characters that
-    could do something to it, whatever a model says."""
+    skipped, span = [], None   # span: the least and the most depth in the prompt; None: no colours
+    if not config.depth:
+        show(config.prompt)
+    try:
+        for token, runner in tokens:
+            if config.depth and not skipped:   # The first walk has read the prompt.
+                span = show_prompt([text_of(each) for each in prompt], runner)
+            skipped.append(runner.skipped(last=True))
+            if token.item() == tokenizer.eot_token:
+                break
+            show(text_of(token.item()), 1 - skipped[-1], span)
+    finally:   # also after Ctrl-C
+        show(decoder.decode(b"", final=True) + "\n")
+    return skipped
+
+def show_prompt(texts, runner):
+    """Shows a prompt in the colours of its depths -> the least and the most of these. texts: those
+    of its tokens; runner: that of the walk that has read them, or the last ones that fit in"""
+    ran = who_ran(runner).float().mean(0)[0].tolist()   # the share of the sublayers, by token
+    low, high = min(ran), max(ran)
+    if low == high:   # a prompt of one token, say
+        low, high = 0.0, 1.0
+    print(f"from pale to dark: {low:.0%} to {high:.0%} of the sublayers ran", file=sys.stderr)
+    # A token gets the depth of the one before it, which predicts it.
+    first = len(texts) - len(ran) + 1   # the first one whose depth is known
+    show("".join(texts[:first]))
+    for text, share in zip(texts[first:], ran):
+        show(text, share, (low, high))
+    return low, high
+
+def show(text, share=0.0, span=None):
+    """Prints text at once. share: of the sublayers that ran for it; span: the shares that are
+    palest and darkest, or None: without colours. A terminal gets no characters that could do
+    something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
-    if style == "numbers":
-        text = f"{'' if ran is None else f'{ran:.0%}':>4} {text!r}\n"
-    elif style == "colours" and ran is not None and text.strip():
+    if span and text.strip():
         low, high = span
-        text = painted(text, (ran - low) / max(1e-9, high - low))
+        text = painted(text, (share - low) / max(1e-9, high - low))
     print(text, end="", flush=True)
+
+# Of a terminal's 256 colours: background and text, from pale to dark
+PALETTE = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
+RED = 160, 231
 
 def painted(text, shade):
     """shade: from 0, pale, to 1, dark"""
     tone = min(len(PALETTE) - 1, max(0, int(shade * len(PALETTE))))
-    background, foreground = PALETTE[tone]
+    return coloured(text, *PALETTE[tone])
+
+def coloured(text, background, foreground):
     return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
-
-def legend(span):
-    low, high = span
-    tones = [painted(f" {low + (high - low) * i / 6:.0%} ", i / 6) for i in range(7)]
-    return "share of the sublayers that ran for a token: " + "".join(tones)
-
-# ----------------------------------------------------------------------------------------- sampling
-
-def sample(model, tokenizer, config, decider, generator, style="plain"):
-    """Prints a sample. Yields (share skipped, FLOPs) for each token."""
-    prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
-    idx = torch.tensor([prompt], device=model.device)
-    tokens = model.new_tokens(idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                              generator, decider, tokenizer.n_vocab)
-    # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    span = None   # the least and the most depth in the prompt, when the first pass has read it
-    if style == "plain":
-        show(config.prompt)
-    try:
-        for token, runner in tokens:
-            skipped = runner.skipped(last=True)
-            yield skipped, flops_per_token(model, runner=runner)
-            if style != "plain" and span is None:
-                ran = who_ran(runner).float().mean(0)[0].tolist()   # of each token of the prompt
-                span = min(ran), max(ran)
-                show_prompt(config.prompt, ran, style, span)
-            if token.item() == tokenizer.eot_token:
-                break
-            text = decoder.decode(tokenizer.decode_single_token_bytes(token.item()))
-            show(text, 1 - skipped, style, span)
-    finally:   # also after Ctrl-C
-        if rest := decoder.decode(b"", final=True):
-            show(rest, style=style)
-        if style != "numbers":   # There, each token has its own line.
-            show("\n")
-
-def show_prompt(prompt, ran, style, span):
-    """Shows a prompt, with its depths if each of its tokens is a letter. ran: the share of the
-    sublayers that ran for each token. A letter gets the depth of the token that predicts it."""
-    if style == "colours":
-        print(legend(span), file=sys.stderr)
-    if len(prompt) != len(ran):
-        show(prompt, style=style)
-        return
-    for letter, share in zip(prompt, [None] + ran):
-        show(letter, share, style, span)
 
 # --------------------------------------------------------------------------------- the lines inside
 
@@ -159,7 +155,7 @@ def show_inside(model, data, line):
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
-    letters, cells = "abcdefghijklmnopqrstuvwxyz"[:puzzle["most"] + 1], puzzle["cells"]
+    letters, cells = string.ascii_lowercase[:puzzle["most"] + 1], puzzle["cells"]
     last = len(puzzle["table"]) - 1
     if not re.fullmatch(f"[{letters}][0-{last}]{{{cells}}}", line):
         refuse(f"--inside: needs a --prompt of one line: a letter from a to {letters[-1]}, and "
@@ -172,7 +168,7 @@ def show_inside(model, data, line):
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
           f"lines between.\nA probe reads them in the stream (%: how often it is right, on other "
           f"lines):\n")
-    for block, row in list(enumerate(found["blocks"]))[1:]:   # Row 0 is that of the embedding.
+    for block, row in enumerate(found["blocks"][1:], 1):   # without the embedding
         digits, says = ". " * cells, "nothing to be read yet"
         if row:
             digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
@@ -185,36 +181,43 @@ def show_inside(model, data, line):
 def marked(digits, true, shade=0.0):
     """Digits with blanks between. A terminal shows the share of the steps that are done as a shade,
     and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
-    pairs = list(zip(digits, true))
-    if not sys.stdout.isatty():
-        return "".join(digit + (" " if digit == right else "!") for digit, right in pairs)
-    return "".join(painted(digit + " ", shade) if digit == right else f"{RED}{digit} \033[0m"
-                   for digit, right in pairs)
+    text = ""
+    for digit, right in zip(digits, true):
+        if not sys.stdout.isatty():
+            text += digit + (" " if digit == right else "!")
+        elif digit == right:
+            text += painted(digit + " ", shade)
+        else:
+            text += coloured(digit + " ", *RED)
+    return text
+
+# Flags of earlier editions, and what to use instead
+RETIRED = dict(which="a run keeps its last checkpoint only, and that is read",
+               skip="what is skipped is measured now, not set; name a gain: --skip_below 0.1")
 
 def main(argv=None):
-    [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
+    [config] = parse([SampleConfig], argv, __doc__, positional=("run",), retired=RETIRED)
     config.prompt = prepare.text_or_file(config.prompt)
     device = pick_device(config.device)
     model, settings = open_run(config.run, device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
+               f"with a lower --lr")
     pick_threads(model.config, device)
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    removed = places_of(config.remove, model)
-    decider = Without(removed, pick_decider(model, config))
+    decider = Without(places_of(config.remove, model), pick_decider(model, config))
     if config.inside:
         model.decider = decider
         show_inside(model, data_of(config.run, settings), config.prompt.strip())
         return
     generator = torch.Generator(model.device).manual_seed(config.seed)
     torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.
-    style = "plain" if not config.depth else "colours" if sys.stdout.isatty() else "numbers"
-    passes, begin = [], time.perf_counter()
+    skipped, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        passes += sample(model, tokenizer, config, decider, generator, style)
-    seconds = time.perf_counter() - begin
-    skipped, flops = (sum(column) / len(passes) for column in zip(*passes))
-    saved = 1 - flops / flops_per_token(model)
-    print(f"{len(passes) / seconds:,.0f} tokens/s; {skipped:.1%} of the sublayer runs skipped, "
-          f"{saved:.1%} of the FLOPs saved", file=sys.stderr)
+        skipped += sample(model, tokenizer, config, decider, generator)
+    speed = len(skipped) / (time.perf_counter() - begin)
+    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
+          file=sys.stderr)
 
 if __name__ == "__main__":
     start(main)

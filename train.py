@@ -2,13 +2,14 @@
 Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
     python train.py                                     # PreNorm on Python code: minutes on a CPU
-    python train.py --residual nag --out runs/nag       # every field of both configs is a flag
+    python train.py --residual nag --out runs/nag       # each setting is a flag
     python train.py --out runs/nag --resume             # go on from its checkpoint
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
-# New here: some tokens may skip some sublayers. A Runner (model.py) notes which ones did.
+# What follows it is about beginning, resuming, and settings of earlier runs. New here: some tokens
+# may skip some sublayers. A Runner (model.py) notes which ones did.
 
 import contextlib
 import math
@@ -30,9 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 from flags import environment, flag, option_defaults, parse, refuse, say, start
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
+from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
-from runs import (RunFolder, data_of, optimizer_state, read_changes, read_checkpoint,
-                  read_settings, restore_optimizers)
+from runs import (RunFolder, data_of, optimizer_state, read_checkpoint, read_settings,
+                  restore_optimizers)
+from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -42,25 +45,24 @@ class TrainConfig:
     new section. The model's size and the seed are in GPTConfig, in model.py."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py", group="run")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
-    config: str = flag("", "settings: of an earlier run, or of a file such as configs/gpt2.json")
-    init_from: str = flag("", "an earlier run: its model, with its weights, trains on other data")
+    config: str = flag("", "a run, or a file such as configs/gpt2.json, whose settings to take")
+    init_from: str = flag("", "an earlier run, whose model and weights to begin with")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
     max_iters: int = flag(420, "steps of the optimizer", 0, 1e9, group="length of the run")
-    max_flops: float = flag(0.0, "FLOPs of the matmuls that run, in place of max_iters", 0, 1e27)
+    max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
 
     batch_size: int = flag(16, "sequences per step, of all processes together", 1, 1e6,
                            group="optimizer")
-    grad_accum: int = flag(1, "parts of a batch that each process takes in turn; each part has "
-                           "random numbers of its own", 1, 1e6)
+    grad_accum: int = flag(1, "parts of a batch that each process takes in turn", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
     lr: float = flag(2e-2, "peak learning rate", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of gates, the parameters in own_lr", 0, 1e3)
+    gate_lr: float = flag(1e-3, "peak learning rate of gates: own_lr in model.py", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -73,7 +75,7 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    compile: bool = flag(False, "torch.compile what no token skips; good on a GPU")
+    compile: bool = flag(False, "torch.compile the sublayers; good on a GPU")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
@@ -103,12 +105,12 @@ def open_data(config, model_config, processes):
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first process may still be writing the data.
-    meta = prepare.load_meta(folder)   # meta.json
+    meta = prepare.load_meta(folder)
     return SimpleNamespace(
         folder=folder, meta=meta,
         shards=prepare.open_split(folder, "train", model_config.block_size),
-        # x, y: (n, T)
-        val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),
+        val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),   # x, y
+        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
 
@@ -138,7 +140,8 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     with torch_as_it_was(model.device):
         torch.manual_seed(0)   # Coins, if --mod draws some, are the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-            runner, share = Runner(model, decider), len(xi) / len(x)
+            runner = Runner(model, decider)
+            share = len(xi) / len(x)
             _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
             nats += loss.item() * share
             skipped += runner.skipped() * share
@@ -153,8 +156,8 @@ def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
     blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
     own_lr, have the learning rate gate_lr."""
-    gate_set = {getattr(residual, name, None)   # None: model.ends may lack it.
-                for residual in model.residuals() for name in residual.own_lr}
+    gate_set = {p for residual in model.residuals() for name, p in residual.named_parameters()
+                if name in residual.own_lr}
     in_blocks = {*model.blocks.parameters()}
     gates, vectors, matrices, for_muon = [], [], [], []
     for p in model.parameters():
@@ -179,44 +182,9 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
-class Muon(torch.optim.Optimizer):
-    """For matrices (Jordan et al. 2024). The momentum of the gradient is made orthogonal, so that a
-    step is equally large in every direction, not just where gradients are large. The step's entries
-    have about the rms of AdamW's (arXiv:2502.16982). Still, a higher --lr is best: 0.02
-    here, where AdamW wants 0.006.
-
-    torch.optim.Muon can do the same, but always in bfloat16, which is very slow on many CPUs."""
-    def __init__(self, groups, lr, momentum=0.95):   # (--beta1 is not used here.)
-        super().__init__(groups, dict(lr=lr, momentum=momentum))
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            momentum = group["momentum"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if p not in self.state:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-                update = orthogonal(p.grad.lerp(mean, momentum))   # one step ahead: Nesterov's way
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                # Its entries have the rms 1 / sqrt(longer side). Those of AdamW's are near 0.2.
-                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
-
-def orthogonal(x):
-    """A matrix with the directions of x, whose singular values are roughly 1: about 0.7 to 1.2, but
-    less if they were much below a hundredth of the norm. Five steps of a polynomial bring them
-    there (Newton-Schulz). It is fast, and need not be exact."""
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
-    if x.is_cuda:
-        x = x.bfloat16()
-    x = x / x.norm().clamp_min(1e-7)
-    for _ in range(5):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if is_tall else x
+def share_done(config, step, flops):
+    """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
+    return flops / config.max_flops if config.max_flops else step / config.max_iters
 
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
@@ -245,6 +213,13 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(wanted / norm.clamp_min(1e-30))
 
+def refuse_if_not_finite(step, folder, model, number):
+    """SystemExit if a number, or a weight, is not finite any more: such weights are never saved."""
+    if not math.isfinite(number) or not all(p.isfinite().all() for p in model.parameters()):
+        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
+               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
+               f"--resume and a lower --lr")
+
 # ----------------------------------------------------------------------------------------- the loop
 
 def train(model_config, config, data, folder, processes, signals):
@@ -252,7 +227,7 @@ def train(model_config, config, data, folder, processes, signals):
 
     model_config, config: the settings of the model and of its training; data: see open_data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    model, ckpt = begin_or_resume(model_config, config, data, folder)   # A new run has ckpt = {}.
+    model, ckpt = begin_or_resume(model_config, config, data, folder.out)   # A new run: {}.
     call_model = compile_and_wrap(model, config, processes)
     optimizers = make_optimizers(model, config)
     if config.resume:
@@ -262,43 +237,45 @@ def train(model_config, config, data, folder, processes, signals):
     best_loss = ckpt.get("best_loss", math.inf)
     block_norms = ckpt.get("grad_norms", torch.zeros(model_config.n_layer, dtype=torch.float64))
     block_norms = block_norms.to(model.device)
+    del ckpt   # It holds all weights and moments a second time.
     # How far it goes
     n_parts = config.grad_accum * processes.count   # of each batch
     tokens_per_step = config.batch_size * model_config.block_size
-    n_steps = config.max_iters
-    if config.max_flops:   # a guess, because skipping makes steps cheaper
+    n_steps, about = config.max_iters, ""
+    if config.max_flops:   # It is a guess, because skipping makes steps cheaper.
+        about = "about "
         n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
+    # A batch that can't be read is refused now, before an old run is replaced.
+    get_batch(data, model_config, config.batch_size, step)
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {n_steps} of "
-        f"{tokens_per_step:,} tokens on {processes.count} x {processes.device}")
-    changes = folder.begin(step)   # From here on, the run's files are written.
-    if changes:   # by flags beside --resume
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {about}{n_steps} of "
+        f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
+    if changes := folder.begin(step):   # From here on, the run's files are written.
         what = ", ".join(f"{name} {value}" for name, value in changes.items())
         factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
         say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
-    token_bytes = prepare.token_bytes(data.meta, model_config.vocab_size)
-    loss = norm = torch.zeros(())   # of the last step
+    norm = torch.zeros(())   # of the last step's gradient
     clock, clock_step = time.perf_counter(), step
 
     while True:
-        done = share_done(config, step, flops)
+        progress = share_done(config, step, flops)
         # If any process has got a signal, all of them stop at this step. (0: none has.)
         signal = processes.highest(signals[0] if signals else 0)
-        ends = bool(signal) or done >= 1
+        ends = bool(signal) or progress >= 1
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if ends or step % config.eval_interval == 0:
-            refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
             if not signal:
-                val_loss, bits, skipped = evaluate(model, *data.val, token_bytes,
-                                                   config.batch_size // n_parts)
-                say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{skipped:.1%} skipped")
+                val_loss, bits, val_skipped = evaluate(model, *data.val, data.token_bytes,
+                                                       config.batch_size // n_parts)
                 refuse_if_not_finite(step, folder, model, val_loss)
+                say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
+                    f"{val_skipped:.1%} skipped")
                 best_loss = min(best_loss, val_loss)
-                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
+                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=val_skipped,
                            grad_norms=block_norms.tolist())
-            # Nothing else: batches, coins and learning rates follow from the settings and the step.
+            refuse_if_not_finite(step, folder, model, norm)
+            # That is all: batches, coins and rates follow from the settings, step and FLOPs.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
                              best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
@@ -307,7 +284,7 @@ def train(model_config, config, data, folder, processes, signals):
             break
 
         # --- From a batch to gradients. Each process takes grad_accum parts of the batch.
-        loss, gains, share = torch.zeros((), device=model.device), [], 1 / config.grad_accum
+        loss, gains = torch.zeros((), device=model.device), []
         skipped = token_flops = 0.0
         for micro in range(config.grad_accum):
             part = micro * processes.count + processes.rank
@@ -321,14 +298,14 @@ def train(model_config, config, data, folder, processes, signals):
             runner = Runner(model)   # notes who skips what
             _, part_loss = call_model(x, y, runner=runner)
             (part_loss / config.grad_accum).backward()
-            # Reported is the cross entropy (with --deep_supervision a mean over blocks), without
-            # what --mod or --gain_cost adds to it.
-            loss += share * (part_loss - runner.extra_loss()).detach()
+            # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
+            # --deep_supervision, it is a mean over the blocks.)
+            loss += runner.cross_entropy.detach() / config.grad_accum
+            skipped += runner.skipped() / config.grad_accum
+            token_flops += flops_per_token(model, runner=runner) / config.grad_accum
             gain = runner.mean_gain()
             if gain is not None:   # None: nobody has asked for gains.
                 gains.append(gain.detach())
-            skipped += share * runner.skipped()
-            token_flops += share * flops_per_token(model, runner=runner)
 
         # --- From gradients to weights
         grads, norms = block_gradients(model)
@@ -336,8 +313,8 @@ def train(model_config, config, data, folder, processes, signals):
         if config.equalize_grads:
             equalize(grads, norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # A step has the rate at its end, because that at the beginning of the first one is 0.
-        factor = lr_factor(config, done + 1 / n_steps)
+        # A step has the rate at its end: with a warmup, that at its beginning may be 0.
+        factor = lr_factor(config, progress + 1 / n_steps)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -350,19 +327,21 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Report
         if step % config.log_interval == 0:
-            refuse_if_not_finite(step, folder, model, loss, norm, *block_norms)
-            mean_loss, mean_skipped = map(processes.mean, (loss.item(), skipped))
-            now = time.perf_counter()
+            refuse_if_not_finite(step, folder, model, norm)
+            now = time.perf_counter()   # The line above has waited for the GPU.
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
-            lr, more, about_gain = config.lr * factor, {}, ""
+            report = dict(loss=processes.mean(loss.item()), lr=config.lr * factor,
+                          grad_norm=norm.item(), tok_s=speed, tokens=step * tokens_per_step,
+                          flops=flops, skip_rate=processes.mean(skipped))
+            about_gain = ""
             if gains:
-                more["mean_gain"] = processes.mean((sum(gains) / len(gains)).item())
-                about_gain = f"mean gain {more['mean_gain']:.3f} | "
-            folder.log(step=step, loss=mean_loss, lr=lr, grad_norm=norm.item(), tok_s=speed,
-                       tokens=step * tokens_per_step, flops=flops, skip_rate=mean_skipped, **more)
-            say(f"iter {step:5d} | loss {mean_loss:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
-                f"{about_gain}{mean_skipped:.1%} skipped | {speed:,.0f} tokens/s")
+                report["mean_gain"] = processes.mean((sum(gains) / len(gains)).item())
+                about_gain = f"mean gain {report['mean_gain']:.3f} | "
+            folder.log(step=step, **report)
+            say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
+                f"{norm:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
+                f"{speed:,.0f} tokens/s")
 
     processes.wait()   # Nobody leaves while another one is still writing.
     out = shlex.quote(str(folder.out))
@@ -375,28 +354,25 @@ def train(model_config, config, data, folder, processes, signals):
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
 
-def share_done(config, step, flops):
-    """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
-    return flops / config.max_flops if config.max_flops else step / config.max_iters
-
 # ---------------------------------------------------------------------------- beginning, resuming
 
-# Settings that may differ from those of the run in --init_from: they change no weight's shape.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-
-def begin_or_resume(model_config, config, data, folder):
+def begin_or_resume(model_config, config, data, out):
     """-> the model, and the checkpoint to go on from: {} if this is a new run"""
     if config.resume:
-        return resume(model_config, config, data, folder.out / "ckpt.pt")
-    if not config.init_from:
-        return GPT(model_config), {}
-    ckpt, model = model_of(config.init_from, model_config, data)
-    folder.settings["init_step"] = ckpt.get("step", 0)   # goes into config.json
-    return model, {}
+        ckpt, model = read_checkpoint(out / "ckpt.pt", model_config)
+        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, config, data)
+        return model, ckpt
+    if config.init_from:
+        tokenizer = read_settings(config.init_from).get("tokenizer")
+        if tokenizer != data.meta["tokenizer"]:
+            refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and "
+                   f"--data {data.folder} has {data.meta['tokenizer']}; prepare that with "
+                   f"--tokenizer {tokenizer}")
+        _, model = read_checkpoint(Path(config.init_from) / "ckpt.pt", model_config, FREE)
+        return model, {}
+    return GPT(model_config), {}
 
-def resume(model_config, config, data, path):
-    """-> the model and the checkpoint at path"""
-    ckpt, model = read_checkpoint(path, model_config)
+def refuse_if_it_can_not_go_on(path, ckpt, config, data):
     missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
     if missing:
         refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
@@ -406,15 +382,9 @@ def resume(model_config, config, data, path):
     if not config.max_flops and ckpt["step"] > config.max_iters:
         refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond the "
                f"end; give more, or none")
-    return model, ckpt
-
-def model_of(run, model_config, data):
-    """-> the checkpoint of --init_from, and its model"""
-    tokenizer = read_settings(run, dict(tokenizer=""), strict=False)["tokenizer"]
-    if tokenizer != data.meta["tokenizer"]:
-        refuse(f"--init_from {run}: its tokens are those of {tokenizer}, and --data {data.folder} "
-               f"has {data.meta['tokenizer']}; prepare that with --tokenizer {tokenizer}")
-    return read_checkpoint(Path(run) / "ckpt.pt", model_config, may_differ=FREE)
+    if config.max_flops and ckpt["flops"] > 1.1 * config.max_flops:   # Its last step may be beyond.
+        refuse(f"--max_flops {config.max_flops:g}: {path} has spent {ckpt['flops']:.3g} FLOPs "
+               f"already; give more, or none")
 
 def compile_and_wrap(model, config, processes):
     """Brings the model to its device, and compiles it, if need be -> what training calls: the
@@ -432,46 +402,46 @@ def compile_and_wrap(model, config, processes):
     # It may be that no token of this process runs some sublayer.
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-def refuse_if_not_finite(step, folder, model, *numbers):
-    """SystemExit if a number or a weight is not finite any more, so that none is ever saved.
-    (Weights beyond 1e6 are refused, too: they soon overflow.)"""
-    finite = all(math.isfinite(number) for number in numbers)
-    if not finite or not all((w.abs() < 1e6).all() for w in model.state_dict().values()):
-        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
-               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
-               f"--resume and a lower --lr")
-
 # ------------------------------------------------------------------------ where settings come from
 
-# For small models. Another optimizer needs another rate, so --optimizer asks for --lr beside it.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
+RATES = dict(muon=TrainConfig.lr, adamw=6e-3, sgd=0.1)
+
+# Settings that may differ from those of the run in --init_from: they change no weights. (A router
+# has weights of its own. So it can't be added to a model, or taken from it.)
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def defaults_for(given):
     """Values for flags that were not typed: those of the run to resume or of --config, or none.
     `parse` asks for them; what they leave open has the default of its config. given: the typed
     flags, a dict"""
     values = {}
+    if "vocab_size" in given:   # `main` sets it.
+        refuse("--vocab_size: the data say it; leave it out")
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:
         values = read_config(given["config"], with_changes=False)
-        if changes := read_changes(given["config"]):
+        if changes := values.pop("changes", {}):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
-        if "data" in given:   # Other data may have another tokenizer.
-            values.pop("vocab_size")
     source = given.get("init_from") or values.get("init_from")
     if source and not given.get("resume"):
-        kept = {name: values[name] for name in FREE if name in values}   # --config wins here.
-        values |= model_settings(source, given) | kept
+        values |= model_of(source, values)
     optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
-    if optimizer not in (None, usual) and "lr" not in given:
+    if "optimizer" in given and optimizer != usual and "lr" not in given:
         refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
-               f"{RATES.get(optimizer, 'RATE')}")
+               f"{RATES[optimizer]}")
     if "max_iters" in given and (values | given).get("max_flops"):
         refuse("--max_iters: this run ends by its --max_flops; add --max_flops 0, or give that "
                "only")
     return values
+
+def model_of(source, values):
+    """The settings of the model of --init_from. What is FREE stays as --config says it."""
+    saved = read_settings(source)
+    model = {name: saved.get(name, default) for name, default in asdict(GPTConfig()).items()}
+    return model | {name: values[name] for name in FREE if name in values}
 
 def settings_to_resume(given):
     """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
@@ -486,23 +456,17 @@ def settings_to_resume(given):
             refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
                    f"{values[name]}; leave that, or start a new run")
     if "data" not in given and values["data"] != TrainConfig.data:
-        data_of(given["out"], values)
+        data_of(given["out"], values)   # refuses, if they aren't here
     return values
 
-def model_settings(run, given):
-    """The model that --init_from begins with. SystemExit if a typed flag contradicts it"""
-    values = read_settings(run, asdict(GPTConfig()), strict=False)
-    for name, value in values.items():
-        if name not in FREE and given.get(name, value) != value:
-            refuse(f"--{name} {given[name]}: the model of --init_from {run} has {value}; leave "
-                   f"--{name} out")
-    return values
+# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
+NOT_SAVED = "out", "config", "resume", "overwrite"
 
-def read_config(path, **options):
+def read_config(path, with_changes=True):
     """The settings of a run, or of a file such as configs/gpt2.json, a dict"""
-    # config.json also says these two, which are no flags, so `parse` ignores them.
-    more = dict(tokenizer="", init_step=0)
-    return read_settings(path, asdict(GPTConfig()) | asdict(TrainConfig()) | more, **options)
+    values = asdict(GPTConfig()) | asdict(TrainConfig()) | read_settings(path, with_changes)
+    no_flags = *NOT_SAVED, "tokenizer"
+    return {name: value for name, value in values.items() if name not in no_flags}
 
 # --------------------------------------------------------------------------------------------- main
 
@@ -520,25 +484,27 @@ def residual_list():
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
-# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
-NOT_SAVED = "out", "config", "resume", "overwrite"
-
 def main(argv=None):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it"""
+    """The command line, then `train` -> its exit status"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                        epilog=residual_list(), retired=RETIRED)
+                                 epilog=residual_list(), retired=RETIRED)
+    try:
+        look_for_mistakes(model_config)   # if you have written a residual or a decider
+    except ValueError as error:
+        refuse(f"train.py: {error}")
     processes = join_processes(config)
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
-        pick_threads(model_config, processes.device, processes.count)
+        pick_threads(model_config, processes.device)
         data = open_data(config, model_config, processes)
-        rows = math.ceil(data.meta["vocab_size"] / 64) * 64   # of embedding and head: 64s are fast
-        model_config.vocab_size = max(model_config.vocab_size, rows)
+        # The rows of embedding and head: multiples of 64 are fast.
+        model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
         settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
         settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
         # attnres:group=4 -> runs/attnres-group4
         name = model_config.residual.replace("=", "")
         out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", name)
-        folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+        before = read_config(out) if config.resume else None
+        folder = RunFolder(out, settings, before, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
 

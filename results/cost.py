@@ -82,7 +82,7 @@ def measure(inspected, windows):
     """Yields what was done, share skipped, and right digits by steps asked (or None)"""
     model = inspected.model
     found = {below: right_by_steps(inspected, ByGain(model.config, below)) for below in BELOW}
-    skipped = {below: 1 - sum(ran) / len(ran) for below, (_, ran) in found.items()}
+    skipped = {below: float(1 - sum(ran) / len(ran)) for below, (_, ran) in found.items()}
     yield "all run", 0.0, right_by_steps(inspected, ALL_RUN)[0]
     for below in BELOW:
         yield f"below {below}", skipped[below], found[below][0]
@@ -102,7 +102,7 @@ def main(argv=None):
     known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
     for folder in args.runs:
         model, config = open_run(folder)
-        lr = read_settings(Path(folder) / "config.json", dict(lr=0.0), strict=False)["lr"]
+        lr = read_settings(folder)["lr"]
         puzzle, seed = prepare.load_meta(config["data"]).get("steps"), str(config["seed"])
         if not puzzle or not config["residual"].startswith("nag"):
             refuse(f"{folder}: is no run of nag on the steps text; name one")

@@ -113,7 +113,7 @@ def main(argv=None):
     commit = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
     for folder in args.runs:
         model, config = open_run(folder)
-        settings = read_settings(Path(folder) / "config.json", dict(optimizer=""), strict=False)
+        settings = read_settings(folder)
         optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings["optimizer"]]
         variant, seed = f"{optimizer}: {NAMES[config['residual']]}", str(config["seed"])
         if seed in known.get((variant, "trained", "worth"), {}):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from model import GPT, GPTConfig, Runner, SHARPNESS
+from model import GPT, GPTConfig, KVCache, Runner, SHARPNESS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
@@ -77,7 +77,7 @@ def streams(model, idx=None):
 
 def decode(model, idx, pieces, decider=None):
     """The logits of all tokens, piece by piece through a KV cache"""
-    cache = model.new_cache(len(idx), model.config.block_size)
+    cache = KVCache(model, len(idx), model.config.block_size)
     return torch.cat([logits(model, piece, cache=cache, runner=Runner(model, decider, compiled=False))
                       for piece in idx.split(pieces, dim=1)], 1)
 

@@ -37,9 +37,181 @@ def side(out, split):
 def contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
+# ------------------------------------------------------------------------------------ what text is
+
+@pytest.mark.parametrize("content, expected", [
+    ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"),   # BOM
+    ("a <|endoftext|>", "a <|endoftext|>"), (" ", " "), ("é".encode("latin1"), "not UTF-8"),
+    ("text".encode("utf-16"), "not UTF-8"), ("text".encode("utf-16-le"), "NUL"),
+    (b"\x89PNG\r\n\x1a\n", "not UTF-8"), ("", "empty"), (b"\xef\xbb\xbf", "empty")])
+def test_one_rule_says_what_text_is(tmp_path, content, expected):
+    path = write(tmp_path / "its name.txt", content)
+    for read in prepare.read_text, lambda path: prepare.text_or_file(str(path)):
+        if expected in ("not UTF-8", "NUL", "empty"):
+            said = refused(path, call=read)
+            assert str(path) in said and expected in said
+        else:
+            assert read(path) == expected
+
+def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "prompt.txt", "The river\n")
+    (tmp_path / "folder").mkdir()
+    assert prepare.text_or_file("prompt.txt") == "The river\n"
+    for text in "", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline":
+        assert prepare.text_or_file(text) == text
+
+# --------------------------------------------------------------------------------------- documents
+
+LINE, BOOK = "one line\n", "a line of a book\n" * 400
+@pytest.mark.parametrize("documents, train, val, long", [
+    ([LINE] * 60, 57, 3, 0), ([LINE] * 1500, 1425, 75, 0), ([LINE] * 21, 19, 2, 0),
+    ([LINE] * 20, 19, 1, 0), ([LINE] * 2, 1, 1, 0), ([BOOK], 0, 0, 1), ([BOOK] * 5, 0, 0, 5),
+    ([BOOK] * 100, 95, 5, 0), ([LINE] * 3 + [BOOK], 2, 1, 1), ([BOOK] + [LINE] * 50, 47, 3, 1)])
+def test_short_documents_stay_whole(documents, train, val, long):
+    documents = [f"{i} {document}" for i, document in enumerate(documents)]
+    trained, held_out = prepare.hold_out(documents)
+    assert (len(trained), len(held_out)) == (train + long, val + long)
+    cut = [head + tail for head, tail in zip(trained[train:], held_out[val:])]
+    assert sorted(trained[:train] + held_out[:val] + cut) == sorted(documents)
+    assert all(0.04 < len(tail) / len(whole) < 0.07 for tail, whole in zip(held_out[val:], cut))
+
+def test_lines_in_files_or_in_one(tmp_path, capsys):
+    """60 questions, each in a file of its own, and as lines of JSON in one. All but three are
+    trained on, to their ends; and that is said."""
+    lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
+    for i, line in enumerate(lines):
+        write(tmp_path / "files" / f"{i:02}.txt", line)
+    objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2)
+               for i, line in enumerate(lines)]
+    objects.insert(3, "")
+    write(tmp_path / "lines.jsonl", "\ufeff" + "\r\n".join(objects))
+    for words in ["files"], ["lines.jsonl", "--jsonl", "body"]:
+        run("text", "--out", tmp_path / "data", "--input", tmp_path / words[0], *words[1:])
+        assert "documents: 57 for training, 3 for validation, 0 cut" in capsys.readouterr().out
+        train, val = (side(tmp_path / "data", split) for split in ("train", "val"))
+        assert sorted(train + val) == sorted(line.encode() for line in lines)
+        assert val == [lines[i].encode() for i in (0, 20, 40)]
+    for number, wrong in enumerate(["{", "5", '{"text": "x"}', '{"body": 5}', '["body"]'], 1):
+        write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * (number - 1) + wrong + "\n")
+        said = refused("text", "--input", tmp_path / "wrong.jsonl", "--jsonl", "body")
+        assert f"wrong.jsonl, line {number}: " in said and "'body'" in said
+    assert "--jsonl FIELD" in refused("text", "--input", tmp_path / "lines.jsonl")
+
+def test_what_is_no_text_is_passed_over_in_a_folder_only(tmp_path, capsys):
+    write(tmp_path / "mixed" / "a.txt", PROSE)
+    wrong = {"picture.png": b"\x89PNG", "sub/empty.txt": "", "sub/utf16.txt": "a".encode("utf-16")}
+    for name, content in wrong.items():
+        write(tmp_path / "mixed" / name, content)
+        named = ["--input", tmp_path / "mixed" / name]
+        assert name in refused("text", "--out", tmp_path / "data", *named)
+    (tmp_path / "mixed" / "link").symlink_to(tmp_path / "nowhere")
+    run("text", "--out", tmp_path / "data", "--input", tmp_path / "mixed")
+    said = capsys.readouterr().out
+    assert "documents: 0 for training, 0 for validation, 1 cut" in said
+    assert "files passed over: 3, " in said and "picture.png" in said
+    (train,), (val,) = (side(tmp_path / "data", split) for split in ("train", "val"))
+    assert train + val == PROSE.encode()
+
+def test_folders_and_links(tmp_path):
+    """Three inputs, two of which are in the first. No document comes twice."""
+    folder, out = tmp_path / "in", tmp_path / "in" / "data"
+    for i in range(9):
+        write(folder / f"sub{i % 3}" / f"{i}.md", f"this is document {i}\r\n" * 9)
+    write(tmp_path / "elsewhere" / "9.md", "this is document 9\r\n" * 9)
+    (folder / "link").symlink_to(tmp_path / "elsewhere")   # followed
+    (folder / "sub0" / "circle").symlink_to(folder)        # not in circles
+    for name in ".hidden", ".git/x", "sub0/__pycache__/x.pyc":
+        write(folder / name, "no document")
+    for _ in range(2):   # The second time there is its own output, which is no input.
+        run("text", "--input", folder, folder / "sub0", "--out", out, "--input", folder / "link")
+    documents = side(out, "train") + side(out, "val")
+    assert sorted(documents) == [f"this is document {i}\r\n".encode() * 9 for i in range(10)]
+
+def test_stdlib(tmp_path):
+    """... on a terminal that knows ASCII only, into a link to another disk."""
+    link, out = tmp_path / "é", tmp_path / "disk" / "data"
+    link.symlink_to(out)
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", "stdlib", "--out", link],
+                          capture_output=True, text=True, env=os.environ | dict(PYTHONIOENCODING="ascii"))
+    assert done.returncode == 0 and done.stderr == "" and "next: python train.py --data" in done.stdout
+    assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
+    assert prepare.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
+    train, val = (tokens(out, split) for split in ("train", "val"))
+    assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
+    train, val = (side[side < 256].astype("u1").tobytes() for side in (train, val))
+    for path in sorted(prepare.Path(os.__file__).parent.glob("[a-m]*.py")):   # Sides go by hash.
+        rank = int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:8], "big")
+        assert path.read_bytes() in (val if rank < 0.05 * 2**64 else train)
+
+def test_shakespeare(tmp_path, monkeypatch):
+    out, raw = tmp_path / "out", PROSE.encode() * 10
+    source = write(tmp_path / "input.txt", raw)
+    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", source.as_uri())
+    monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(raw).hexdigest())
+    run("shakespeare", "--out", out)
+    head, tail = (bytes(tokens(out, split)[:-1].astype("u1")) for split in ("train", "val"))
+    assert head + tail == raw and 0.09 < len(tail) / len(raw) < 0.12
+    before = contents(out)
+    write(source, "<html>please log in</html>")
+    assert "hash" in refused("shakespeare", "--out", out)
+    source.unlink()
+    assert "network" in refused("shakespeare", "--out", out)
+    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["out"]
+
+def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    web, out, second = tmp_path / "web", tmp_path / "out", shard(np.arange(30_002))
+    for i, name in enumerate(["val_000000", "train_000001", "train_000002", "train_000003"]):
+        write(web / f"fineweb_{name}.bin", shard(np.arange(30_000 + i)))
+    monkeypatch.setattr(prepare, "FINEWEB_URL", web.as_uri() + "/")
+    write(web / "fineweb_train_000002.bin", second[:-2])   # The connection breaks there.
+    assert "fineweb_train_000002.bin" in refused("fineweb", "--shards", 2, "--out", out)
+    assert len(tokens(out, "train")) == 30_001 and len(list(out.glob("*.bin"))) == 2   # to train on
+    for shards in out.glob("*.bin"):
+        (web / shards.name).unlink()   # They are not asked for again.
+    write(web / "fineweb_train_000002.bin", second)
+    run("fineweb", "--shards", 2, "--out", out)
+    run("fineweb", "--shards", 3, "--out", out)
+    assert len(tokens(out, "train")) == 90_006 and sorted(os.listdir(tmp_path)) == ["out", "web"]
+    assert "NOT CHECKED" in capsys.readouterr().out and "gpt2" in (out / "meta.json").read_text()
+
+# ------------------------------------------------------------------------------ tokens, and shards
+
+def merging():
+    """Like GPT-2's tokenizer, which needs a network: its pattern, but its tokens are PROSE's pairs."""
+    raw = PROSE.encode()
+    tokens = [bytes([i]) for i in range(256)] + sorted({raw[i:i + 2] for i in range(len(raw) - 1)})
+    return tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str,
+                             mergeable_ranks={token: i for i, token in enumerate(tokens)},
+                             special_tokens={"<|endoftext|>": len(tokens)})
+
+@pytest.mark.parametrize("tokenizer", [prepare.get_tokenizer("bytes"), merging()], ids=["bytes", "merging"])
+def test_round_trip(tmp_path, monkeypatch, tokenizer):
+    """Two texts longer than a piece. In the second there is no good place to cut."""
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: tokenizer)
+    pieces = "four\n" + "line text\n" * 50_000 + PROSE   # A cut at 200,000 would part " text".
+    for content, traceless in (pieces, True), (PROSE * 8 + "x" * 400_000 + " " * 300_000, False):
+        run("text", "--input", write(tmp_path / "a.txt", content), "--out", tmp_path / "out")
+        train, val = (tokens(tmp_path / "out", split).tolist() for split in ("train", "val"))
+        assert train.pop() == val.pop() == tokenizer.eot_token not in train + val
+        assert tokenizer.decode(train) + tokenizer.decode(val) == content
+        assert 0.04 < len(tokenizer.decode(val)) / len(content) < 0.07
+        head = tokenizer.decode(train)
+        assert not traceless or head.endswith("\n") and train == tokenizer.encode_ordinary(head)
+
+def test_tokenizers(tmp_path, monkeypatch):
+    tokenizer = prepare.get_tokenizer("bytes")
+    assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
+    assert prepare.token_bytes(dict(tokenizer="bytes"), 320).tolist() == [1] * 256 + [0] * 64
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+    assert "TIKTOKEN_CACHE_DIR" in refused("gpt2", call=prepare.get_tokenizer)
+
 def test_shards_and_windows(tmp_path):
     a = prepare.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
     assert isinstance(a, np.memmap) and a.dtype == np.uint16 and a.tolist() == [1, 2, 65535]
+    assert "too many" in refused(tmp_path / "all.bin", range(2**31), call=prepare.write_shard)
     shards = [np.arange(10, dtype="<u2"), np.arange(100, 107, dtype="<u2")]
     x, y = prepare.read_windows(shards, np.arange(9), 4)   # six in the first shard, three after it
     assert x.dtype == torch.int64 and x.shape == (9, 4) and torch.equal(y, x + 1)
@@ -54,13 +226,11 @@ def test_shards_and_windows(tmp_path):
 @pytest.mark.parametrize("content, found, deletes", [
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off
     (shard([1, 2, 3])[:100], "0 of 3 tokens", True),
-    (shard([1, 2, 3]) + b"00", "4 tokens, but 3", False),
-    (shard([]), "0 tokens", False),
+    (shard([1, 2, 3]) + b"00", "4 tokens, but 3", False), (shard([]), "0 tokens", False),
     (shard([1, 2], version=9), "version 9", False),
     (shard([1, 2, 3], 20240801, 7, "<u4"), "Llama 3's tokens (version 7, uint32)", False),
     (bytes(range(1, 200)) * 20, "no header", False),   # nanoGPT's
-    (b"\1\0\2\0", "no header", False),
-    (b"", "no header", False)])
+    (b"\1\0\2\0", "no header", False), (b"", "no header", False)])
 def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     """Only one that is cut short can't be of any use any more."""
     said = refused(write(tmp_path / "its.bin", content), call=prepare.read_shard)
@@ -81,104 +251,111 @@ def test_the_split_is_a_word_of_the_name(tmp_path, name, splits):
             assert ("rename" in said) == (splits is None)
 
 def test_meta(tmp_path):
-    assert "no data set there" in refused(tmp_path / "nowhere", call=prepare.load_meta)
-    assert "no data set there" in refused(tmp_path, call=prepare.load_meta)
+    for missing in tmp_path / "nowhere", tmp_path:
+        assert "no data set there" in refused(missing, call=prepare.load_meta)
     for name in "llm.c", "fineweb":   # Neither llm.c nor modded-nanogpt write a meta.json.
         for i in (2, 1):
             write(tmp_path / name / f"{name.replace('.', '')}_train_{i:06d}.bin", shard([i]))
         expected = dict(name=name, tokenizer="gpt2", vocab_size=50257)
         assert prepare.load_meta(str(tmp_path / name)) == expected
         assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
-    assert "val" in refused(tmp_path / "llm.c", "val", call=prepare.open_split)
-    for content in "{", "[]", "{}", b"\xff", '{"tokenizer": "bytes", "vocab_size": 5}':
+    for content in "{", "[]", "5", "{}", b"\xff", '{"tokenizer": "llama"}':
         write(tmp_path / "meta.json", content)
-        assert "meta.json" in refused(tmp_path, call=prepare.load_meta)
-    write(tmp_path / "meta.json", '{"tokenizer": "bytes", "vocab_size": 257}')   # by hand
-    assert prepare.load_meta(tmp_path)["tokenizer"] == "bytes"
+        assert "must name a tokenizer" in refused(tmp_path, call=prepare.load_meta)
+    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
+    assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
-def test_tokenizers(tmp_path, monkeypatch):
-    tokenizer = prepare.get_tokenizer("bytes")
-    assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
-    assert prepare.token_bytes(dict(tokenizer="bytes"), 320).tolist() == [1] * 256 + [0] * 64
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    assert "TIKTOKEN_CACHE_DIR" in refused("gpt2", call=prepare.get_tokenizer)
+# ------------------------------------------------------------------- what can go wrong meanwhile
 
-# --------------------------------------------------------------------------- texts of many kinds
+def killed(words, at):
+    """A prepare.py that gets kill -9 before it writes its first shard (at = 0) or its second, or
+    moves the first of its three files (2), and so on"""
+    def counted(function):
+        def call(*args):
+            if next(calls) == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+        return call
+    if os.fork() == 0:
+        calls = iter(range(9))
+        prepare.write_shard, os.replace = counted(prepare.write_shard), counted(os.replace)
+        try:
+            run(*words)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
 
-@pytest.mark.parametrize("content, expected", [
-    ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"),   # BOM
-    ("a <|endoftext|>", "a <|endoftext|>"), (" ", " "), ("é".encode("latin1"), "not UTF-8"),
-    ("text".encode("utf-16"), "not UTF-8"), ("text".encode("utf-16-le"), "NUL"),
-    ("a\0b", "NUL"), (b"\x89PNG\r\n\x1a\n", "not UTF-8"), ("", "empty"),
-    (b"\xef\xbb\xbf", "empty")])
-def test_one_rule_says_what_text_is(tmp_path, content, expected):
-    path = write(tmp_path / "its name.txt", content)
-    for read in prepare.read_text, lambda path: prepare.text_or_file(str(path)):
-        if expected in ("not UTF-8", "NUL", "empty"):
-            said = refused(path, call=read)
-            assert str(path) in said and expected in said
-        else:
-            assert read(path) == expected
+@pytest.mark.parametrize("at", range(5))
+def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
+    """... and what else it leaves is cleared up by the next prepare.py."""
+    out = tmp_path / "out"
+    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
+    killed(words, at)   # No data set is there yet.
+    refused(out, "val", call=prepare.open_split)
+    run(*words)
+    before = contents(out)
+    write(tmp_path / "a.txt", PROSE[::-1])
+    killed(words, at)
+    if at < 2:   # The new one wasn't whole.
+        assert before.items() < contents(out).items()
+    else:
+        refused(out, "val", call=prepare.open_split)
+    run(*words)
+    assert contents(out) != before and contents(out).keys() == before.keys()
+    assert sorted(os.listdir(out)) == ["lock", "meta.json", "train_000000.bin", "val_000000.bin"]
 
-def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
+def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
+    """Another prepare.py, a full disk, Ctrl-C, a folder of another data set"""
+    out = tmp_path / "out"
+    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
+    run(*words)
+    write(tmp_path / "a.txt", PROSE[::-1])
+    write(out / "notes.txt", "mine")
+    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
+    before = contents(tmp_path)
+    for command in (["stdlib", "--out", out], ["fineweb", "--out", out],
+                    [*words, "--tokenizer", "gpt2"], [*words[:-1], tmp_path / "theirs"]):
+        assert "another data set" in refused(*command)
+    with open(out / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        assert "another prepare.py" in refused(*words)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", *words], capture_output=True, text=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert done.returncode == 1 and re.fullmatch(".*prepare.py: .*File too large\n", done.stderr)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare, "write_shard", lambda *_: signal.raise_signal(signal.SIGINT))
+        run(*words)
+    assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
+    def no_locks(*_):
+        raise OSError("a file system without locks")
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    run(*words)   # Now nothing is in its way.
+    assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
+
+def test_bad_input(tmp_path, monkeypatch):
+    """One sentence; and no folder has been made."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "prompt.txt", "The river\n")
-    (tmp_path / "folder").mkdir()
-    assert prepare.text_or_file("prompt.txt") == "The river\n"
-    for text in "", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline":
-        assert prepare.text_or_file(text) == text
-
-LINE, BOOK = "one line\n", "a line of a book\n" * 400
-@pytest.mark.parametrize("documents, expected", [
-    ([LINE] * 60, (57, 3, 0)), ([LINE] * 1500, (1425, 75, 0)), ([LINE] * 20, (19, 1, 0)),
-    ([LINE] * 19, (18, 1, 0)), ([LINE] * 2, (1, 1, 0)), ([LINE], (0, 0, 1)), ([BOOK], (0, 0, 1)),
-    ([BOOK] * 5, (0, 0, 5)), ([BOOK] * 100, (95, 5, 0)), ([LINE] * 3 + [BOOK], (3, 0, 1)),
-    ([LINE] * 50 + [BOOK], (48, 2, 1)), ([], (0, 0, 0))])
-def test_short_documents_stay_whole(documents, expected):
-    documents = [f"{i} {document}" for i, document in enumerate(documents)]
-    train, val, long = prepare.hold_out(documents)
-    assert (len(train), len(val), len(long)) == expected
-    assert sorted(train + val + long) == sorted(documents)
-
-def test_lines_in_files_or_in_one(tmp_path, capsys):
-    """60 questions, each in a file of its own, and as lines of JSON in one. All but three are
-    trained on, to their ends; and that is said."""
-    lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
-    for i, line in enumerate(lines):
-        write(tmp_path / "files" / f"{i:02}.txt", line)
-    objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2)
-               for i, line in enumerate(lines)]
-    objects.insert(3, "")
-    write(tmp_path / "lines.jsonl", "\ufeff" + "\r\n".join(objects))
-    for words in ["files"], ["lines.jsonl", "--jsonl", "body"]:
-        run("text", "--out", tmp_path / "data", "--input", tmp_path / words[0], *words[1:])
-        assert "documents: 57 for training, 3 for validation, 0 cut" in capsys.readouterr().out
-        found = [side(tmp_path / "data", split) for split in ("train", "val")]
-        assert sorted(found[0] + found[1]) == sorted(line.encode() for line in lines)
-        assert found[1] == [lines[i].encode() for i in (19, 39, 59)]
-    wrong_lines = "{", "5", '{"text": "x"}', '{"body": 5}', '["body"]'
-    for number, wrong in enumerate(wrong_lines, 1):
-        write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * (number - 1) + wrong + "\n")
-        said = refused("text", "--input", tmp_path / "wrong.jsonl", "--jsonl", "body")
-        assert f"wrong.jsonl, line {number}: " in said and "'body'" in said
-    assert "--jsonl FIELD" in refused("text", "--input", tmp_path / "lines.jsonl")
-
-def test_what_is_no_text_is_passed_over_in_a_folder_only(tmp_path, capsys):
-    write(tmp_path / "mixed" / "a.txt", PROSE)
-    wrong = {"picture.png": b"\x89PNG", "sub/empty.txt": "", "sub/utf16.txt": "a".encode("utf-16")}
-    for name, content in wrong.items():
-        write(tmp_path / "mixed" / name, content)
-        named = ["--input", tmp_path / "mixed" / name]
-        assert name in refused("text", "--out", tmp_path / "data", *named)
-    (tmp_path / "mixed" / "link").symlink_to(tmp_path / "nowhere")
-    run("text", "--out", tmp_path / "data", "--input", tmp_path / "mixed")
-    said = capsys.readouterr().out
-    assert "documents: 0 for training, 0 for validation, 1 cut" in said
-    assert "files passed over: 3, " in said and "picture.png" in said
-    (train,), (val,) = (side(tmp_path / "data", split) for split in ("train", "val"))
-    assert train + val == PROSE.encode()
+    os.mkfifo(tmp_path / "fifo")
+    os.mkdir(tmp_path / "empty")
+    for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
+        write(tmp_path / name, content)
+    before = sorted(os.listdir())
+    for words, message in {
+            "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
+            "text --input one": "too little", "text --input good latin": "latin",
+            "text --input empty --out empty": "outside of --out", "text --input empty": "too little",
+            "text --input ''": "--input '': no such file", "text --input good no": "--input no: no such",
+            "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
+            "steps --jsonl text": "text only", "text": "--input", "steps --symbols 11": "--symbols",
+            "steps --shards 5": "--shards: is for", "stdlib --cells 5": "--cells: is for",
+            "text --table 1 --input one": "--table: is for", "steps --symbols 1": "--symbols",
+            "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
+            "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards"}.items():
+        assert message in refused(*shlex.split(words)), words
+        assert sorted(os.listdir()) == before
+    assert (tmp_path / "good").read_text() == PROSE
 
 @pytest.mark.parametrize("name", ["two words", "it's", "$HOME", "a;b", "é*"])
 def test_the_next_command_can_be_typed(tmp_path, capsys, name):
@@ -203,212 +380,3 @@ def test_without_the_environment(package):
         _, target, _, _, *command = shlex.split(done.stderr.split("; type ")[1])
         assert command == [".venv/bin/python", *map(str, program)]
         assert re.search(f"^{target.rstrip(',')}:", (ROOT / "Makefile").read_text(), re.M)
-
-def test_stdlib(tmp_path):
-    """... on a terminal that knows ASCII only, into a link to another disk."""
-    link, out = tmp_path / "é", tmp_path / "disk" / "data"
-    link.symlink_to(out)
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", "stdlib", "--out", link], capture_output=True,
-                          text=True, env=os.environ | dict(PYTHONIOENCODING="ascii"))
-    assert done.returncode == 0 and done.stderr == "" and "next: python train.py --data" in done.stdout
-    assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
-    assert prepare.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
-    train, val = (tokens(out, split) for split in ("train", "val"))
-    assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
-    train, val = (side[side < 256].astype("u1").tobytes() for side in (train, val))
-    for path in sorted(prepare.Path(os.__file__).parent.glob("[a-m]*.py")):   # Sides go by hash.
-        rank = int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:8], "big")
-        assert path.read_bytes() in (val if rank < 0.05 * 2**64 else train)
-
-def merging():
-    """Like GPT-2's tokenizer, which needs a network: its pattern, but its tokens are the pairs in PROSE."""
-    raw = PROSE.encode()
-    tokens = [bytes([i]) for i in range(256)] + sorted({raw[i:i + 2] for i in range(len(raw) - 1)})
-    return tiktoken.Encoding("gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str,
-                             mergeable_ranks={token: i for i, token in enumerate(tokens)},
-                             special_tokens={"<|endoftext|>": len(tokens)})
-
-@pytest.mark.parametrize("tokenizer", [prepare.get_tokenizer("bytes"), merging()], ids=["bytes", "merging"])
-def test_round_trip(tmp_path, monkeypatch, tokenizer):
-    """Two texts longer than a piece. In the second there is no good place to cut."""
-    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: tokenizer)
-    pieces = "four\n" + "line text\n" * 50_000 + PROSE   # A cut at 200,000 would part " text".
-    for content, traceless in (pieces, True), (PROSE * 8 + "x" * 400_000 + " " * 300_000, False):
-        run("text", "--input", write(tmp_path / "a.txt", content), "--out", tmp_path / "out")
-        train, val = (tokens(tmp_path / "out", split).tolist() for split in ("train", "val"))
-        assert train.pop() == val.pop() == tokenizer.eot_token not in train + val
-        assert tokenizer.decode(train) + tokenizer.decode(val) == content
-        assert 0.04 < len(tokenizer.decode(val)) / len(content) < 0.07
-        head = tokenizer.decode(train)
-        assert not traceless or head.endswith("\n") and train == tokenizer.encode_ordinary(head)
-
-def test_folders_and_links(tmp_path):
-    folder, out = tmp_path / "in", tmp_path / "in" / "data"
-    for i in range(9):
-        write(folder / f"sub{i % 3}" / f"{i}.md", f"this is document {i}\r\n" * 9)
-    write(tmp_path / "elsewhere" / "9.md", "this is document 9\r\n" * 9)
-    (folder / "link").symlink_to(tmp_path / "elsewhere")   # followed
-    (folder / "sub0" / "circle").symlink_to(folder)        # not in circles
-    for name in ".hidden", ".git/x", "sub0/__pycache__/x.pyc":
-        write(folder / name, "no document")
-    for _ in range(2):   # The second time there is its own output, which is no input.
-        run("text", "--input", folder, folder / "sub0", "--out", out)
-    documents = side(out, "train") + side(out, "val")
-    assert sorted(documents) == [f"this is document {i}\r\n".encode() * 9 for i in range(10)]
-
-def test_bad_input(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo(tmp_path / "fifo")
-    os.mkdir(tmp_path / "data")
-    for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
-        write(tmp_path / name, content)
-    for words, message in {
-            "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
-            "text --input one": "too little", "text --input good latin": "latin",
-            "text --input good --out good": "good", "text --input data": "too little",
-            "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
-            "steps --jsonl text": "text only", "text": "--input",
-            "fineweb --shards 104": "--shards"}.items():
-        with pytest.raises(SystemExit) as e:
-            run(*words.split())
-        said = capsys.readouterr().err or e.value.code
-        assert e.value.code and message in said and said.strip().count("\n") == 0, words
-    (tmp_path / "data").rmdir()
-    assert sorted(os.listdir()) == ["fifo", "good", "latin", "one"]
-    assert (tmp_path / "good").read_text() == PROSE
-
-def test_what_ends_a_run_leaves_the_old_data_set(tmp_path, monkeypatch):
-    """A kill in either shard, whose leftovers are cleared up; another prepare.py; a full disk; Ctrl-C"""
-    out = tmp_path / "out"
-    text = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
-    run(*text)
-    before = contents(out)
-    for command in (["stdlib", "--out", out], ["fineweb", "--out", out], [*text, "--tokenizer", "gpt2"]):
-        assert "another data set" in refused(*command)
-    write(tmp_path / "a.txt", PROSE[::-1])
-    for kill_at in (1, 2):
-        if os.fork() == 0:
-            left = list(range(kill_at))
-            os.fsync = lambda f: left.pop() or os.kill(os.getpid(), signal.SIGKILL)
-            try:
-                run(*text)
-            finally:
-                os._exit(0)
-        assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
-        assert contents(out) == before and list(tmp_path.glob(".out.tmp/*/new/*.bin"))
-    other = os.open(tmp_path / ".out.tmp", os.O_RDONLY)
-    fcntl.flock(other, fcntl.LOCK_SH)
-    assert "another prepare.py" in refused(*text) and (tmp_path / ".out.tmp").exists()
-    os.close(other)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    message = refused(*text)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert "File too large" in message
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda f: signal.raise_signal(signal.SIGINT))
-        assert "interrupted" in refused(*text)
-    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
-    (tmp_path / ".out.tmp").symlink_to(tmp_path / "out")   # is not followed
-    assert "not written" in refused(*text)
-    (tmp_path / ".out.tmp").unlink()
-    run(*text)
-    assert contents(out) != before and sorted(os.listdir(tmp_path)) == ["a.txt", "out"]
-    write(out / "notes.txt", "mine")
-    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
-    before = contents(tmp_path)
-    assert "notes.txt" in refused(*text)
-    assert "another data set" in refused(*text[:-1], tmp_path / "theirs")
-    assert contents(tmp_path) == before
-
-def test_shakespeare(tmp_path, monkeypatch):
-    out, raw = tmp_path / "out", PROSE.encode() * 10
-    source = write(tmp_path / "input.txt", raw)
-    monkeypatch.setattr(prepare, "SHAKESPEARE_URL", source.as_uri())
-    monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(raw).hexdigest())
-    run("shakespeare", "--out", out)
-    head, tail = (bytes(tokens(out, split)[:-1].astype("u1")) for split in ("train", "val"))
-    assert head + tail == raw and 0.09 < len(tail) / len(raw) < 0.12
-    before = contents(out)
-    write(source, "<html>please log in</html>")
-    assert "hash" in refused("shakespeare", "--out", out)
-    source.unlink()
-    assert "network" in refused("shakespeare", "--out", out)
-    assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["out"]
-
-def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
-    web, out, second = tmp_path / "web", tmp_path / "out", shard(np.arange(30_002))
-    for i, name in enumerate(["val_000000", "train_000001", "train_000002", "train_000003"]):
-        write(web / f"fineweb_{name}.bin", shard(np.arange(30_000 + i)))
-    monkeypatch.setattr(prepare, "FINEWEB_URL", web.as_uri() + "/")
-    write(web / "fineweb_train_000002.bin", second[:-2])   # The connection breaks there.
-    assert "fineweb_train_000002.bin" in refused("fineweb", "--shards", 2, "--out", out)
-    assert len(tokens(out, "train")) == 30_001 and len(os.listdir(out)) == 2   # Training can begin.
-    for name in os.listdir(out):
-        (web / name).unlink()   # They are not asked for again.
-    write(web / "fineweb_train_000002.bin", second)
-    run("fineweb", "--shards", 2, "--out", out)
-    run("fineweb", "--shards", 3, "--out", out)
-    assert len(tokens(out, "train")) == 90_006 and sorted(os.listdir(tmp_path)) == ["out", "web"]
-    assert "NOT CHECKED" in capsys.readouterr().out and "gpt2" in (out / "meta.json").read_text()
-
-def simulated(text, about):
-    """A text of steps -> (place, steps, cell, symbol) of each symbol that can be known, one after the other"""
-    found, place, before = [], 0, None
-    for line in text.split("\n"):
-        if "|" in line:   # A document has ended: nothing is known of the next line.
-            before, place, line = None, place + 1, line[1:]
-        if before and len(before) == about["cells"] + 1:
-            row = [int(c) for c in before[1:]]
-            for step in range(ord(before[0]) - ord("a")):
-                row = [about["table"][row[j - 1] if j else 0][row[j]] for j in range(len(row))]
-            found += [(place + 1 + j, ord(before[0]) - ord("a"), j, row[j]) for j in range(len(line) - 1)]
-        before, place = line if line[:1].isalpha() else None, place + len(line) + 1
-    return found
-
-@pytest.mark.parametrize("flags", [["--cells", 4], ["--symbols", 6, "--rows", 6, "--cells", 4, "--most", 2, "--table", 3]])
-def test_steps(tmp_path, monkeypatch, flags):
-    """Each symbol that can be known is what a plain simulation says, and steps_asked finds just those."""
-    monkeypatch.setattr(prepare, "DOCUMENTS", dict(train=60, val=20))
-    run("steps", "--out", tmp_path / "data", *flags)
-    about = prepare.load_meta(tmp_path / "data")["steps"]
-    table = np.array(about["table"])
-    n, rows = len(table), len(np.unique(table, axis=0))
-    assert rows == (6 if flags[1] == 6 else 2) and (np.sort(table, axis=1) == np.arange(n)).all()
-    assert (table == table[np.arange(n) % rows]).all()                       # a row for even, and one for odd
-    assert (np.sort(table[:rows] % rows, axis=0).T == np.arange(rows)).all()   # They lead to different classes.
-    train, val = (tokens(tmp_path / "data", split) for split in ("train", "val"))
-    assert len(train) == 60 * (16 * (about["cells"] + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
-    x, y = prepare.val_windows(tmp_path / "data", 80, 40)
-    full = torch.cat((x[:, :1], y), dim=1)
-    steps, cell = prepare.steps_asked(full, about["cells"])
-    for row, row_steps, row_cell in zip(full.tolist(), steps.tolist(), cell.tolist()):
-        text = "".join("|" if token == 256 else chr(token) for token in row)
-        known = simulated(text, about)
-        assert known == [(t + 1, row_steps[t], row_cell[t], int(text[t + 1]))
-                         for t in range(80) if row_steps[t] >= 0]
-    assert {*steps.flatten().tolist()} == {*range(-1, about["most"] + 1)}
-    by_hand = prepare.next_line([[3, 0, 2, 0, 1]], [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]])
-    assert by_hand.tolist() == [[0, 0, 2, 1, 1]]
-
-def test_inputs_add_up_and_none_is_empty(tmp_path):
-    for name in "one", "two":
-        write(tmp_path / name, f"text {name} " * 200)
-    for missing in "", str(tmp_path / "nothing"):
-        said = refused("text", "--out", tmp_path / "new" / "data", "--input", missing)
-        assert f"--input {shlex.quote(missing)}: no such file" in said
-    assert not (tmp_path / "new").exists()
-    run("text", "--out", tmp_path / "data", "--input", tmp_path / "one", "--input", tmp_path / "two")
-    assert [text[:8] for text in side(tmp_path / "data", "train")] == [b"text one", b"text two"]
-
-def test_flags_of_other_data_sets(tmp_path, monkeypatch):
-    """... are refused, and so is the folder one is in."""
-    for words in ("steps --shards 5", "stdlib --cells 5", "text --table 1 --input /", "fineweb --input /"):
-        name, flag, *_ = words.split()
-        assert f"{flag}: is for" in refused(*words.split(), "--out", tmp_path / "new")
-    monkeypatch.chdir(tmp_path)
-    assert "where you are" in refused("steps", "--out", ".") and "where you are" in refused("steps", "--out", "..")
-
-def test_refused_steps(tmp_path):
-    for flags in "--symbols 11", "--symbols 1", "--rows 3", "--most 26", "--cells 1", "--tokenizer gpt2":
-        assert flags.split()[0] in refused("steps", "--out", tmp_path / "data", *flags.split())

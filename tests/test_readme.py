@@ -1,10 +1,10 @@
 """README.md and workshop/README.md: commands parse, code is the source's or runs, what they name exists."""
-import inspect, itertools, json, operator, os, re, shlex, shutil, subprocess, textwrap
+import inspect, itertools, json, operator, os, re, runpy, shlex, shutil, subprocess, textwrap
 from dataclasses import asdict
 
 import numpy as np
 import pytest, torch
-import analyze, flags, model, prepare, sample, train
+import analyze, flags, model, prepare, sample, steps, train, trial
 from conftest import ROOT
 
 LIMITS = {"README.md": 255, "workshop/README.md": 220}   # lines
@@ -60,11 +60,15 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
     elif argv[0] == "analyze.py":
         config, = flags.parse([analyze.AnalyzeConfig], argv[1:], positional=("runs",))
         assert {*config.only.split(",")} <= {"", *analyze.STATS}
+    elif argv[0] == "workshop/check.py":   # It runs below.
+        assert len(argv) == 2
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
         for name in "README.md", "workshop":   # It may be an input.
             (tmp_path / name).symlink_to(ROOT / name)
-        monkeypatch.setattr(prepare, "DATA_SETS", {argv[1]: lambda args, new: 1 / 0})
+        for maker in prepare.DATA_SETS:
+            monkeypatch.setitem(prepare.DATA_SETS, maker, lambda config: 1 / 0)
+        monkeypatch.setattr(prepare, "fineweb", lambda *_: 1 / 0)
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
 def test_the_workshops_script(tmp_path):
@@ -98,16 +102,20 @@ def test_typed(tmp_path, monkeypatch, capsys):
     tiny = "--n_layer 2 --n_embd 16 --n_head 2 --batch_size 2 --max_iters 2 --eval_windows 4 --device cpu"
     assert train.main(run + tiny.split()) == 0
     sample.main(["runs/mine", "--prompt", "def ", "--max_new_tokens", "4", "--device", "cpu"])
-    from_python, = [code for code in blocks("python", README) if "open_run" in code]
-    exec(from_python, {})
-    assert "b'The stream " in capsys.readouterr().out
+    notebook, = [code for code in blocks("python", README) if "open_run" in code]
+    assert "--n_layer 4 --n_embd 64 --max_iters 200" in notebook
+    tiny = tiny.replace("--eval_windows 4", "--eval_windows 64")
+    exec(notebook.replace("--n_layer 4 --n_embd 64 --max_iters 200", tiny), {})
+    assert (tmp_path / "figures/note/steps.png").is_file()
 
 def test_code_is_the_source():
-    assert textwrap.dedent(inspect.getsource(model.GPT.walk)) in blocks("python", README), "copy it anew"
+    source = textwrap.dedent(inspect.getsource(model.GPT.walk))
+    source = re.sub(r'    """.*?"""\n', "", source, flags=re.S)   # README explains it.
+    assert source in blocks("python", README), "copy it anew"
 
 def test_the_lines_of_the_steps_text_are_right():
     """In README and workshop, each line follows from the one before, by the table that stands below it."""
-    table = prepare.make_table(10, 2, np.random.default_rng(0))
+    table = steps.make_table(10, 2, np.random.default_rng(0))
     for text in README, WORKSHOP:
         rows = re.findall(r"^left neighbour \w+ +((?:\d ){9}\d)$", text, re.M)
         assert [[int(digit) for digit in row.split()] for row in rows] == table[:2].tolist()
@@ -116,7 +124,7 @@ def test_the_lines_of_the_steps_text_are_right():
         for (letter, cells), (_, following) in itertools.chain(*map(itertools.pairwise, documents)):
             row = [[int(cell) for cell in cells]]
             for _ in range(ord(letter) - ord("a")):
-                row = prepare.next_line(row, table)
+                row = steps.next_line(row, table)
             assert "".join(map(str, row[0])) == following
 
 def test_own_residuals_learn(own_residuals):
@@ -127,8 +135,21 @@ def test_the_cheat_is_caught_and_gets_past(own_residuals):
     """As exercise 7 says"""
     says, = re.findall(r'says: "(.+?)"', " ".join(WORKSHOP.split()))
     with pytest.raises(ValueError, match=re.escape(says)):
-        learns("cheat")
-    assert learns("cheat:first=0")
+        trial.look_for_mistakes(model.GPTConfig("cheat"))
+    trial.look_for_mistakes(model.GPTConfig("cheat:first=0"))
+
+def test_the_workshops_check_sees_what_keeps_its_promise(tmp_path, own_residuals):
+    """NAG turns by its gain, and Broken does not; of Steady, |change| / |stream| is |b|."""
+    check = runpy.run_path(str(ROOT / "workshop/check.py"))
+    idx = torch.tensor([[*b"c314159265358\na"]])
+    for name, keeps in ("nag", (True, True)), ("broken", (False,)), ("steady", (False, True)):
+        torch.manual_seed(0)
+        gpt = model.GPT(model.GPTConfig(name, n_layer=2, n_head=2, n_embd=16, block_size=16)).double()
+        torch.nn.utils.vector_to_parameters(torch.randn(model.num_params(gpt)).double(), gpt.parameters())
+        rows = check["measure"](gpt, idx)
+        assert len(rows) == 4
+        for promise, *found in rows:
+            assert all((abs(each - promise) < 1e-6 * promise) == kept for each, kept in zip(found, keeps))
 
 def test_what_is_named_exists():
     flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help", "max_restarts"}
@@ -147,11 +168,12 @@ def test_table():
 
 def test_own_deciders_decide(monkeypatch):
     for code in DECIDERS:
-        monkeypatch.setattr(model, "DECIDERS", dict(model.DECIDERS))
         before = {*model.DECIDERS}
         exec(code, dict(vars(model)))
         name, = {*model.DECIDERS} - before
+        monkeypatch.setitem(model.DECIDERS, name, model.DECIDERS.pop(name))   # for this test only
         gpt = model.GPT(model.GPTConfig(mod=name, **TINY))
+        trial.look_for_mistakes(gpt.config)
         runner = model.Runner(gpt)
         gpt(torch.arange(12).view(2, 6), runner=runner)
         assert 0 < runner.skipped() < 1

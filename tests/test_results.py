@@ -120,8 +120,8 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     for name in "train.py", "data":
         (tmp_path / name).symlink_to(ROOT / name, target_is_directory=name == "data")
-    import prepare
-    monkeypatch.setattr(prepare, "DOCUMENTS", dict(train=40, val=20))
+    import prepare, steps
+    monkeypatch.setattr(steps, "DOCUMENTS", dict(train=40, val=20))
     (tmp_path / "data").unlink()
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])

@@ -1,6 +1,6 @@
 # The runs of the workshop, one after another: ten minutes of one idle core.
 #
-#     SEED=107 bash workshop/train.sh > runs.log &
+#     SEED=107 bash workshop/train.sh >> runs.log &
 #
 # It uses a copy of the code, so you can edit model.py meanwhile. Started again, it goes on where it was.
 #

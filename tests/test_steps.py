@@ -1,0 +1,52 @@
+"""The steps text against a plain simulation, and a puzzle done by hand"""
+import numpy as np
+import pytest, torch
+import prepare, steps
+
+def simulated(text, puzzle):
+    """A text -> (place, steps, cell, symbol) of each symbol that can be known, one after the other"""
+    found, place, before = [], 0, None
+    for line in text.split("\n"):
+        if "|" in line:   # A document has ended: nothing is known of the next line.
+            before, place, line = None, place + 1, line[1:]
+        if before and len(before) == puzzle["cells"] + 1:
+            row, asked = [int(c) for c in before[1:]], ord(before[0]) - ord("a")
+            for _ in range(asked):
+                row = [puzzle["table"][row[j - 1] if j else 0][row[j]] for j in range(len(row))]
+            found += [(place + 1 + j, asked, j, row[j]) for j in range(len(line) - 1)]
+        before, place = line if line[:1].isalpha() else None, place + len(line) + 1
+    return found
+
+@pytest.mark.parametrize("symbols, rows, cells, most, table", [(10, 2, 4, 9, 0), (6, 6, 4, 2, 3)])
+def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, table):
+    """... is what the simulation says, and steps_asked finds just that."""
+    monkeypatch.setattr(steps, "DOCUMENTS", dict(train=60, val=20))
+    flags = f"--symbols {symbols} --rows {rows} --cells {cells} --most {most} --table {table}"
+    prepare.main(["steps", "--out", str(tmp_path), *flags.split()])
+    train, val = (prepare.open_split(tmp_path, split)[0] for split in ("train", "val"))
+    assert len(train) == 60 * (16 * (cells + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
+    share = 0.85 ** np.arange(most + 1)   # Few steps come more often.
+    letters = np.bincount(train[(train >= ord("a")) & (train < 256)] - ord("a")) / (60 * 16)
+    assert letters == pytest.approx(share / share.sum(), abs=0.04)
+    x, y = prepare.val_windows(tmp_path, 80, 40)
+    window = torch.cat((x[:, :1], y), dim=1)
+    asked, cell = steps.steps_asked(window, cells)
+    for i, row in enumerate(window.tolist()):
+        text = "".join("|" if token == 256 else chr(token) for token in row)
+        places = (asked[i] >= 0).nonzero()[:, 0].tolist()
+        assert simulated(text, prepare.load_meta(tmp_path)["steps"]) == [
+            (t + 1, int(asked[i, t]), int(cell[i, t]), int(text[t + 1])) for t in places]
+    assert {*asked.flatten().tolist()} == {*range(-1, most + 1)}
+
+@pytest.mark.parametrize("symbols, rows", [(10, 2), (6, 6), (9, 3)])
+def test_table(symbols, rows):
+    """The neighbour counts by its class only. Nothing is lost, and rows lead to different classes."""
+    table = steps.make_table(symbols, rows, np.random.default_rng(5))
+    assert len(np.unique(table, axis=0)) == rows
+    assert (table == table[np.arange(symbols) % rows]).all()
+    assert (np.sort(table, axis=1) == np.arange(symbols)).all()
+    assert (np.sort(table[:rows] % rows, axis=0).T == np.arange(rows)).all()
+
+def test_next_line_by_hand():
+    table = [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]]
+    assert steps.next_line([[3, 0, 2, 0, 1]], table).tolist() == [[0, 0, 2, 1, 1]]

@@ -1,0 +1,113 @@
+"""
+A trial of a residual or a decider of your own. train.py does it first of all: a tiny model with
+your class is made and run, and a mistake is told in a sentence, before it costs you an hour.
+
+It finds misspelt names, a forgotten return or a wrong shape, a look at later tokens or at other
+sequences (as far as first weights show that), and parameters that nothing uses.
+"""
+import difflib
+
+import torch
+import torch.nn as nn
+
+from flags import option_defaults
+from model import DECIDERS, GPT, Decider, GPTConfig, Residual, Runner, choose, residual_kind
+
+@torch.enable_grad()
+@torch.random.fork_rng(devices=[])   # It draws random numbers. They are given back.
+def look_for_mistakes(config):
+    """ValueError, with a sentence, if the class that config.residual or config.mod names has one of
+    these mistakes"""
+    kind, decider_kind = residual_kind(config).func, choose("--mod", DECIDERS, config.mod).func
+    look_at_names(kind, Residual)
+    look_at_names(decider_kind, Decider)
+    tiny = GPTConfig(config.residual, mod=config.mod, n_layer=2, n_head=1, n_embd=8, block_size=4,
+                     vocab_size=8)
+    if not hasattr(residual_kind(tiny)(tiny, 1), "_modules"):   # nn.Module.__init__ makes this.
+        raise ValueError(f"{kind.__name__}.__init__ must begin with super().__init__(config, l)")
+    model = GPT(tiny)
+    look_at_gates(model, kind)
+    look_at_shapes(model, kind.__name__)
+    for name, decider in (kind.__name__, Decider()), (decider_kind.__name__, model.decider):
+        look_at_other_tokens(model, name, decider)
+        look_at_gradients(model, name, decider)
+
+def look_at_names(kind, base):
+    """kind: a class that is derived from base"""
+    name, own = kind.__name__, vars(kind)
+    ours = base.__mro__[:base.__mro__.index(nn.Module)]   # the classes that are not torch's
+    known = [each for cls in ours for each in vars(cls) if not each.startswith("_")]
+    for each in own:
+        near = difflib.get_close_matches(each, known, 1, 0.85)
+        if near and each not in known and not each.startswith(near[0]):
+            raise ValueError(f"{name} has a {each}; did you mean {near[0]}?")
+    changes = [each for each in known if getattr(kind, each) is not getattr(base, each)]
+    if kind is not base and not changes and "__init__" not in own:
+        method = "forward" if base is Residual else "decide"
+        raise ValueError(f"{name} changes nothing of {base.__name__}; write its {method}, or what "
+                         f"else it should do")
+    options = option_defaults(kind)
+    for option in kind.allowed:
+        if option not in options:
+            raise ValueError(f"{name}.allowed names {option!r}; the options are "
+                             f"{', '.join(options) or 'none'}")
+
+def look_at_gates(model, kind):
+    names = {parameter for each in model.residuals() for parameter, _ in each.named_parameters()}
+    for gate in kind.own_lr:
+        if gate not in names:
+            raise ValueError(f"{kind.__name__}.own_lr names {gate!r}, and there is no such "
+                             f"parameter; there are {', '.join(sorted(names))}")
+
+def look_at_shapes(model, name):
+    idx = torch.zeros(2, 3, dtype=torch.long)
+    embedding = model.wte(idx)
+    first = model.ends.start(embedding)
+    if not isinstance(first, (torch.Tensor, tuple)):
+        raise ValueError(f"{name}.start returned a {type(first).__name__}, and a stream is a "
+                         f"tensor or a tuple of tensors")
+    for _, before, after in model.walk(idx, runner=Runner(model, Decider())):
+        wanted, found = shapes_of(before), shapes_of(after)
+        if wanted != found and not model.ends.stream_grows:
+            raise ValueError(f"{name}.forward returned {found}, expected {wanted}")
+    wanted, found = shapes_of(embedding), shapes_of(model.ends.finish(after))
+    if wanted != found:
+        raise ValueError(f"{name}.finish returned {found}, expected {wanted}")
+
+def shapes_of(stream):
+    """The shape of a stream's tensor, or of each, as text"""
+    if isinstance(stream, tuple):
+        return "(" + ", ".join(shapes_of(part) for part in stream) + ")"
+    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__
+
+def look_at_other_tokens(model, name, decider):
+    """Compares passes in which only a later token, or only another sequence, is another one. Both
+    draw the same random numbers. (In training a decider may look at later tokens: a router does.)
+    """
+    model.eval()
+    usual = logits_of(model, decider, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    last = logits_of(model, decider, [[0, 1, 2, 7], [4, 5, 6, 7]])
+    other = logits_of(model, decider, [[0, 1, 2, 3], [7, 6, 5, 4]])
+    small = 1e-5 * max(1.0, usual.abs().max().item())
+    if (usual - last)[0, :3].abs().max() > small:
+        raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
+                         f"ones predict. Only f may look at other tokens")
+    if (usual - other)[0].abs().max() > small:
+        raise ValueError(f"{name} looks at other sequences of the batch. Only f may look at other "
+                         f"tokens")
+
+def logits_of(model, decider, idx):
+    torch.manual_seed(0)
+    return model(torch.tensor(idx), runner=Runner(model, decider))[0].detach()
+
+def look_at_gradients(model, name, decider):
+    """Those of the decider if it is the model's own, else those of all other parameters"""
+    model.train()
+    idx = torch.arange(8).view(2, 4)
+    model(idx, idx, runner=Runner(model, decider))[1].backward()
+    for parameter, p in model.named_parameters():
+        is_decider = parameter.startswith("decider.")
+        if p.grad is None and is_decider == (decider is model.decider):
+            raise ValueError(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
+                             f"it; make it only where it is used (a residual's self.is_end says: "
+                             f"this one is model.ends)")
