@@ -29,12 +29,13 @@ from train import evaluate
 SMALL = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
          "--eval_interval 500")
 TEXT = "--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64"
-FALLING, RISING = "--taper cosine", "--taper cosine --taper_start 0.5 --taper_end 1.5"
+FALLING = "--taper cosine"
 SKIPS = "--mod_rate 0.25"   # the third edition's controller; git checkout 7cf98d5 repeats these runs
 RANDOM, ROUTER = f"--mod random {SKIPS}", f"--mod router {SKIPS}"
 SWEEP = (1e-2, 2e-2, 4e-2)   # learning rates that seed 1 tries
-# Seeds that decide. EIGHT are new ones, for comparisons that came later.
+# Seeds that decide. EIGHT and NEW are new ones, for comparisons that came later.
 FOUR, FIVE, EIGHT = (2, 3, 4, 5), (2, 3, 4, 5, 6), (7, 8, 9, 10, 11, 12, 13, 14)
+NEW = EIGHT[:5]
 
 # A line of an experiment: a name for people, the flags, the rate that seed 1 has chosen, the rates
 # that it has tried, and the seeds that decide
@@ -49,6 +50,21 @@ def on_steps(name, residual, lr=2e-2, sweep=(), seeds=FOUR, n_layer=6, iters=100
 def on_text(name, residual, lr, sweep=(), seeds=FIVE, n_layer=12, iters=420, more=""):
     return on_steps(name, residual, lr, sweep, seeds, n_layer, iters, more, TEXT)
 
+def on_cost(name, n_layer, more=""):
+    """The steps text as `make` has it. All have the FLOPs of 1,500 iterations of NAG."""
+    flags = (f"{SMALL} --residual nag --n_layer {n_layer} --max_flops 6.26629e12 --gate_lr 3e-3 "
+             f"{more}")
+    return Variant(name, flags.strip(), 2e-2, (), NEW)
+
+def on_ill(name, residual, lr, sweep=(), more=""):
+    return on_steps(name, residual, lr, sweep, (2, 3, 4), 24, 400, more,
+                    "--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 400")
+
+PAYS = "--gain_cost 0.1 --mod gain:below=0.05"
+PAPERS = "--optimizer adamw --init gpt2"   # the papers' regime
+ADAMW = (2e-3, 6e-3)                       # learning rates that seed 1 tries there
+OURS = "--optimizer muon"
+
 EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is compared.
     "staircase": ("How many steps do 1 to 6 blocks (PreNorm) learn?", [
         on_steps("1 block", "pre", n_layer=1),
@@ -56,16 +72,9 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_steps("4 blocks", "pre", n_layer=4),
         on_steps("6 blocks", "pre", 2e-2, SWEEP),
         on_steps("2 blocks, twice as long", "pre", n_layer=2, iters=2000)]),
-    # iters: those of a minute of an old core. Seed 1, five minutes, chooses the rate for seed 2.
-    "minutes": ("How many steps in ten and twenty minutes?", [
-        on_steps(f"{blocks} blocks, {minutes} minutes", "pre", lr, (1e-2, 2e-2) if minutes == 5 else (),
-                 (2,) if minutes > 5 else (), blocks, minutes * iters)
-        for minutes in (5, 10, 20)
-        for blocks, iters, lr in ((2, 1215, 2e-2), (3, 870, 1e-2), (4, 675, 1e-2), (6, 469, 1e-2),
-                                  (8, 359, 2e-2)) if minutes < 20 or blocks in (2, 8)]),
     "residuals": ("Which residual learns more steps?", [
         on_steps("NAG", "nag", 1e-2, (5e-3, *SWEEP)),
-        on_steps("6 blocks, gpt2", "pre", more="--init gpt2"),   # for pruning.py
+        on_steps("6 blocks, gpt2", "pre", more="--init gpt2"),
         on_steps("NAG, gpt2, 6 blocks", "nag", 1e-2, more="--init gpt2"),
         on_steps("6 blocks, 1.1 times as long", "pre", iters=1100)]),
     "others": ("And which of the other residuals?", [
@@ -122,13 +131,19 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_text("24 blocks: skips a quarter", "nag", 2e-2, n_layer=24, iters=758, more=SKIPS),
         on_text("24 blocks: skips at random", "nag", 2e-2, n_layer=24, iters=767, more=RANDOM),
         on_text("18 blocks: NAG", "nag", 2e-2, n_layer=18, iters=797)]),
-    "longer": ("The residual or the first weights? (text, three times as long)", [
-        on_text("text, gpt2: PreNorm", "pre", 2e-2, (*SWEEP, 8e-2), more="--init gpt2"),
-        on_text("text, gpt2: NAG", "nag", 2e-2, (*SWEEP, 8e-2), more="--init gpt2")]),
-    "cascade": ("Where should the width be? (text)", [
-        on_text("text: rising width", "pre", 4e-2, more=RISING),
-        on_text("text, gpt2: falling width", "pre", 2e-2, more=f"--init gpt2 {FALLING}"),
-        on_text("text, gpt2: rising width", "pre", 2e-2, more=f"--init gpt2 {RISING}")]),
+    "cost": ("Does a cost for turning make skipping free and knowing?", [   # then cost.py
+        on_cost("plain NAG", 6),
+        on_cost("NAG that pays", 6, PAYS),
+        on_cost("plain NAG, 5 blocks", 5)]),
+    "ill": ("Is PreNorm diluted here? (text, 24 blocks)", [                 # then ill.py
+        on_ill("AdamW: PreNorm", "pre", 2e-3, (1e-3, *ADAMW), PAPERS),
+        on_ill("AdamW: NAG", "nag", 2e-3, ADAMW, PAPERS),
+        on_ill("AdamW: Block Attention Residuals", "attnres:group=6", 2e-3, (), PAPERS),
+        on_ill("Muon: PreNorm", "pre", 2e-2, (), OURS),
+        on_ill("Muon: NAG", "nag", 2e-2, (), OURS)]),
+    "answer": ("NAG on text once more: at other rates, with PreNorm's FLOPs", [
+        on_text("FLOPs: NAG, rate 0.02", "nag", 2e-2, (), EIGHT),
+        on_text("FLOPs: NAG, rate 0.04", "nag", 4e-2, (), EIGHT)]),
 }
 
 def commands(name, only_sweeps=False):

@@ -1,0 +1,137 @@
+"""
+Is PreNorm diluted here, and does another residual cure it? Takes trained runs of 24 blocks, and
+looks at each block: at the first weights, and at the end.
+
+    python results/run.py ill                       # trains them
+    python results/ill.py runs/results/ill-*        # appends to ill.csv
+
+A line of ill.csv is a measure of a run, with a number a block. All are means over tokens:
+
+    stream     the rms of what a block hands on: of the stream after it. With Block Attention
+               Residuals, of its source so far, which begins anew every three blocks
+    change     |stream after - stream before| / |stream before|. (Block Attention Residuals: of the
+               sum of all updates, which is what PreNorm's stream would be)
+    gradient   the norm of the gradient of its weights, mean over the training's steps
+    worth      the rise of the loss (nats) without the block
+
+The rule, written before seeds 2 to 4 ran. PreNorm *is diluted* if, in all three seeds, the slope
+of log stream on log block is 0.4 to 0.6 or more, and the stream grows with the block (Spearman's
+correlation above 0.8), and the median change of the last eight blocks is below half of that of the
+first eight. NAG *cures* that if this ratio of changes is nearer to 1 than PreNorm's in all three seeds.
+Block Attention Residuals keep their outputs *bounded* if the largest stream is less than 3 times
+the smallest, and the first block of a group hands on less than the block before it. Gradients and
+worth are reported: no rule.
+"""
+import csv
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
+import analyze
+import prepare
+from flags import flag, parse, say, start
+from inside import sublayers_of
+from model import GPT, Without
+from runs import open_run, read_metrics, read_settings
+
+COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
+NAMES = {"pre": "PreNorm", "nag": "NAG", "attnres:group=6": "Block Attention Residuals"}
+
+@dataclass
+class IllConfig:
+    runs: list = flag(None, "run folders")
+    out: str = flag("results/ill.csv", "file of the lines")
+
+def rms(x):
+    return x.square().mean(-1).sqrt()
+
+def stream_and_change(model, idx):
+    """-> two lists, with a number a block; see above"""
+    handed_on, changes, before = [], [], None
+    for place, stream, after in model.walk(idx):
+        if place % 2 == 1:
+            before = model.ends.as_tensor(stream)
+            continue
+        now = model.ends.as_tensor(after)
+        source = now
+        if model.ends.stream_grows:
+            source = list(after[1].values())[-1][0]   # of AttnRes: that of the last group
+        handed_on.append(rms(source).mean().item())
+        changes.append((rms(now - before) / rms(before)).mean().item())
+    return handed_on, changes
+
+def measure(model, batches, history):
+    """Yields (when, measure, a number a block)"""
+    for when, each in ("first weights", GPT(model.config).eval()), ("trained", model):
+        found = [stream_and_change(each, idx) for idx, _ in batches]
+        for name, lists in zip(("stream", "change"), zip(*found)):
+            yield when, name, [statistics.mean(block) for block in zip(*lists)]
+    steps, norms = max((step, entry["grad_norms"]) for step, entry in history.items()
+                       if "grad_norms" in entry)
+    yield "trained", "gradient", [norm / steps for norm in norms]
+    whole = analyze.mean_loss(model, batches)
+    yield "trained", "worth", [
+        analyze.mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
+        for i in range(len(model.blocks))]
+
+def read_lines(path):
+    """ill.csv -> {(variant, when, measure): {seed: numbers}}"""
+    found = {}
+    with open(path, newline="", encoding="utf-8") as f:
+        for line in csv.DictReader(f):
+            key = line["variant"], line["when"], line["measure"]
+            found.setdefault(key, {})[line["seed"]] = [float(each) for each in line["values"].split()]
+    return found
+
+def slope(values):
+    """Of log value on log block, by least squares"""
+    x = torch.arange(1, len(values) + 1).double().log()
+    y = torch.tensor(values).double().log()
+    return ((x - x.mean()) * (y - y.mean())).sum().item() / (x - x.mean()).square().sum().item()
+
+def spearman(values):
+    """Rank correlation of a value with its block"""
+    ranks = torch.tensor(values).argsort().argsort().tolist()
+    return statistics.correlation(range(len(values)), ranks)
+
+def late_by_early(values):
+    """Median of the last third of the blocks / median of the first third"""
+    third = len(values) // 3
+    return statistics.median(values[-third:]) / statistics.median(values[:third])
+
+@torch.no_grad()
+def main(argv=None):
+    args, = parse((IllConfig,), argv, __doc__, positional=("runs",))
+    known = read_lines(args.out) if Path(args.out).exists() else {}
+    commit = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
+    for folder in args.runs:
+        model, config = open_run(folder)
+        settings = read_settings(folder)
+        optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings["optimizer"]]
+        variant, seed = f"{optimizer}: {NAMES[config['residual']]}", str(config["seed"])
+        if seed in known.get((variant, "trained", "worth"), {}):
+            continue
+        windows = prepare.val_windows(config["data"], config["block_size"], 64)
+        lines = [dict(variant=variant, seed=seed, when=when, measure=name, commit=commit,
+                      values=" ".join(f"{value:.4g}" for value in values),
+                      command=f"results/ill.py {Path(folder).name}")
+                 for when, name, values in measure(model, analyze.in_batches(*windows),
+                                                   read_metrics(folder))]
+        with open(args.out, "a", newline="") as f:
+            writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+            if f.tell() == 0:   # It is new.
+                writer.writeheader()
+            writer.writerows(lines)
+        say(f"{variant}, seed {seed}: measured")
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.chdir(ROOT)
+    start(main)
