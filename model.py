@@ -25,7 +25,7 @@ V = vocab_size different tokens. The following words have one meaning each, in a
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
-    place      the number of a run, 1, 2, 3, ..; the same as l, unless --repeat runs blocks again
+    place      the number of a sublayer's run, 1, 2, ..; as l, unless --repeat runs blocks again
 
 The file has four parts:
 
@@ -36,8 +36,8 @@ The file has four parts:
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
-queries and keys, other first weights, no biases, no dropout, and a cache in sampling. To try a rule
-of your own, copy class Template, and add it to RESIDUALS (end of part 2).
+queries and keys with another scale, a head of its own, other first weights, no biases, no dropout,
+and a cache in sampling. To try a rule of your own, copy class Template, and add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import itertools
@@ -67,6 +67,7 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 #     block_order      0, 1, .. n_layer - 1
 #     Runner(model)    its run(place, stream, residual, f) is residual(stream, f), and its
 #                      loss(logits, targets) the mean cross entropy
+#     make_decider     and run_sublayer: what a Runner needs to do so
 #     config_problems  finds none
 #
 # EPS, 1e-6, keeps norms from dividing by 0.
@@ -437,7 +438,7 @@ class KVCache:
         self.first, self.length = self.length, self.length + n
 
     def append(self, i, k, v, there=True):
-        """Stores the k, v (B, T, n_head, head_size) that the attention of run i = 0, 1, .. has made
+        """Stores the k, v (B, T, n_head, head_size) that the i-th attention (i = 0, 1, ..) has made
         of the new tokens. there: which tokens have a key; True, or bools (B, T) if some skip
 
         -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
