@@ -37,7 +37,8 @@ The file has four parts:
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
 queries and keys with another scale, a head of its own, other first weights, no biases, no dropout,
-and a cache in sampling. To try a rule of your own, copy class Template, and add it to RESIDUALS (end of part 2).
+and a cache in sampling. To try a rule of your own, copy class Template, and add it to RESIDUALS
+(end of part 2).
 """
 import contextlib
 import itertools
