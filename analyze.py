@@ -578,7 +578,7 @@ def open_runs(args):
         pick_threads(model.config, device)
         n = max(4, args.windows or config["eval_windows"])   # for measuring, and to choose by
         data = data_of(path, config)
-        windows = prepare.val_windows(data, config["block_size"], n)
+        windows = prepare.windows_of(data, "val", config["block_size"], n)
         puzzle = prepare.load_meta(data).get("steps")
         run = Run(model, config, read_metrics(path), args, windows, puzzle)
         if not math.isfinite(run.loss):

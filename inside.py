@@ -57,7 +57,7 @@ def in_words(n):
 # --------------------------------------------------------------------------------------- the probe
 
 def probe(features, digits, symbols, ridge=1.0):
-    """Ridge regression, one linear system: the linear map that best tells digits from features.
+    """Ridge regression, one linear system: a linear map that tells digits from features.
 
     features (n, C); digits (k + 1, n), of k + 1 lines -> a map for each, (k + 1, C + 1, symbols)"""
     x = with_one(features)
@@ -153,7 +153,8 @@ class Inside:
     def example(self, line):
         """What can be read while the model answers a line such as f314159265358, block by block"""
         answer, = answers(self.model, [line], self.puzzle)
-        idx = torch.tensor([[*f"{line}\na{answer}".encode()]])
+        # The last digit predicts what follows, so it isn't read.
+        idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
         features = self.features(idx, torch.tensor([0]), torch.tensor([len(line) + 1]))
         true, blocks = lines_after(line, self.puzzle), []
         for block in range(len(self.shares("line"))):
@@ -169,7 +170,7 @@ class Inside:
 def inside_of(model, data, puzzle, k):
     """-> Inside, from the validation windows in the folder `data`. SystemExit if there are none;
     NotHere if they have too few lines that ask for k steps"""
-    windows = prepare.val_windows(data, model.config.block_size, WINDOWS)
+    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
     return Inside(model, puzzle, windows, k)
 
 # --------------------------------------------------------------------------------------- the patch

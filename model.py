@@ -1201,8 +1201,8 @@ class Runner:
         loss = self.cross_entropy = sum(losses) / len(losses)   # This is what train.py reports.
         if self.model.training:
             loss = loss + self.decider.loss(self)
-        gain = self.mean_gain()
-        if self.must_pay() and gain is not None:   # None: all sublayers are removed.
+        gain = self.mean_gain() if self.must_pay() else None
+        if gain is not None:   # (It is, too, if all sublayers are removed.)
             loss = loss + self.model.config.gain_cost * gain
         return loss
 
@@ -1214,9 +1214,8 @@ class Runner:
     def shares(self, measure):
         """-> of each sublayer 1.0 if everyone ran it, 0.0 if it is removed, else measure(keep)"""
         masks = [measure(keep) for keep in self.keeps if torch.is_tensor(keep)]
-        if not masks:   # Then nothing waits for a GPU.
-            return [float(keep is EVERYONE) for keep in self.keeps]
-        measured = iter(torch.stack(masks).tolist())
+        # tolist waits for a GPU: once, or never.
+        measured = iter(torch.stack(masks).tolist() if masks else [])
         return [next(measured) if torch.is_tensor(keep) else float(keep is EVERYONE)
                 for keep in self.keeps]
 

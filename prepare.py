@@ -283,9 +283,9 @@ def load_meta(data):
                f"{', '.join(VOCABULARIES)}; correct it, or make the data set anew")
     return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
 
-def val_windows(data, T, n):
-    """n windows of the validation split, evenly spread -> x, y (n, T). See read_windows."""
-    vocab_size, shards = load_meta(data)["vocab_size"], open_split(data, "val", T)
+def windows_of(data, split, T, n):
+    """n windows of the split "train" or "val", evenly spread -> x, y (n, T). See read_windows."""
+    vocab_size, shards = load_meta(data)["vocab_size"], open_split(data, split, T)
     starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
     x, y = read_windows(shards, starts, T)
     if (largest := max(x.max(), y.max())) >= vocab_size:

@@ -109,7 +109,7 @@ def open_data(config, model_config, processes):
     return SimpleNamespace(
         folder=folder, meta=meta,
         shards=prepare.open_split(folder, "train", model_config.block_size),
-        val=prepare.val_windows(folder, model_config.block_size, config.eval_windows),   # x, y
+        val=prepare.windows_of(folder, "val", model_config.block_size, config.eval_windows),   # x, y
         token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))

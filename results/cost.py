@@ -44,20 +44,14 @@ class CostConfig:
     runs: list = flag(None, "run folders of the steps text")
     out: str = flag("results/runs.csv", "file of the lines")
 
-def training_windows(config, n=64):
-    """n windows of the training text, evenly spread, in batches: to choose by, not to judge by"""
-    T = config["block_size"]
-    shards = prepare.open_split(config["data"], "train", T)
-    starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
-    return analyze.in_batches(*prepare.read_windows(shards, starts, T))
-
 def greedy_sets(model, windows, most):
     """-> `most` sets of places: of one sublayer, of two, .., each with the one more that is missed
     least"""
     gone, found = set(), []
     for _ in range(most):
         rest = {*range(1, 2 * len(model.order) + 1)} - gone
-        losses = {place: mean_loss(model, windows, Without(gone | {place}, ALL_RUN)) for place in rest}
+        losses = {place: mean_loss(model, windows, Without(gone | {place}, ALL_RUN))
+                  for place in rest}
         gone = gone | {min(losses, key=losses.get)}
         found.append(gone)
     return found
@@ -65,10 +59,10 @@ def greedy_sets(model, windows, most):
 def fixed_set(inspected, sets, share):
     """-> right digits by steps asked if `share` of the sublayers is removed: a mix of two sets"""
     count = share * 2 * len(inspected.model.order)
-    smaller = int(count)
-    right = [np.array(right_by_steps(inspected, Without(set().union(*sets[:k]) if k else set(),
-                                                        ALL_RUN))[0]) for k in (smaller, smaller + 1)]
-    return right[0] + (count - smaller) * (right[1] - right[0])
+    smaller, part = int(count), count % 1
+    right = [np.array(right_by_steps(inspected, Without(gone, ALL_RUN))[0])
+             for gone in ([set()] + sets)[smaller:smaller + 2]]
+    return (1 - part) * right[0] + part * right[1]
 
 def skipped_by_steps(inspected, decider):
     """-> the share of the sublayer runs that is skipped, by steps asked"""
@@ -79,7 +73,8 @@ def skipped_by_steps(inspected, decider):
     return analyze.by_steps(inspected, measure)[0]
 
 def measure(inspected, windows):
-    """Yields what was done, share skipped, and right digits by steps asked (or None)"""
+    """Yields what was done, share skipped, and right digits by steps asked (or None). windows: of
+    the training text, in batches, to choose a fixed set by"""
     model = inspected.model
     found = {below: right_by_steps(inspected, ByGain(model.config, below)) for below in BELOW}
     skipped = {below: float(1 - sum(ran) / len(ran)) for below, (_, ran) in found.items()}
@@ -88,7 +83,8 @@ def measure(inspected, windows):
         yield f"below {below}", skipped[below], found[below][0]
     if not model.config.gain_cost:
         return   # It hardly skips, so there is nothing to control.
-    sets = greedy_sets(model, windows, int(max(map(skipped.get, CONTROLLED)) * 2 * len(model.order)) + 1)
+    most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
+    sets = greedy_sets(model, windows, most)
     for below in CONTROLLED:
         yield f"a fixed set for {below}", skipped[below], fixed_set(inspected, sets, skipped[below])
         coins = ByFunction(functools.partial(flip, found[below][1]))
@@ -110,17 +106,19 @@ def main(argv=None):
         name += "" if model.config.n_layer == 6 else f", {model.config.n_layer} blocks"
         if (f"{name}, all run", seed) in known:
             continue
-        windows = prepare.val_windows(config["data"], config["block_size"], 512)
+        windows = prepare.windows_of(config["data"], "val", config["block_size"], 512)
         inspected = analyze.Run(model, config, {}, None, windows, puzzle)
         torch.manual_seed(0)
-        for what, skipped, right in measure(inspected, training_windows(config)):
+        to_choose_by = prepare.windows_of(config["data"], "train", config["block_size"], 64)
+        for what, skipped, right in measure(inspected, analyze.in_batches(*to_choose_by)):
             row = dict(experiment="cost", variant=f"{name}, {what}", seed=seed, lr=f"{lr:g}",
                        skipped=f"{skipped:.3f}", command=f"results/cost.py {Path(folder).name}")
             if right is not None:
                 row |= dict(right=" ".join(f"{share:.3f}" for share in right),
                             steps=f"{steps_learned(right, inspected.guess):.3f}")
             run.append(args.out, dict.fromkeys(run.COLUMNS, "") | row)
-            say(f"{row['variant']}, seed {seed}: {row.get('steps', 'no')} steps, {skipped:.1%} skipped")
+            say(f"{row['variant']}, seed {seed}: {row.get('steps', 'no')} steps, "
+                f"{skipped:.1%} skipped")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -17,15 +17,14 @@ A line of ill.csv is a measure of a run, with a number a block. All are means ov
 The rule, written before seeds 2 to 4 ran. PreNorm *is diluted* if, in all three seeds, the slope
 of log stream on log block is 0.4 to 0.6 or more, and the stream grows with the block (Spearman's
 correlation above 0.8), and the median change of the last eight blocks is below half of that of the
-first eight. NAG *cures* that if this ratio of changes is nearer to 1 than PreNorm's in all three seeds.
-Block Attention Residuals keep their outputs *bounded* if the largest stream is less than 3 times
-the smallest, and the first block of a group hands on less than the block before it. Gradients and
-worth are reported: no rule.
+first eight. NAG *cures* that if this ratio of changes is nearer to 1 than PreNorm's in all three
+seeds. Block Attention Residuals keep their outputs *bounded* if the largest stream is less than 3
+times the smallest, and the first block of a group hands on less than the block before it. Gradients
+and worth are reported: no rule.
 """
 import csv
 import os
 import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import analyze
 import prepare
+import run
 from flags import flag, parse, say, start
 from inside import sublayers_of
 from model import GPT, Without
@@ -110,7 +110,6 @@ def late_by_early(values):
 def main(argv=None):
     args, = parse((IllConfig,), argv, __doc__, positional=("runs",))
     known = read_lines(args.out) if Path(args.out).exists() else {}
-    commit = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
     for folder in args.runs:
         model, config = open_run(folder)
         settings = read_settings(folder)
@@ -118,17 +117,14 @@ def main(argv=None):
         variant, seed = f"{optimizer}: {NAMES[config['residual']]}", str(config["seed"])
         if seed in known.get((variant, "trained", "worth"), {}):
             continue
-        windows = prepare.val_windows(config["data"], config["block_size"], 64)
-        lines = [dict(variant=variant, seed=seed, when=when, measure=name, commit=commit,
-                      values=" ".join(f"{value:.4g}" for value in values),
-                      command=f"results/ill.py {Path(folder).name}")
-                 for when, name, values in measure(model, analyze.in_batches(*windows),
-                                                   read_metrics(folder))]
-        with open(args.out, "a", newline="") as f:
-            writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
-            if f.tell() == 0:   # It is new.
-                writer.writeheader()
-            writer.writerows(lines)
+        windows = prepare.windows_of(config["data"], "val", config["block_size"], 64)
+        # All of a run is measured before its first line is written: so a run is there whole, or not.
+        for when, name, values in [*measure(model, analyze.in_batches(*windows),
+                                            read_metrics(folder))]:
+            line = dict(variant=variant, seed=seed, when=when, measure=name,
+                        values=" ".join(f"{value:.4g}" for value in values),
+                        command=f"results/ill.py {Path(folder).name}")
+            run.append(args.out, line, COLUMNS)
         say(f"{variant}, seed {seed}: measured")
 
 if __name__ == "__main__":

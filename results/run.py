@@ -173,7 +173,7 @@ def train(name, variant, seed, lr, flags):
 def measure(out):
     """Run folder -> what runs.csv says of it, but for its name"""
     model, config = open_run(out)
-    x, y = prepare.val_windows(config["data"], config["block_size"], 512)
+    x, y = prepare.windows_of(config["data"], "val", config["block_size"], 512)
     _, bits, skipped = evaluate(model, x, y, prepare.token_bytes(config, len(model.wte.weight)), 64)
     found = dict(bits=f"{bits:.5f}", skipped=f"{skipped:.3f}", steps="", right="")
     text = prepare.load_meta(config["data"]).get("steps")
@@ -250,10 +250,11 @@ def main(argv=None):
         finally:
             pool.shutdown(cancel_futures=True)
 
-def append(path, row):
+def append(path, row, columns=COLUMNS):
+    """Adds a line to a CSV file, with the commit that has made it."""
     row = row | dict(commit=subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD"))
     with open(path, "a", newline="") as f:
-        writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(f, columns, lineterminator="\n")
         if f.tell() == 0:   # It is new.
             writer.writeheader()
         writer.writerow(row)

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -228,7 +229,7 @@ def draw_cost(rows, path):
 
 def draw_ill(measured, path):
     """A panel a measure, a line a seed, by block"""
-    figure, grid = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
+    figure, grid = plt.subplots(1, 4, figsize=(11, 3.2), layout="constrained")
     variants = list(dict.fromkeys(variant for variant, _, _ in measured))
     for axes, (measure, title) in zip(grid, [
             ("stream", "rms of the stream\n(of the source so far)"),
@@ -241,6 +242,9 @@ def draw_ill(measured, path):
                 axes.plot(range(1, len(numbers) + 1), np.clip(numbers, 1e-4, None), style,
                           color=color, alpha=0.7, label=variant if i == 0 else None)
         axes.set(xlabel="block", title=title, yscale="log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.grid(alpha=0.3)
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8, ncols=5)
     save(figure, path)

@@ -27,7 +27,7 @@ def text(data):
 
 @pytest.fixture(scope="module")
 def windows(data):
-    return prepare.val_windows(data, 32, 600)
+    return prepare.windows_of(data, "val", 32, 600)
 
 def step(digits, text):
     return [text["table"][left][digit] for left, digit in zip([0, *digits], digits)]

@@ -217,11 +217,11 @@ def test_shards_and_windows(tmp_path):
     assert x.dtype == torch.int64 and x.shape == (9, 4) and torch.equal(y, x + 1)
     assert x[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102]
     write(tmp_path / "fineweb_val_000000.bin", shard(range(50)))
-    x, y = prepare.val_windows(tmp_path, 9, 5)
+    x, y = prepare.windows_of(tmp_path, "val", 9, 5)
     assert x[:, 0].tolist() == [0, 10, 20, 30, 40] and torch.equal(y, x + 1)
-    assert "--block_size 50" in refused(tmp_path, 50, 5, call=prepare.val_windows)
+    assert "--block_size 50" in refused(tmp_path, "val", 50, 5, call=prepare.windows_of)
     write(tmp_path / "fineweb_val_000000.bin", shard([1, 2, 3, 50257]))   # gpt2 has no such token.
-    assert "50257" in refused(tmp_path, 3, 1, call=prepare.val_windows)
+    assert "50257" in refused(tmp_path, "val", 3, 1, call=prepare.windows_of)
 
 @pytest.mark.parametrize("content, found, deletes", [
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off

@@ -28,7 +28,7 @@ def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, ta
     share = 0.85 ** np.arange(most + 1)   # Few steps come more often.
     letters = np.bincount(train[(train >= ord("a")) & (train < 256)] - ord("a")) / (60 * 16)
     assert letters == pytest.approx(share / share.sum(), abs=0.04)
-    x, y = prepare.val_windows(tmp_path, 80, 40)
+    x, y = prepare.windows_of(tmp_path, "val", 80, 40)
     window = torch.cat((x[:, :1], y), dim=1)
     asked, cell = steps.steps_asked(window, cells)
     for i, row in enumerate(window.tolist()):

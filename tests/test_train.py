@@ -132,7 +132,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     same_run(run, tmp_path / "replay")
     model, found = runs.open_run(run)
     assert found.items() <= config.items() and "tokenizer" in found and not model.training
-    nats = train.evaluate(model, *prepare.val_windows(data, 32, 8), torch.ones(320), 4)[0]
+    nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(last["val_loss"], rel=1e-6)
     before = content(run)
     assert "beyond the end" in refused("--out", run, "--resume", "--max_iters", 4)
