@@ -60,6 +60,10 @@ def on_ill(name, residual, lr, sweep=(), more=""):
     return on_steps(name, residual, lr, sweep, (2, 3, 4), 24, 400, more,
                     "--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 400")
 
+def on_cliff(name, residual, n_layer, more, lr=2e-3, sweep=()):
+    return on_steps(f"cliff: {name}, {n_layer} blocks", residual, lr, sweep, (2, 3, 4), n_layer, 300,
+                    more, "--data data/stdlib --device cpu --n_embd 64 --eval_interval 300")
+
 PAYS = "--gain_cost 0.1 --mod gain:below=0.05"
 PAPERS = "--optimizer adamw --init gpt2"   # the papers' regime
 ADAMW = (2e-3, 6e-3)                       # learning rates that seed 1 tries there
@@ -141,6 +145,16 @@ EXPERIMENTS = {   # name -> (question, variants). comparisons.csv says what is c
         on_ill("AdamW: Block Attention Residuals", "attnres:group=6", 2e-3, (), PAPERS),
         on_ill("Muon: PreNorm", "pre", 2e-2, (), OURS),
         on_ill("Muon: NAG", "nag", 2e-2, (), OURS)]),
+    # The convex gate fails at a depth if, in all three seeds, it ends no more than 0.05 nats (0.072
+    # bits per byte) below 4.427 bits, what the tokens' frequencies alone reach. It trains if, in
+    # all three, it is further below.
+    "cliff": ("Does the convex gate fail at depth? (text, 300 iterations)", [
+        on_cliff("convex", "convex", 24, PAPERS, 2e-3, (5e-4, *ADAMW)),
+        on_cliff("convex, bias -3", "convex:bias=-3", 24, PAPERS),
+        on_cliff("review", "review", 24, PAPERS),
+        on_cliff("convex", "convex", 6, PAPERS),
+        on_cliff("review", "review", 6, PAPERS),
+        on_cliff("Muon, convex", "convex", 24, OURS, 2e-2)]),
     "answer": ("NAG on text once more: at other rates, with PreNorm's FLOPs", [
         on_text("FLOPs: NAG, rate 0.02", "nag", 2e-2, (), EIGHT),
         on_text("FLOPs: NAG, rate 0.04", "nag", 4e-2, (), EIGHT)]),
