@@ -382,7 +382,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
         (None without targets). In training, the runner may add to it."""
-        runner = runner or Runner(self, compiled=cache is None)
+        runner = runner or Runner(self)
         for _, _, stream in self.walk(idx, cache, runner):
             pass   # At the end, it is the last stream.
         logits = self.head(stream)
@@ -460,7 +460,7 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
     # What the cache doesn't have yet: at first the whole text, or its end if it is too long
     missing, cache = idx[:, -size:], KVCache(model, len(idx), size)
     for _ in range(max_new_tokens):
-        runner = Runner(model, decider, compiled=False)
+        runner = Runner(model, decider)
         logits, _ = model(missing, cache=cache, runner=runner)
         token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
@@ -1140,11 +1140,11 @@ class Runner:
         stream     the stream before it, and shape, its (B, T)
         gain()     how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the walk is over"""
-    def __init__(self, model, decider=None, compiled=True):
-        """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
-        as in sampling, where shapes change all the time"""
+    def __init__(self, model, decider=None):
+        """decider: in place of model.decider"""
         self.model, self.decider = model, decider or model.decider
-        self.run_sublayer = model.run_sublayer if compiled else run_sublayer
+        # What train.py has compiled is for training. In sampling, shapes change all the time.
+        self.run_sublayer = model.run_sublayer if model.training else run_sublayer
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
@@ -1626,8 +1626,9 @@ def block_order(config):
 # ---------------------------------------------------------------------------------------- training
 
 def compile_blocks(model, **options):
-    """torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks share two graphs
-    (unless their widths differ). If the stream grows they can't, so only sublayers are compiled."""
+    """For training: torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks
+    share two graphs (unless their widths differ). If the stream grows they can't, so only sublayers
+    are compiled."""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
     if not model.ends.stream_grows:
         model.run_sublayer = torch.compile(run_sublayer, **options)
