@@ -137,7 +137,7 @@ def test_a_probe_is_scored_where_it_was_not_fitted(text, windows):
 class Answers(Known):
     """A model whose stream, where the answer is predicted, is the answer: right in the right half only"""
     ends, order, decider = SimpleNamespace(stream_grows=False), range(L), Decider()
-    run_sublayer = None
+    training = False
     config = SimpleNamespace(block_size=2 * CELLS + 2)
 
     def __call__(self, idx, runner):
