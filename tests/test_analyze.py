@@ -1,6 +1,6 @@
 """The statistics against what they must be for models that we can see through, the page, the
 command line. Tests of the probe are in test_inside.py."""
-import json, os, re, shutil, subprocess, sys
+import inspect, json, os, re, shutil, subprocess, sys
 from types import SimpleNamespace
 
 import pytest, torch
@@ -13,12 +13,11 @@ from model import ByGain, Runner, Without
 L = 4   # blocks
 
 def run_of(residual="pre", text="", windows=None, **config):
-    """Twelve windows: `some` and `others` are three batches of one."""
+    """Twelve windows: `some` are three batches of one."""
     model = make(residual, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual)
     windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
-    args = SimpleNamespace(text=text, skip_below=0.3, asked=0)
-    return analyze.Run(model, settings, {}, args, windows)
+    return analyze.Run(model, settings, windows, text=text, skip_below=0.3)
 
 def loss_of(run, decider=None):
     """On every fourth window, the mean per token"""
@@ -45,7 +44,7 @@ def test_the_stream_by_hand():
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     x = torch.stack(streams(run.model, torch.cat([idx for idx, _ in run.batches])))
     size = x.square().mean(-1).sqrt().mean((1, 2))
-    found = analyze.stream(run)
+    found = analyze.turning(run)
     degrees = flat(found["turned by (degrees)"])
     assert degrees == pytest.approx(degrees_between(x[1:], x[:-1]).mean((1, 2)).tolist(), abs=1e-6)
     places, lengths = zip(*found["length of the stream"]["stream"])
@@ -79,7 +78,7 @@ def test_depth_map():
     assert found["tokens"][:8] == ["a", "\t", "", "é", "$", "x", "$", "\n"]
     assert len(found["tokens"]) == 16
     gains = []
-    for place, before, _ in run.model.walk(idx, runner=Runner(run.model, run.skipping)):
+    for place, before, _ in run.model.walk(idx, runner=Runner(run.model, analyze.skipping(run))):
         gains.append(run.model.residuals()[place - 1].gain(before).abs()[0, :, 0])
     gains = torch.stack(gains)
     angles = torch.where(gains >= 0.3, gains.atan().rad2deg(), torch.nan)
@@ -96,11 +95,11 @@ def test_what_skipping_costs(monkeypatch):
     run, asked, seen = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1))), [], []
     def mean(measure, windows=None):
         asked.append(measure)
-        return torch.arange(2.0 * L) if windows is run.others else analyze.Run.mean(run, measure, windows)
+        return analyze.Run.mean(run, measure, windows) if windows is run.some else torch.arange(2.0 * L)
     run.mean, skip_point = mean, analyze.skip_point
     monkeypatch.setattr(analyze, "skip_point", lambda *args: seen.append(skip_point(*args)) or seen[-1])
     lines, = analyze.skip_curve(run).values()
-    idx = run.others[0][0]
+    idx = analyze.every_fourth(run.batches, 2)[0][0]
     gains = [run.model.residuals()[place - 1].gain(x).abs().mean() for place, x, _ in run.model.walk(idx)]
     assert asked[0](idx).tolist() == pytest.approx(torch.stack(gains).tolist())
     assert lines["by gain"][0] == pytest.approx([0, run.loss])
@@ -123,7 +122,7 @@ def test_what_skipping_costs(monkeypatch):
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod="gain:below=99")
-    assert flat(analyze.stream(run)["turned by (degrees)"]) == [0] * 2 * L
+    assert flat(analyze.turning(run)["turned by (degrees)"]) == [0] * 2 * L
     assert analyze.depth_map(run)["degrees"].isnan().all()
     lines, = analyze.skip_curve(run).values()
     assert lines["as trained"] == [pytest.approx([1.0, run.loss])]
@@ -134,42 +133,31 @@ def test_windows_are_from_all_over_the_text():
     """Of 128 windows, window n has the tokens 2 n and 2 n + 1."""
     x = 2 * torch.arange(128)[:, None] + ids(128, 12, V=2)
     run = run_of(windows=(x, x))
-    parts = [torch.cat([idx for idx, _ in part]) for part in (run.some, run.others)]
+    parts = [torch.cat([idx for idx, _ in part]) for part in (run.some, analyze.every_fourth(run.batches, 2))]
     for numbers in ((part[:, 0] // 2).tolist() for part in parts):
         assert numbers == [*range(numbers[0], 128, 4)]
     assert not {*parts[0][:, 0].tolist()} & {*parts[1][:, 0].tolist()}
 
 def test_what_the_page_says():
-    """Of results that are made up. It numbers blocks and sublayers from 1."""
-    model = SimpleNamespace(order=range(3))
-    run = SimpleNamespace(model=model, known=1, guess=0.1, right=[1.0, 0.91, 0.1])   # one step of two
-    blocks = [None, dict(steps=0), dict(steps=1), dict(steps=1), dict(steps=2)]   # the first one: the embedding
+    """Of results that are made up. It numbers blocks from 1."""
+    run = SimpleNamespace(most_known=1, guess=0.1, right=[1.0, 0.91, 0.1])   # one step of two
     for name, result, words in (
-            ("steps", {}, "0.9 steps learned. Up to one step, at least 90% of the digits"),
-            ("lines_inside", {"asked": 2, "examples": [{"blocks": blocks}]},
-             "can read one step after block 2, then two steps after block 4."),
-            ("patched", {"where the line stands": {"its own answer": [0.2, 0.5, 0.96, 1.0]}}, "After block 3,"),
-            ("removal_by_steps", {"": [[1, 0.9, 0.1], [0.5, 0.5, 0.9], [0.9, 0.9, 0]]},
-             "95% of the digits are right. Without block 1, 50% are; without block 2, which does least, 90%."),
-            ("gain_by_steps", {"": [[5, 6, 90], [10, 40, 0]]},
-             "Sublayer 2 tells learned digits apart best: it turns copies by 10 degrees, and digits after one step by"),
-            ("who_skips", {"sublayers that run for a digit": {"as it skips": [1.5, 3.0, 6]},
-                           "share of right digits": {"as it skips": [1, 0.55, 0.1], "if all run": [1, 1, 0.1]}},
-             "Of 6 sublayers, copies run 1.5, and one step 3.0. Skipping so, 0.50 steps are learned, and 1.00 if all"),
-            ("skip_curve", {"steps learned": {"by gain": [[0.1 * i, 5.0 - i] for i in range(6)],
-                                              "a fixed set": [[0, 7.0 - i] for i in range(2, 6)],
-                                              "coins": [[0, 9.0 - i] for i in range(6)]}},
-             "30% of the sublayer runs are skipped. Steps learned: 2.00; 4.00 with a fixed set, 6.00 with coins;"),
-            ("logit_lens", {"loss (nats per token)": {"after each block": [3.0, 2.0, 1.05, 1.0]}}, "From block 2 on"),
-            ("stream", {"turned by (degrees)": {"MLP": [9, 30]},
-                        "length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}},
-             "by 30 degrees. At the end, the stream is 2.5 times as long"),
-            ("removal", {"without the block": {"block": [0.5, 2.0, 0.1]}},
-             "Block 2 is worth most, 2.00 nats, and block 3 least, 0.10.")):
+            ("right_digits", {}, "0.9 steps learned."),
+            ("patched", {"where the line stands": {"its own answer": [0.2, 0.5, 0.96, 1.0]}}, "Block 3 fetches the line."),
+            ("patched", {"where the line stands": {"its own answer": [0.2, 0.5]}}, "It doesn't know these answers"),
+            ("who_skips", {"sublayers that run for a digit": {"as it skips": [1.5, 3.0, 6]}},
+             "Copies run 1.5 sublayers, and one step 3.0."),
+            ("turning", {"length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}}, "is 2.5 times as long")):
         assert words in analyze.STATS[name].says(result, run)
 
+@pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
+def test_the_most_steps_that_are_known(right, most):
+    run = run_of()
+    run.right = right
+    assert run.most_known == most
+
 @pytest.mark.parametrize("residual, lacks", [
-    ("pre", "skip_curve steps lines_inside patched puzzle removal_by_steps gain_by_steps who_skips"),
+    ("pre", "skip_curve right_digits lines_inside patched written removal_by_steps gain_by_steps who_skips"),
     ("hyper", "skip_curve")])
 def test_what_a_run_cannot_have_is_one_sentence(residual, lacks):
     run = run_of(residual, repeat="2-3:2")
@@ -203,9 +191,9 @@ def test_page(made):
     for name, stat in report["statistics"].items():
         assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]
         assert len(stat["results"]) + len(stat["missing"]) == 2
-        assert bool(stat["image"]) == (made / f"out/{name}.png").exists() == bool(stat["results"]), name
+        assert ("image" in stat) == (made / f"out/{name}.png").exists() == bool(stat["results"]), name
     assert "knows no gain" in numbers["missing"]["skip_curve"]["_<b>"]
-    assert sum(1 for stat in report["statistics"].values() if stat["image"]) == 5
+    assert sum(1 for stat in report["statistics"].values() if "image" in stat) == 5
 
 def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     """It needs no docstring, and may return tensors. What can't be drawn is told in a sentence."""
@@ -222,25 +210,21 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     assert len(found["a panel"]["turned"]) == 4 and found["a panel"]["lacks"] == [None, 1]
     assert analyze.STATS["mine"].caption == "My own"
     found = measure("heat", lambda turned: {"": turned[None]}, "One\n    paragraph")
-    assert len(found[""][0]) == 4 and analyze.STATS["mine"].caption == "One paragraph"
+    assert len(found[""][0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
+    example = inspect.getsource(analyze).split("# a whole one:\n#\n")[1].split("\n#\n# The page")[0]
+    exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
+    analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path), "--only", "turned"])
+    numbers = json.loads((tmp_path / "numbers.json").read_text())["statistics"]
+    assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[""][0]}
     for draw, returned, needs in (("lines", lambda x: x, "line"), ("lines", lambda x: {"a": x}, "line"),
-                                  ("heat", lambda x: None, "matrix")):
-        with pytest.raises(SystemExit, match=f"^mine in analyze.py returns no {{panel: [^\n]*{needs}[^\n]*$"):
+                                  ("heat", lambda x: None, "matrix"), ("heat", lambda x: {}, "matrix")):
+        with pytest.raises(SystemExit, match=f"^mine: [^\n]*draw='{draw}' returns {{panel: [^\n]*{needs}[^\n]*$"):
             measure(draw, returned)
-
-def test_a_colour_means_the_same_on_all_pages():
-    def colors(*residuals):
-        named = {str(i): SimpleNamespace(config=dict(residual=each)) for i, each in enumerate(residuals)}
-        return list(draw.colors_of(named).values())
-    blue, orange, *others = draw.COLORS
-    assert colors("pre", "nag") == [blue, orange] == colors("nag:directions=4", "pre")[::-1]
-    assert colors("nag", "nag", "post", "pre") == [orange, *others[:2], blue]
-    assert len({*colors(*["nag"] * 8)}) == 8 and len(colors(*["nag"] * 20)) == 20
 
 def test_a_page_of_others_stays(made, tmp_path):
     (tmp_path / "index.html").write_text("mine")
     with pytest.raises(SystemExit, match="that is none of ours"):
-        analyze.main([f"{made}/a$x^$b", "--only", "stream", "--out", str(tmp_path)])
+        analyze.main([f"{made}/a$x^$b", "--only", "turning", "--out", str(tmp_path)])
     assert (tmp_path / "index.html").read_text() == "mine"
 
 def test_a_notebook_keeps_its_figures():

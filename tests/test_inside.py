@@ -181,8 +181,7 @@ def run_of(text, windows, data, residual="nag", **config):
     for _, sublayer in model.blocks[2].pairs():   # This block is silent.
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     settings = dict(batch_size=4, block_size=32, tokenizer="bytes", residual=residual, data=str(data))
-    args = SimpleNamespace(text="", skip_below=0.3, asked=0)
-    return analyze.Run(model, settings, {}, args, [part[:48] for part in windows], text)
+    return analyze.Run(model, settings, [part[:48] for part in windows], text, skip_below=0.3)
 
 @torch.no_grad()
 def test_figures_by_steps_by_hand(text, windows, data):
@@ -198,7 +197,7 @@ def test_figures_by_steps_by_hand(text, windows, data):
         return [sum(each) / len(each) for each in found]
     def shares(decider=None):
         return means(run.model(x, runner=Runner(run.model, decider))[0].argmax(-1) == y)
-    found = analyze.steps(run)["share of right digits"]
+    found = analyze.right_digits(run)["share of right digits"]
     assert found["measured"] == pytest.approx(shares()) and found["guessing"] == [0.1] * 4
     intact, *without = analyze.removal_by_steps(run)[""]
     assert intact == pytest.approx(shares()) == without[2]
@@ -228,26 +227,22 @@ def test_figures_by_steps_by_hand(text, windows, data):
 
 def test_statistics_of_the_lines_inside(text, windows, data):
     run = run_of(text, windows, data, dtype=torch.float32)
-    for asked, k in (0, 1), (2, 2):   # It has learned nothing, so without --asked we look at the first step.
-        run.args.asked = asked
+    for right, k in ([0, 0, 0, 0], 1), ([1, 1, 1, 0], 2):   # If it has learned nothing, we look at the first step.
+        run.right = right
         found = analyze.lines_inside(run)
         assert found["asked"] == k and len(found["line"]) == len(found["answer"]) == L + 1
         assert {len(row) for row in found["line"] + found["answer"]} == {k + 1}
         assert found["examples"][0]["line"] == "abc"[k] + "3141" and len(found["examples"]) > 1
-    run.args.asked = MOST + 1
-    for statistic in analyze.lines_inside, analyze.patched:
-        with pytest.raises(analyze.NotHere, match="for three steps at most, not for --asked 4"):
-            statistic(run)
-    table = analyze.puzzle(run)
+    table = analyze.written(run)
     assert table["lines"][2] == "c3141" and table["true"][0] == "3141"
     assert len(table["answers"]) == len(table["true"]) == MOST + 1
 
 def test_too_few_windows_for_some_steps():
     text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
     about, windows = dict(batch_size=4, tokenizer="bytes"), ids(2, 12, 250).split(6, 1)
-    run = analyze.Run(make("pre", vocab_size=320), about, {}, None, windows, text)
+    run = analyze.Run(make("pre", vocab_size=320), about, windows, text)
     with pytest.raises(analyze.NotHere, match="--windows"):
-        analyze.steps(run)
+        analyze.right_digits(run)
 
 # ---------------------------------------------------------------------------------- the command lines
 
@@ -303,7 +298,7 @@ def test_inside_needs_the_text(trained, tmp_path):
     refused("--inside: is for a run on the steps text")
     elsewhere = "config.json names data/elsewhere .* where the training began"
     refused(elsewhere, "data/elsewhere")
-    refused(elsewhere, "data/elsewhere", analyze.main, ["--only", "steps", "--out", str(run / "figures")])
+    refused(elsewhere, "data/elsewhere", analyze.main, ["--only", "written", "--out", str(run / "figures")])
 
 @pytest.fixture(scope="module")
 def page(trained):
@@ -314,16 +309,16 @@ def test_page_of_the_steps_text(page):
     numbers = json.loads((page / "numbers.json").read_text())["statistics"]
     here = {name for name, found in numbers.items() if "nag" in found}
     assert here == {*analyze.STATS} - {"depth_map"} and len(analyze.STATS) <= 12
-    assert {path.stem for path in page.glob("*.png")} == here - {"puzzle"}
+    assert {path.stem for path in page.glob("*.png")} == here - {"written"}
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here")
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_browser_shows_it(page, width):
     """As if somebody chose the second line of the second run, in a window of this width"""
     script = """<script>
-        const button = document.querySelectorAll("input[name='nag']")[1]
-        button.click()
-        const shown = button.closest("p").nextSibling.textContent
+        const line = document.querySelectorAll("details[name='nag']")[1]
+        line.querySelector("summary").click()
+        const shown = line.open && line.querySelector("table").textContent
         document.title = [shown, document.documentElement.scrollWidth, innerWidth].join("|")
         </script></body>"""
     (page / "choose.html").write_text((page / "index.html").read_text().replace("</body>", script))

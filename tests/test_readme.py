@@ -106,7 +106,7 @@ def test_typed(tmp_path, monkeypatch, capsys):
     assert "--n_layer 4 --n_embd 64 --max_iters 200" in notebook
     tiny = tiny.replace("--eval_windows 4", "--eval_windows 64")
     exec(notebook.replace("--n_layer 4 --n_embd 64 --max_iters 200", tiny), {})
-    assert (tmp_path / "figures/note/steps.png").is_file()
+    assert (tmp_path / "figures/note/right_digits.png").is_file()
 
 def test_code_is_the_source():
     source = textwrap.dedent(inspect.getsource(model.GPT.walk))
