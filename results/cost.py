@@ -107,7 +107,7 @@ def main(argv=None):
         if (f"{name}, all run", seed) in known:
             continue
         windows = prepare.windows_of(config["data"], "val", config["block_size"], 512)
-        inspected = analyze.Run(model, config, {}, None, windows, puzzle)
+        inspected = analyze.Run(model, config, windows, puzzle)
         torch.manual_seed(0)
         to_choose_by = prepare.windows_of(config["data"], "train", config["block_size"], 64)
         for what, skipped, right in measure(inspected, analyze.in_batches(*to_choose_by)):

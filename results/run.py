@@ -192,8 +192,8 @@ def measure(out):
     found = dict(bits=f"{bits:.5f}", skipped=f"{skipped:.3f}", steps="", right="")
     text = prepare.load_meta(config["data"]).get("steps")
     if text:
-        run = analyze.Run(model, config, {}, None, (x, y), text)
-        right = analyze.steps(run)["share of right digits"]["measured"]
+        run = analyze.Run(model, config, (x, y), text)
+        right = run.right
         found |= dict(right=" ".join(f"{share:.3f}" for share in right),
                       steps=f"{analyze.steps_learned(right, 1 / len(text['table'])):.3f}")
     ckpt, _ = read_checkpoint(out / "ckpt.pt")   # The last log may be from some steps before.
