@@ -76,7 +76,7 @@ class Statistic:
     draw: str | None             # the name of a drawing; None: it is only a table of the page
     options: dict                # what the drawing is told
     needs_puzzle: bool           # Is it for the steps text only?
-    says: Callable | None = None
+    says: Callable | None = None   # its verdict, if it has one
 
     @torch.no_grad()
     def __call__(self, run):
@@ -126,13 +126,17 @@ def angles(x, y):
 class Run:
     """A trained model, and validation windows to measure it on"""
     def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05):
-        """model: in eval mode; config: of the run folder; windows: x, y (n, T); puzzle: what
-        meta.json says of the steps text, or None; text, skip_below: what the flags say"""
-        self.model, self.config, self.puzzle = model, config, puzzle
-        self.text, self.skip_below = text, skip_below
-        self.batches = in_batches(*(part.to(model.device) for part in windows))
+        """windows: x, y (n, T)"""
+        self.model = model             # in eval mode
+        self.config = config           # of the run folder
+        self.puzzle = puzzle           # its table, cells and most steps; None: it's another text
+        self.text = text               # --text
+        self.skip_below = skip_below   # --skip_below
+        x, y = windows
+        self.batches = in_batches(x.to(model.device), y.to(model.device))
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
-        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, 8)   # nats per token
+        # Nats per token, and bits per byte of text
+        self.loss, self.bits, _ = evaluate(model, x, y, token_bytes, 8)
 
     def mean(self, measure, batches=None):
         """The mean over batches of measure(idx), a tensor"""
@@ -147,9 +151,11 @@ class Run:
 
     def streams(self, idx, runner=None):
         """The stream before each sublayer and at the end, as vectors: (2L + 1, B, T, C)"""
-        walk, as_tensor = list(self.model.walk(idx, runner=runner)), self.model.ends.as_tensor
-        befores = [as_tensor(before) for _, before, _ in walk]
-        return torch.stack([*befores, as_tensor(walk[-1][2])])
+        streams = []
+        for _, before, after in self.model.walk(idx, runner=runner):
+            streams.append(self.model.ends.as_tensor(before))
+        streams.append(self.model.ends.as_tensor(after))
+        return torch.stack(streams)
 
     def degrees(self, idx, runner=None):
         """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
@@ -203,10 +209,10 @@ def written(run):
     red.
 
     The likeliest digit each time, after this line alone. What is right follows from the table."""
-    about = run.puzzle
-    lines = [chr(ord("a") + k) + some_digits(about) for k in range(about["most"] + 1)]
-    return {"lines": lines, "answers": answers(run.model, lines, about),
-            "true": [spelled(lines_after(line, about)[-1]) for line in lines]}
+    digits = some_digits(run.puzzle)
+    lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
+    return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
+            "true": [spelled(lines_after(line, run.puzzle)[-1]) for line in lines]}
 
 def by_steps(run, measure):
     """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
@@ -214,7 +220,8 @@ def by_steps(run, measure):
 
     Only digits of the right half of a line count, because on the left, digits repeat soon, and can
     be guessed; and only where the line before is in the window, so that they can be known."""
-    cells, values, steps = run.puzzle["cells"], [], []
+    cells = run.puzzle["cells"]
+    values, steps = [], []
     for idx, targets in run.batches:
         asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
         steps.append(torch.where(cell >= cells // 2, asked, -1))
@@ -362,13 +369,15 @@ def who_skips(run):
 
 @who_skips.verdict
 def how_many_sublayers(result, run):
-    ran, most = result["sublayers that run for a digit"]["as it skips"], run.most_known
+    ran = result["sublayers that run for a digit"]["as it skips"]
+    most = run.most_known
     return f"Copies run {ran[0]:.1f} sublayers, and {in_words(most)} {ran[most]:.1f}."
 
 # ======================================================================================= any text
 
 def skip_point(run, decider):
-    """-> [share skipped, steps learned or loss], and the share that ran each sublayer (2L,)"""
+    """If this decider says who skips: -> [share skipped, steps learned or loss], and the share of
+    the tokens that ran each sublayer (2L,)"""
     if run.puzzle:
         right, ran = right_by_steps(run, decider)
         value = steps_learned(right, run.guess)
@@ -378,7 +387,7 @@ def skip_point(run, decider):
     return [1 - ran.mean().item(), value], ran
 
 def flip(ran, runner):
-    """A decider's answer, by coins: each sublayer has its own share of tokens that run"""
+    """Who runs the next sublayer, by coins: ran (2L,) says which share of the tokens"""
     return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
 
 BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains
@@ -401,17 +410,18 @@ def skip_curve(run):
     gains = run.mean(mean_gains, every_fourth(run.batches, first=2))
     weakest_first = (gains.argsort() + 1).tolist()   # places of sublayers
     lines = {"by gain": [], "a fixed set": [], "coins": []}
+    def add(name, decider):
+        point, ran = skip_point(run, decider)
+        lines.setdefault(name, []).append(point)
+        return point[0], ran
     for below in BELOW:
-        point, ran = skip_point(run, by_gain(run, below))
-        lines["by gain"].append(point)
-        share_skipped, _ = point
-        weakest = weakest_first[:round(share_skipped * len(ran))]
+        skipped, ran = add("by gain", by_gain(run, below))
+        weakest = weakest_first[:round(skipped * len(ran))]
         if weakest:
-            lines["a fixed set"].append(skip_point(run, Without(weakest, ALL_RUN))[0])
-        coins = ByFunction(functools.partial(flip, ran))
-        lines["coins"].append(skip_point(run, coins)[0])
+            add("a fixed set", Without(weakest, ALL_RUN))
+        add("coins", ByFunction(functools.partial(flip, ran)))
     if run.model.config.mod != "all":
-        lines["as trained"] = [skip_point(run, run.model.decider)[0]]
+        add("as trained", run.model.decider)
     return {"steps learned" if run.puzzle else "loss (nats per token)": lines}
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
@@ -499,7 +509,8 @@ def main(argv=None):
     for name in wanted:
         if name not in STATS:
             refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
-    runs, out = open_runs(args), Path(args.out)
+    runs = open_runs(args)
+    out = Path(args.out)
     refuse_if_taken(out)   # now, not after minutes of measuring
     results, missing = measure_all(runs, wanted)
     save(out, runs, results, missing)
@@ -507,8 +518,10 @@ def main(argv=None):
 
 def open_runs(args):
     """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
-    runs, text, device = {}, prepare.text_or_file(args.text), pick_device(args.device)
+    device = pick_device(args.device)
+    text = prepare.text_or_file(args.text)
     names = [Path(path).resolve().name for path in args.runs]
+    runs = {}
     for path, name in zip(args.runs, names):
         model, config = open_run(path, device)
         pick_threads(model.config, device)
@@ -544,25 +557,30 @@ def measure_all(runs, wanted):
             print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
-                results[name][run_name] = as_json(name, STATS[name](run))
+                result = as_json(STATS[name](run))
             except NotHere as why:
-                missing[name][run_name] = str(why)
                 print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
+                missing[name][run_name] = str(why)
+            else:
+                check(name, result)
+                results[name][run_name] = result
     return results, missing
 
-def as_json(name, result):
-    """What a statistic has returned, with lists for tensors, and None for nan. SystemExit if it
-    can't be drawn, which may happen to one of your own"""
+def as_json(result):
+    """Lists for tensors, and None for nan"""
     text = json.dumps(result, default=lambda tensor: tensor.tolist())
-    result = json.loads(text, parse_constant=lambda nan: None)
+    return json.loads(text, parse_constant=lambda nan: None)
+
+def check(name, result):
+    """SystemExit if it can't be drawn, which may happen to a statistic of your own"""
     draw = STATS[name].draw
-    kind = {"lines": dict, "heat": list}.get(draw, object)   # of a panel
-    panels = result.values() if isinstance(result, dict) else []
+    if draw not in ("lines", "heat"):
+        return
+    kind, words = (dict, "{panel: {name: line}}") if draw == "lines" else (list, "{panel: matrix}")
+    panels = list(result.values()) if isinstance(result, dict) else []
     if not panels or not all(isinstance(panel, kind) for panel in panels):
-        returns = "{panel: matrix}" if draw == "heat" else "{panel: {name: line}}"
-        refuse(f"{name}: a statistic with draw={draw!r} returns {returns}; see the example at the "
-               f"top of analyze.py")
-    return result
+        refuse(f"{name}: a statistic with draw={draw!r} returns {words}; see the example at the top "
+               f"of analyze.py")
 
 def save(out, runs, results, missing):
     """Page, numbers and figures"""

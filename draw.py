@@ -58,7 +58,8 @@ def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=Fals
             axes.set_ylim(-0.03, 1.03)
         if log:   # like a logarithm, but it goes through 0
             axes.set_yscale("asinh", linear_width=0.01)
-            axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
+            axes.yaxis.set_major_formatter(
+                lambda value, _: "" if 0 < abs(value) < 0.01 else f"{value:g}")
     # What the legend shows: a thick line for each run, and a grey one for each kind of line
     entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in found}
     if len(names) > 1:
@@ -71,6 +72,7 @@ def all_keys(dicts):
     return list(dict.fromkeys(key for each in dicts for key in each))
 
 def x_and_y(line, first_x):
+    """[[x, y], ...], or [y, ...] that begins at first_x -> all x, and all y"""
     if line and isinstance(line[0], list):
         return zip(*line)
     return range(first_x, first_x + len(line)), line
