@@ -193,7 +193,7 @@ def measure(out):
     text = prepare.load_meta(config["data"]).get("steps")
     if text:
         run = analyze.Run(model, config, (x, y), text)
-        right = run.right
+        right = analyze.right_digits(run)["share of right digits"]["measured"]
         found |= dict(right=" ".join(f"{share:.3f}" for share in right),
                       steps=f"{analyze.steps_learned(right, 1 / len(text['table'])):.3f}")
     ckpt, _ = read_checkpoint(out / "ckpt.pt")   # The last log may be from some steps before.
