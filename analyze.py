@@ -557,30 +557,16 @@ def measure_all(runs, wanted):
             print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
-                result = as_json(STATS[name](run))
+                results[name][run_name] = as_json(STATS[name](run))
             except NotHere as why:
-                print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
                 missing[name][run_name] = str(why)
-            else:
-                check(name, result)
-                results[name][run_name] = result
+                print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
     return results, missing
 
 def as_json(result):
     """Lists for tensors, and None for nan"""
     text = json.dumps(result, default=lambda tensor: tensor.tolist())
     return json.loads(text, parse_constant=lambda nan: None)
-
-def check(name, result):
-    """SystemExit if it can't be drawn, which may happen to a statistic of your own"""
-    draw = STATS[name].draw
-    if draw not in ("lines", "heat"):
-        return
-    kind, words = (dict, "{panel: {name: line}}") if draw == "lines" else (list, "{panel: matrix}")
-    panels = list(result.values()) if isinstance(result, dict) else []
-    if not panels or not all(isinstance(panel, kind) for panel in panels):
-        refuse(f"{name}: a statistic with draw={draw!r} returns {words}; see the example at the top "
-               f"of analyze.py")
 
 def save(out, runs, results, missing):
     """Page, numbers and figures"""
@@ -598,7 +584,11 @@ def save(out, runs, results, missing):
             page[name]["verdicts"] = {run_name: statistic.says(result, runs[run_name])
                                       for run_name, result in found.items()}
         if statistic.draw and found:
-            png, inches = draw.as_png(statistic, found, colors)
+            try:
+                png, inches = draw.as_png(statistic, found, colors)
+            except Exception as error:   # It may be a statistic of your own.
+                refuse(f"{name}: draw={statistic.draw!r} can't draw what it returned ({error!r}); "
+                       "the top of analyze.py, and draw.py, say what to return")
             figures[f"{name}.png"] = png
             page[name]["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
             page[name]["width"] = 80 * inches   # in pixels of the page

@@ -129,6 +129,13 @@ def test_a_model_trained_to_skip_skips_in_every_statistic():
     gained = lines["by gain"][0][1] - run.loss   # by a run of all
     assert gained == pytest.approx((loss_of(run, ByGain(None, 0)) - loss_of(run)).item())
 
+def test_a_router_skips_on_the_map():
+    run = run_of(mod="router:rate=0.25")
+    assert 0 < analyze.depth_map(run)["degrees"].isnan().double().mean() < 0.5
+    run.puzzle = dict(cells=2, most=1)
+    with pytest.raises(analyze.NotHere, match="without its routers"):
+        analyze.who_skips(run)
+
 def test_windows_are_from_all_over_the_text():
     """Of 128 windows, window n has the tokens 2 n and 2 n + 1."""
     x = 2 * torch.arange(128)[:, None] + ids(128, 12, V=2)
@@ -216,9 +223,9 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path), "--only", "turned"])
     numbers = json.loads((tmp_path / "numbers.json").read_text())["statistics"]
     assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[""][0]}
-    for draw, returned, needs in (("lines", lambda x: x, "line"), ("lines", lambda x: {"a": x}, "line"),
-                                  ("heat", lambda x: None, "matrix"), ("heat", lambda x: {}, "matrix")):
-        with pytest.raises(SystemExit, match=f"^mine: [^\n]*draw='{draw}' returns {{panel: [^\n]*{needs}[^\n]*$"):
+    for draw, returned in (("lines", lambda x: x), ("lines", lambda x: {"a": x}), ("lines", lambda x: {"a": {"b": 3}}),
+                           ("lines", lambda x: {}), ("heat", lambda x: None), ("heat", lambda x: {"a": {"b": x}})):
+        with pytest.raises(SystemExit, match=f"^mine: draw='{draw}' can't draw [^\n]* say what to return$"):
             measure(draw, returned)
 
 def test_a_page_of_others_stays(made, tmp_path):
