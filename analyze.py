@@ -28,13 +28,13 @@ import torch.nn.functional as F
 
 import prepare
 from flags import flag, parse, printable, refuse, say, start
-from inside import (KNOWN, NotHere, answers, ends_of_blocks, in_words, inside_of, lines_after,
-                    patch, questions, some_digits, spelled, sublayers_of, who_ran)
+from inside import KNOWN, WINDOWS, Inside, NotHere, ends_of_blocks, patch
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
-                   why_not)
+                   sublayers_of, who_ran, why_not)
 from processes import pick_device, pick_threads
 from runs import data_of, explain_write_errors, open_run, read_metrics, write_file
-from steps import steps_asked
+from steps import (answers, in_words, lines_that_ask, solve, some_digits, spelled,
+                   steps_asked)
 from train import evaluate
 
 @dataclass
@@ -258,7 +258,7 @@ def puzzle(run):
     about = run.need_puzzle()
     lines = [chr(ord("a") + k) + some_digits(about) for k in range(about["most"] + 1)]
     return {"lines": lines, "answers": answers(run.model, lines, about),
-            "true": [spelled(lines_after(line, about)[-1]) for line in lines]}
+            "true": [solve(line, about)[-1] for line in lines]}
 
 @stat("How many steps it has learned", x="steps asked for", first_x=0)
 def steps(run):
@@ -290,12 +290,14 @@ def lines_inside(run):
     Lines ask for --asked steps, or for the most of which 90 % are right. Our tests check that the
     probe reads no such line in an untrained model, nor shuffled digits."""
     k = run.asked
-    inside = inside_of(run.model, run.config["data"], run.puzzle, k)
+    windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
+    inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
-    lines = questions(idx.cpu(), targets.cpu(), run.puzzle, k)[2][0]
+    _, _, lines = lines_that_ask(idx.cpu(), targets.cpu(), k, run.puzzle)
     examples = [chr(ord("a") + k) + digits
                 for digits in [some_digits(run.puzzle), *map(spelled, lines[:4])]]
-    return dict(asked=k, line=inside.shares("line"), answer=inside.shares("answer"),
+    return dict(asked=k, line=inside.share_by_block("line"),
+                answer=inside.share_by_block("answer"),
                 examples=[inside.example(line) for line in examples])
 
 @lines_inside.verdict

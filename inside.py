@@ -1,93 +1,146 @@
-"""
-The lines that nobody wrote. A line of the steps text, such as f314159265358, asks for its line five
-steps later. The text never has the lines between. Are they inside of the model?
+r"""
+The lines that nobody wrote. A line of the steps text, such as c314159265358, asks for the line two
+steps later, which is its answer. The text never has the line between. Is it inside of the model?
 
-A probe, a linear map from the stream to a digit, reads them there, block by block (`Inside`). A
-patch shows at which block the answer stops needing the place where the line stands (`patch`).
+Two tools look for it, in a model that is trained:
+
+    Inside   fits probes: linear maps from the stream of one token to a digit. After which block can
+             they read the digits after one step? And after two?
+    patch    asks whether the answer needs what is there: after a block, the stream of another line
+             takes the place of this one's. Whose answer does the model say?
+
 sample.py --inside shows the first, analyze.py shows both.
+
+This is a line, as a window of the text holds it, if lines had four digits only:
+
+    column     0  1  2  3  4  5  6  7  8  9 10
+    token      c  3  1  4  1 \n  a  1  0  8  5
+    "line"        0  1  2  3                      cells of the line, where they stand
+    "answer"                     0  1  2  3       cells of the answer, where they are predicted
+
+A token predicts the next one: that of column 6 predicts the answer's first digit. So we look for
+cell 0 in columns 1 and 6. Its digit is 3 after no step, 5 after one (nobody wrote it), and 1 after
+two. All lines below are made and found by steps.py; block 0 is the embedding.
 """
 import torch
 import torch.nn.functional as F
 
-import prepare
-from model import EVERYONE, Runner, Without, unit
-from steps import next_line, steps_asked
+from model import Runner, unit
+from steps import answers, in_words, lines_after, lines_that_ask, solve, spelled
 
-WINDOWS = 1024     # of validation text: half of them to fit a probe, half to see what it reads
-KNOWN = 0.9        # A probe can read a line, and a model knows a step, if so many digits are right.
+WINDOWS = 1024     # of validation text, for Inside: half to fit probes, half to see what they read
+KNOWN = 0.9        # A probe can read a line, and a model knows a step, if this share is right.
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
 
-# ------------------------------------------------------------------------- lines and their answers
+# ------------------------------------------------------------------------------------------ a probe
 
-def lines_after(line, puzzle):
-    """f314159265358 -> digits (6, cells), after 0, 1, .. 5 steps. puzzle: what meta.json says of
-    the steps text: its table, cells and most steps"""
-    return all_lines(torch.tensor([*map(int, line[1:])]), ord(line[0]) - ord("a"), puzzle)
+class Probe:
+    """A linear map from the vector of a token to a score for each digit"""
+    def __init__(self, vectors, digits, symbols, ridge=1.0):
+        """Fits the map. vectors (N, C): of N tokens; digits (N,): what it should read there, from 0
+        to symbols - 1"""
+        x = with_one(vectors)
+        wanted = F.one_hot(digits, symbols).double()   # (N, symbols): 1 for the digit, else 0
+        # Ridge regression: of all weights, these have the least sum of squares of
+        # x @ weights - wanted, plus ridge times that of the weights. They solve a linear system.
+        system = x.T @ x + ridge * torch.eye(x.shape[1])
+        self.weights = torch.linalg.solve(system, x.T @ wanted)   # (C + 1, symbols)
 
-def all_lines(digits, k, puzzle):
-    """digits (..., cells) -> (k + 1, ..., cells), after 0, 1, .. k steps"""
-    lines = [digits]
-    for _ in range(k):
-        lines.append(torch.from_numpy(next_line(lines[-1], puzzle["table"])))
-    return torch.stack(lines)
+    def read(self, vectors):
+        """-> the digits (N,) with the highest scores"""
+        return (with_one(vectors) @ self.weights).argmax(-1)
 
-def answers(model, lines, puzzle):
-    """What the model writes after each line, digit by digit the likeliest. (We write the answer's
-    letter, because the text draws it at random.)"""
-    idx = torch.tensor([[*f"{line}\na".encode()] for line in lines], device=model.device)
-    new = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
-    return [spelled(row - ord("0")) for row in new]
+    def share(self, vectors, digits):
+        """-> the share of these digits that it reads right"""
+        return (self.read(vectors) == digits).double().mean().item()
 
-def spelled(digits):
-    return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
+def with_one(vectors):
+    """(N, C) -> (N, C + 1): its 1 is multiplied by the constant of the map."""
+    return F.pad(vectors.double(), (0, 1), value=1.0)
 
-def some_digits(puzzle):
-    """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
-    if len(puzzle["table"]) == 10:
-        return ("3141592653589793" * 7)[:puzzle["cells"]]
-    return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
+# -------------------------------------------------------------------------- all probes of one model
 
-def in_words(n):
-    """2 -> two steps"""
-    words = "no one two three four five six seven eight nine ten".split()
-    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
+class Inside:
+    """Reads the lines that ask for k steps, with a probe of its own for each place (where: "line"
+    or "answer"), after each block, and for the digits after each number of steps:
 
-# --------------------------------------------------------------------------------------- the probe
+    probes[where, block][steps]   fitted to half of the windows
+    share[where, block][steps]    of the digits in the other half that the probe reads right"""
+    def __init__(self, model, puzzle, windows, k):
+        """puzzle: what meta.json says of the steps text; windows: x, y (n, T). NotHere if they have
+        too few lines that ask for k steps"""
+        self.model, self.puzzle, self.k = model, puzzle, k
+        (x, y), half = windows, len(windows[0]) // 2
+        vectors, digits = self.collect(x[:half], y[:half])
+        other_vectors, other_digits = self.collect(x[half:], y[half:])
+        self.probes, self.share = {}, {}
+        for key in vectors:
+            self.probes[key] = [Probe(vectors[key], digits[steps], len(puzzle["table"]))
+                                for steps in range(k + 1)]
+            self.share[key] = [probe.share(other_vectors[key], other_digits[steps])
+                               for steps, probe in enumerate(self.probes[key])]
 
-def probe(features, digits, symbols, ridge=1.0):
-    """Ridge regression, one linear system: a linear map that tells digits from features.
+    def collect(self, x, y):
+        """All cells of all lines that ask for k steps, in windows x, y (n, T) ->
 
-    features (n, C); digits (k + 1, n), of k + 1 lines -> a map for each, (k + 1, C + 1, symbols)"""
-    x = with_one(features)
-    wanted = F.one_hot(digits, symbols).double()   # (k + 1, n, symbols)
-    return torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1]), x.T @ wanted)
+        vectors[where, block] (N, C): of the tokens from which a probe reads these N cells
+        digits[steps] (N,): what is right there, after 0, 1, .. k steps"""
+        vectors, digits = [], []
+        for idx, targets in zip(x.split(64), y.split(64)):
+            window, column, line = lines_that_ask(idx, targets, self.k, self.puzzle)
+            vectors.append(self.vectors(idx, window, column))
+            digits.append(lines_after(line, self.k, self.puzzle["table"]).flatten(1))
+        digits = torch.cat(digits, 1)
+        if digits.shape[1] < 200:
+            raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}: "
+                          f"fewer than 200 digits")
+        return {key: torch.cat([part[key] for part in vectors]) for key in vectors[0]}, digits
 
-def read(weights, features):
-    """-> the likeliest digits by each of the k + 1 maps, (k + 1, n)"""
-    return (with_one(features) @ weights).argmax(-1)
+    @torch.no_grad()
+    def vectors(self, idx, window, column):
+        """window, column (N,): where N lines begin in idx (n, T) -> {(where, block): vectors (N *
+        cells, C)}. These are unit(stream), because norms read the stream so, too."""
+        cells = self.puzzle["cells"]
+        begin, cell = column[:, None], torch.arange(cells)
+        columns = {"line": begin + 1 + cell, "answer": begin + cells + 2 + cell}
+        found = {}
+        for block, stream in enumerate(ends_of_blocks(self.model, idx.to(self.model.device))):
+            x = unit(self.model.ends.as_tensor(stream)).cpu()
+            for where in columns:
+                found[where, block] = x[window[:, None], columns[where]].flatten(0, 1)
+        return found
 
-def with_one(features):
-    return F.pad(features.double(), (0, 1), value=1.0)   # 1: for the constant of the map
+    def share_by_block(self, where):
+        """-> a list for each block, from the embedding on: the share read after 0, 1, .. k steps"""
+        return [share for (place, _), share in self.share.items() if place == where]
 
-def columns(column, cells):
-    """column (N,): of the answer's letter -> columns (N, cells) of the streams that we read
+    def furthest(self, block):
+        """-> (steps, where) of the furthest digits that can be read after a block, or None"""
+        for steps in range(self.k, -1, -1):
+            for where in "answer", "line":
+                if self.share[where, block][steps] >= KNOWN:
+                    return steps, where
+        return None
 
-        f 3 1 4 \\n a 9 5 4
-          line        answer: a token predicts its right neighbour, so it begins at the letter"""
-    cell = torch.arange(cells)
-    return {"line": column[:, None] - cells - 1 + cell, "answer": column[:, None] + cell}
-
-def questions(idx, targets, puzzle, k):
-    """All lines in windows that ask for k steps, and whose answer is in the window, too -> window
-    (N,); column (N,) of the answer's letter; lines (k + 1, N, cells): after 0, 1, .. k steps"""
-    cells = puzzle["cells"]
-    asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
-    begins = (asked == k) & (cell == 0)
-    window, column = begins[:, :idx.shape[1] - cells + 1].nonzero().T
-    line = idx[window[:, None], columns(column, cells)["line"]]
-    return window, column, all_lines(line - ord("0"), k, puzzle)
+    def example(self, line):
+        """What can be read while the model answers a line such as f314159265358, block by block"""
+        [answer] = answers(self.model, [line], self.puzzle)
+        # Its last digit is predicted, but predicts no cell.
+        idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
+        vectors = self.vectors(idx, window=torch.tensor([0]), column=torch.tensor([0]))
+        right, blocks = solve(line, self.puzzle), []
+        for block in range(len(self.share_by_block("line"))):
+            furthest = self.furthest(block)
+            if furthest is None:
+                blocks.append(None)
+                continue
+            steps, where = furthest
+            digits = self.probes[where, block][steps].read(vectors[where, block])
+            blocks.append(dict(steps=steps, where=where, share=self.share[where, block][steps],
+                               digits=spelled(digits), true=right[steps]))
+        return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
 
 def ends_of_blocks(model, idx):
     """Yields L + 1 streams: that of the embedding, and that after each block"""
@@ -97,141 +150,58 @@ def ends_of_blocks(model, idx):
         if place % 2 == 0:
             yield after
 
-class Inside:
-    """Probes of the lines inside, for lines that ask for k steps. There is one for each block (0:
-    for the embedding), for the line after 0, 1, .. k steps, and for two places. "answer": the
-    stream that predicts the digit in question; "line": the stream of the digit above it.
-
-    share[where, block][steps]: how many digits it reads, in windows that it was not fitted to"""
-    def __init__(self, model, puzzle, windows, k):
-        """windows: x, y (n, T). NotHere if they have too few such lines"""
-        self.model, self.puzzle, self.k = model, puzzle, k
-        half = len(windows[0]) // 2
-        features, digits = self.collect(*(part[:half] for part in windows))
-        self.probes = {key: probe(x, digits, len(puzzle["table"])) for key, x in features.items()}
-        features, digits = self.collect(*(part[half:] for part in windows))
-        self.share = {key: (read(self.probes[key], x) == digits).double().mean(-1).tolist()
-                      for key, x in features.items()}
-
-    def collect(self, x, y):
-        """-> of all lines that ask for k steps: {(where, block): features (n, C)}, and their digits
-        (k + 1, n) after 0, 1, .. k steps"""
-        features, digits = [], []
-        for idx, targets in zip(x.split(64), y.split(64)):
-            window, column, lines = questions(idx, targets, self.puzzle, self.k)
-            features.append(self.features(idx, window, column))
-            digits.append(lines.flatten(1))
-        digits = torch.cat(digits, 1)
-        if digits.shape[1] < 200:
-            raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}: "
-                          f"fewer than 200 digits")
-        return {key: torch.cat([part[key] for part in features]) for key in features[0]}, digits
-
-    @torch.no_grad()
-    def features(self, idx, window, column):
-        """unit(stream) at all cells of some lines: {(where, block): (n, C)}. window (N,): the row
-        of idx; column (N,): of the answer's letter"""
-        found = {}
-        for block, stream in enumerate(ends_of_blocks(self.model, idx.to(self.model.device))):
-            x = unit(self.model.ends.as_tensor(stream)).cpu()
-            for where, read_at in columns(column, self.puzzle["cells"]).items():
-                found[where, block] = x[window[:, None], read_at].flatten(0, 1)
-        return found
-
-    def shares(self, where):
-        """A row for each block, from the embedding on: the share read after 0, 1, .. k steps"""
-        return [shares for (place, _), shares in self.share.items() if place == where]
-
-    def furthest(self, block):
-        """-> (steps, where) of the furthest line that can be read after a block, or None"""
-        for steps in range(self.k, -1, -1):
-            for where in "answer", "line":
-                if self.share[where, block][steps] >= KNOWN:
-                    return steps, where
-        return None
-
-    def example(self, line):
-        """What can be read while the model answers a line such as f314159265358, block by block"""
-        answer, = answers(self.model, [line], self.puzzle)
-        # The last digit predicts what follows, so it isn't read.
-        idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
-        features = self.features(idx, torch.tensor([0]), torch.tensor([len(line) + 1]))
-        true, blocks = lines_after(line, self.puzzle), []
-        for block in range(len(self.shares("line"))):
-            row = None
-            if furthest := self.furthest(block):
-                steps, where = furthest
-                digits = read(self.probes[where, block], features[where, block])[steps]
-                row = dict(steps=steps, where=where, share=self.share[where, block][steps],
-                           digits=spelled(digits), true=spelled(true[steps]))
-            blocks.append(row)
-        return dict(line=line, answer=answer, true=spelled(true[-1]), blocks=blocks)
-
-def inside_of(model, data, puzzle, k):
-    """-> Inside, from the validation windows in the folder `data`. SystemExit if there are none;
-    NotHere if they have too few lines that ask for k steps"""
-    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
-    return Inside(model, puzzle, windows, k)
-
-# --------------------------------------------------------------------------------------- the patch
-
-class Patched(Without):
-    """After one block, some columns of each sequence get the stream of the sequence before it."""
-    def __init__(self, block, where, decider):
-        super().__init__((), decider)   # It removes nothing.
-        self.block, self.where = block, where
-
-    def after(self, runner, stream):
-        stream = super().after(runner, stream)
-        return self.patch(stream) if runner.place == 2 * self.block else stream
-
-    def patch(self, stream):
-        if isinstance(stream, tuple):
-            return tuple(self.patch(x) for x in stream)
-        stream = stream.clone()
-        stream[:, self.where] = stream.roll(1, dims=0)[:, self.where]
-        return stream
+# ------------------------------------------------------------------------------------------ a patch
 
 @torch.no_grad()
 def patch(model, puzzle, k, n=400):
-    """The stream of another line takes the place of this line's. Whose answer comes out?
+    """Windows of one line each, of random digits, that asks for k steps. Each line has the right
+    answer behind it, and the model says the answer's digits, each from those before it.
 
-    n lines of random digits ask for k steps, each alone in its window. The model gets the right
-    answer's digits, and says each next one -> {where: {whose answer: share of its digits that the
-    model says, in the right half, if it is patched after block 1, 2, ..}}"""
+    After one block, some columns get the stream of the window before. The answer that comes out is
+    then its own, or that of the line before: {where it is patched: {whose answer: its share of the
+    digits that the model says, in the right half, if it is patched after block 1, 2, ..}}"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    cells = puzzle["cells"]
     if 2 * cells + 2 > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
+    generator = torch.Generator().manual_seed(0)
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
-    answer = all_lines(digits, k, puzzle)[-1] + ord("0")
-    first, newline, letter = (torch.full((n, 1), ord(c)) for c in (chr(ord("a") + k), "\n", "a"))
-    idx = torch.cat((first, digits + ord("0"), newline, letter, answer[:, :-1]), 1).to(model.device)
-    answer = answer.to(model.device)
+    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
+    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
+    any_letter = torch.full((n, 1), ord("a"))
+    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
+    idx, answer = idx.to(model.device), answer.to(model.device)
     found = {}
-    for name, where in (("where the line stands", slice(1, cells + 2)),   # with its newline
-                        ("where the answer is predicted", slice(cells + 2, None))):
+    for name, columns in (("where the line stands", slice(1, cells + 2)),   # with its newline
+                          ("where the answer is predicted", slice(cells + 2, None))):
         own, other = [], []
         for block in range(1, len(model.order) + 1):
-            runner = Runner(model, Patched(block, where, model.decider))
-            said = model(idx, runner=runner)[0][:, -cells:].argmax(-1)
-            for shares, wanted in ((own, answer), (other, answer.roll(1, dims=0))):
-                shares.append((said == wanted)[:, cells // 2:].float().mean().item())
+            logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
+            said = logits[:, -cells:].argmax(-1)
+            own.append(share_in_right_half(said, answer))
+            other.append(share_in_right_half(said, answer.roll(1, dims=0)))
         found[name] = {"its own answer": own, "the other line's answer": other}
     return found
 
-# ----------------------------------------------------------------------------------- who runs what
+def share_in_right_half(said, answer):
+    half = said.shape[1] // 2
+    return (said == answer)[:, half:].float().mean().item()
 
-def sublayers_of(model, block):
-    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
-    --repeat runs it several times"""
-    return {place for i, number in enumerate(model.order) if number == block
-            for place in (2 * i + 1, 2 * i + 2)}
+class PatchingRunner(Runner):
+    """Runs the sublayers of a walk, and after one block, some columns of each sequence get the
+    stream of the sequence before it. (The first one gets that of the last.)"""
+    def __init__(self, model, block, columns):
+        super().__init__(model)
+        self.block, self.columns = block, columns
 
-def who_ran(runner):
-    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
-    device = runner.model.device
-    return torch.stack([keep if torch.is_tensor(keep)
-                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
-                        for keep in runner.keeps])
+    def run(self, place, stream, residual, f):
+        stream = super().run(place, stream, residual, f)
+        return self.patched(stream) if place == 2 * self.block else stream
+
+    def patched(self, stream):
+        if isinstance(stream, tuple):
+            return tuple(self.patched(x) for x in stream)
+        stream = stream.clone()
+        stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
+        return stream

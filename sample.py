@@ -20,10 +20,11 @@ import torch
 
 import prepare
 from flags import flag, parse, printable, refuse, start
-from inside import NotHere, in_words, inside_of, sublayers_of, who_ran
-from model import ByGain, EarlyExit, Without, new_tokens, why_not
+from inside import WINDOWS, Inside, NotHere
+from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
 from processes import pick_device, pick_threads
 from runs import data_of, open_run
+from steps import in_words
 
 @dataclass
 class SampleConfig:
@@ -162,7 +163,8 @@ def show_inside(model, data, line):
                f"{cells} digits from 0 to {last}")
     k = letters.index(line[0])
     try:
-        found = inside_of(model, data, puzzle, k).example(line)
+        windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
+        found = Inside(model, puzzle, windows, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "

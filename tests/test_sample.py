@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest, torch
 
-import inside, prepare, sample, train
+import prepare, sample, train
 from conftest import ROOT, make
+from model import who_ran
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -36,7 +37,7 @@ def numbers(told):
 def test_who_ran():
     keep = torch.tensor([[True, False]])
     runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
-    assert inside.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
+    assert who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
