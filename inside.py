@@ -2,25 +2,31 @@ r"""
 The lines that nobody wrote. A line of the steps text, such as c314159265358, asks for the line two
 steps later, which is its answer. The text never has the line between. Is it inside of the model?
 
-Two tools look for it, in a model that is trained:
+    Inside   reads it there, in a model that is trained. A probe is a linear map from the stream of
+             one token to a digit. After which block can it read the digits after one step?
+    patch    asks whether the answer needs what is there. After a block, the stream of another line
+             takes the place of this one's. Whose answer comes out?
 
-    Inside   fits probes: linear maps from the stream of one token to a digit. After which block can
-             they read the digits after one step? And after two?
-    patch    asks whether the answer needs what is there: after a block, the stream of another line
-             takes the place of this one's. Whose answer does the model say?
-
-sample.py --inside shows the first, analyze.py shows both.
-
-This is a line, as a window of the text holds it, if lines had four digits only:
+sample.py --inside shows the first, analyze.py shows both. Here is a line in a window of the text,
+if lines had four digits only:
 
     column     0  1  2  3  4  5  6  7  8  9 10
     token      c  3  1  4  1 \n  a  1  0  8  5
-    "line"        0  1  2  3                      cells of the line, where they stand
-    "answer"                     0  1  2  3       cells of the answer, where they are predicted
+    "line"        0  1  2  3                      its cells, where the digits stand
+    "answer"                     0  1  2  3       its cells, where the answer is predicted
 
-A token predicts the next one: that of column 6 predicts the answer's first digit. So we look for
-cell 0 in columns 1 and 6. Its digit is 3 after no step, 5 after one (nobody wrote it), and 1 after
-two. All lines below are made and found by steps.py; block 0 is the embedding.
+A token predicts the next one, so the answer's digits are predicted from its letter on. Digits of
+cell 0 are 3 after no step, 5 after one, which nobody wrote, and 1 after two. We look for all three
+in both columns of cell 0, 1 and 6. The words, in all that follows:
+
+    k        how many steps a line asks for; `steps` counts from 0 to k
+    column   a token's place in its window. A line begins at its letter.
+    cell     a digit's place in its line
+    where    "line" or "answer": in which columns we look
+    block    after which block we look; 0: at the embedding
+    vector   what a probe reads: the stream of one token, divided by its rms
+    share    of some digits: how many are right
+    puzzle   what meta.json says of the steps text: its table of symbols, its cells, its most steps
 """
 import torch
 import torch.nn.functional as F
@@ -28,8 +34,8 @@ import torch.nn.functional as F
 from model import Runner, unit
 from steps import answers, in_words, lines_after, lines_that_ask, solve, spelled
 
-WINDOWS = 1024     # of validation text, for Inside: half to fit probes, half to see what they read
-KNOWN = 0.9        # A probe can read a line, and a model knows a step, if this share is right.
+WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
+KNOWN = 0.9      # From this share on, we say that a probe can read digits, or a model knows a step.
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
@@ -37,19 +43,19 @@ class NotHere(Exception):
 # ------------------------------------------------------------------------------------------ a probe
 
 class Probe:
-    """A linear map from the vector of a token to a score for each digit"""
+    """A linear map from a vector to a score for each digit. The digit with the highest is read."""
     def __init__(self, vectors, digits, symbols, ridge=1.0):
-        """Fits the map. vectors (N, C): of N tokens; digits (N,): what it should read there, from 0
-        to symbols - 1"""
+        """Fits the map to N examples: vectors (N, C), and the digits (N,), below `symbols`, that it
+        should read there"""
         x = with_one(vectors)
-        wanted = F.one_hot(digits, symbols).double()   # (N, symbols): 1 for the digit, else 0
-        # Ridge regression: of all weights, these have the least sum of squares of
-        # x @ weights - wanted, plus ridge times that of the weights. They solve a linear system.
+        wanted = F.one_hot(digits, symbols).double()   # the scores (N, symbols): one 1, else 0
+        # Ridge regression: |x @ weights - wanted|² + ridge * |weights|² shall be as small as can
+        # be. There its gradient is 0, and that is a linear system for the weights.
         system = x.T @ x + ridge * torch.eye(x.shape[1])
         self.weights = torch.linalg.solve(system, x.T @ wanted)   # (C + 1, symbols)
 
     def read(self, vectors):
-        """-> the digits (N,) with the highest scores"""
+        """vectors (N, C) -> digits (N,)"""
         return (with_one(vectors) @ self.weights).argmax(-1)
 
     def share(self, vectors, digits):
@@ -57,64 +63,70 @@ class Probe:
         return (self.read(vectors) == digits).double().mean().item()
 
 def with_one(vectors):
-    """(N, C) -> (N, C + 1): its 1 is multiplied by the constant of the map."""
+    """(N, C) -> (N, C + 1). The 1 is for the constant of the map."""
     return F.pad(vectors.double(), (0, 1), value=1.0)
 
-# -------------------------------------------------------------------------- all probes of one model
+# ---------------------------------------------------------------------------- what a probe can read
+
+def ends_of_blocks(model, idx):
+    """Yields L + 1 streams: that of the embedding, and that after each block"""
+    for place, before, after in model.walk(idx):
+        if place == 1:
+            yield before
+        if place % 2 == 0:
+            yield after
+
+@torch.no_grad()
+def vectors_of(model, idx, window, column, cells):
+    """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. The i-th line
+    begins in window idx[window[i]], at column[i]."""
+    begin, cell = column[:, None], torch.arange(cells)
+    columns = {"line": begin + 1 + cell, "answer": begin + cells + 2 + cell}   # (lines, cells)
+    vectors = {}
+    for block, stream in enumerate(ends_of_blocks(model, idx.to(model.device))):
+        x = unit(model.ends.as_tensor(stream)).cpu()   # (windows, T, C)
+        for where in columns:
+            vectors[where, block] = x[window[:, None], columns[where]].flatten(0, 1)
+    return vectors
+
+def examples(model, puzzle, x, y, k):
+    """All N cells of the lines that ask for k steps, in windows x, y (n, T) ->
+
+    vectors   {(where, block): (N, C)}
+    digits    (k + 1, N): what belongs into these cells after 0, 1, .. k steps"""
+    vectors, digits = [], []
+    for idx, targets in zip(x.split(64), y.split(64)):
+        window, column, lines = lines_that_ask(idx, targets, k, puzzle)
+        vectors.append(vectors_of(model, idx, window, column, puzzle["cells"]))
+        digits.append(lines_after(lines, k, puzzle["table"]).flatten(1))
+    digits = torch.cat(digits, 1)
+    if digits.shape[1] < 200:
+        raise NotHere(f"its validation text has too few lines that ask for {in_words(k)}: fewer "
+                      f"than 200 digits")
+    return {key: torch.cat([part[key] for part in vectors]) for key in vectors[0]}, digits
 
 class Inside:
-    """Reads the lines that ask for k steps, with a probe of its own for each place (where: "line"
-    or "answer"), after each block, and for the digits after each number of steps:
+    """Probes for lines that ask for k steps: one for each where, block and number of steps
 
-    probes[where, block][steps]   fitted to half of the windows
-    share[where, block][steps]    of the digits in the other half that the probe reads right"""
+    probes[where, block][steps]   fitted to one half of the windows
+    share[where, block][steps]    of the digits in the other half, which are read by that probe"""
     def __init__(self, model, puzzle, windows, k):
-        """puzzle: what meta.json says of the steps text; windows: x, y (n, T). NotHere if they have
-        too few lines that ask for k steps"""
+        """windows: x, y (n, T) of validation text. NotHere if they have too few such lines"""
         self.model, self.puzzle, self.k = model, puzzle, k
-        (x, y), half = windows, len(windows[0]) // 2
-        vectors, digits = self.collect(x[:half], y[:half])
-        other_vectors, other_digits = self.collect(x[half:], y[half:])
         self.probes, self.share = {}, {}
-        for key in vectors:
-            self.probes[key] = [Probe(vectors[key], digits[steps], len(puzzle["table"]))
-                                for steps in range(k + 1)]
-            self.share[key] = [probe.share(other_vectors[key], other_digits[steps])
-                               for steps, probe in enumerate(self.probes[key])]
-
-    def collect(self, x, y):
-        """All cells of all lines that ask for k steps, in windows x, y (n, T) ->
-
-        vectors[where, block] (N, C): of the tokens from which a probe reads these N cells
-        digits[steps] (N,): what is right there, after 0, 1, .. k steps"""
-        vectors, digits = [], []
-        for idx, targets in zip(x.split(64), y.split(64)):
-            window, column, line = lines_that_ask(idx, targets, self.k, self.puzzle)
-            vectors.append(self.vectors(idx, window, column))
-            digits.append(lines_after(line, self.k, self.puzzle["table"]).flatten(1))
-        digits = torch.cat(digits, 1)
-        if digits.shape[1] < 200:
-            raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}: "
-                          f"fewer than 200 digits")
-        return {key: torch.cat([part[key] for part in vectors]) for key in vectors[0]}, digits
-
-    @torch.no_grad()
-    def vectors(self, idx, window, column):
-        """window, column (N,): where N lines begin in idx (n, T) -> {(where, block): vectors (N *
-        cells, C)}. These are unit(stream), because norms read the stream so, too."""
-        cells = self.puzzle["cells"]
-        begin, cell = column[:, None], torch.arange(cells)
-        columns = {"line": begin + 1 + cell, "answer": begin + cells + 2 + cell}
-        found = {}
-        for block, stream in enumerate(ends_of_blocks(self.model, idx.to(self.model.device))):
-            x = unit(self.model.ends.as_tensor(stream)).cpu()
-            for where in columns:
-                found[where, block] = x[window[:, None], columns[where]].flatten(0, 1)
-        return found
+        x, y = windows
+        half, symbols = len(x) // 2, len(puzzle["table"])
+        vectors, digits = examples(model, puzzle, x[:half], y[:half], k)
+        other_vectors, other_digits = examples(model, puzzle, x[half:], y[half:], k)
+        for key in vectors:   # Each is (where, block).
+            probes = [Probe(vectors[key], right, symbols) for right in digits]
+            shares = [probe.share(other_vectors[key], right)
+                      for probe, right in zip(probes, other_digits)]
+            self.probes[key], self.share[key] = probes, shares
 
     def share_by_block(self, where):
-        """-> a list for each block, from the embedding on: the share read after 0, 1, .. k steps"""
-        return [share for (place, _), share in self.share.items() if place == where]
+        """-> for each block, from 0 on, the list of the shares after 0, 1, .. k steps"""
+        return [self.share[key] for key in self.share if key[0] == where]
 
     def furthest(self, block):
         """-> (steps, where) of the furthest digits that can be read after a block, or None"""
@@ -125,12 +137,15 @@ class Inside:
         return None
 
     def example(self, line):
-        """What can be read while the model answers a line such as f314159265358, block by block"""
+        """What can be read while the model answers a line such as f314159265358: the furthest
+        digits after each block, from block 0 on, or None where no digits can be read"""
         [answer] = answers(self.model, [line], self.puzzle)
-        # Its last digit is predicted, but predicts no cell.
+        right = solve(line, self.puzzle)
+        # One window. The answer's last digit is predicted, but predicts no cell.
         idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
-        vectors = self.vectors(idx, window=torch.tensor([0]), column=torch.tensor([0]))
-        right, blocks = solve(line, self.puzzle), []
+        first = torch.tensor([0])
+        vectors = vectors_of(self.model, idx, first, first, self.puzzle["cells"])
+        blocks = []
         for block in range(len(self.share_by_block("line"))):
             furthest = self.furthest(block)
             if furthest is None:
@@ -142,55 +157,11 @@ class Inside:
                                digits=spelled(digits), true=right[steps]))
         return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
 
-def ends_of_blocks(model, idx):
-    """Yields L + 1 streams: that of the embedding, and that after each block"""
-    for place, before, after in model.walk(idx):
-        if place == 1:
-            yield before
-        if place % 2 == 0:
-            yield after
-
 # ------------------------------------------------------------------------------------------ a patch
 
-@torch.no_grad()
-def patch(model, puzzle, k, n=400):
-    """Windows of one line each, of random digits, that asks for k steps. Each line has the right
-    answer behind it, and the model says the answer's digits, each from those before it.
-
-    After one block, some columns get the stream of the window before. The answer that comes out is
-    then its own, or that of the line before: {where it is patched: {whose answer: its share of the
-    digits that the model says, in the right half, if it is patched after block 1, 2, ..}}"""
-    if model.ends.stream_grows:
-        raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    cells = puzzle["cells"]
-    if 2 * cells + 2 > model.config.block_size:
-        raise NotHere("a line and its answer don't fit into its --block_size")
-    generator = torch.Generator().manual_seed(0)
-    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
-    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
-    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
-    any_letter = torch.full((n, 1), ord("a"))
-    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
-    idx, answer = idx.to(model.device), answer.to(model.device)
-    found = {}
-    for name, columns in (("where the line stands", slice(1, cells + 2)),   # with its newline
-                          ("where the answer is predicted", slice(cells + 2, None))):
-        own, other = [], []
-        for block in range(1, len(model.order) + 1):
-            logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
-            said = logits[:, -cells:].argmax(-1)
-            own.append(share_in_right_half(said, answer))
-            other.append(share_in_right_half(said, answer.roll(1, dims=0)))
-        found[name] = {"its own answer": own, "the other line's answer": other}
-    return found
-
-def share_in_right_half(said, answer):
-    half = said.shape[1] // 2
-    return (said == answer)[:, half:].float().mean().item()
-
 class PatchingRunner(Runner):
-    """Runs the sublayers of a walk, and after one block, some columns of each sequence get the
-    stream of the sequence before it. (The first one gets that of the last.)"""
+    """Runs the sublayers of a walk (see Runner in model.py). After one block, some columns of each
+    window get the stream of the window before it, and those of the first get that of the last."""
     def __init__(self, model, block, columns):
         super().__init__(model)
         self.block, self.columns = block, columns
@@ -205,3 +176,44 @@ class PatchingRunner(Runner):
         stream = stream.clone()
         stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
         return stream
+
+def share_in_right_half(said, answer):
+    """said, answer (n, cells) -> the share that is equal, from the middle of the line on: on the
+    left, digits repeat soon, and can be guessed."""
+    half = said.shape[1] // 2
+    return (said == answer)[:, half:].float().mean().item()
+
+@torch.no_grad()
+def patch(model, puzzle, k, n=400):
+    """n windows, each with one line of random digits that asks for k steps, and its right answer
+    but for the last digit. In each column of the answer, the model says the next digit. Some
+    columns are patched, those of the line or those of the answer. Does the model say the window's
+    own answer, or that of the window from which the patch came?
+
+    -> {where: {whose answer: [share of its digits, right half only, if patched after block 1, ..]}}
+    NotHere if the stream or the context of this model is unfit"""
+    if model.ends.stream_grows:
+        raise NotHere("its stream has a part for each block, so there is no one state to patch")
+    cells = puzzle["cells"]
+    if 2 * cells + 2 > model.config.block_size:
+        raise NotHere("a line and its answer don't fit into its --block_size")
+    generator = torch.Generator().manual_seed(0)
+    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
+    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
+    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
+    any_letter = torch.full((n, 1), ord("a"))   # The text draws the answer's letter at random.
+    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
+    idx, answer = idx.to(model.device), answer.to(model.device)
+    other_answer = answer.roll(1, dims=0)
+    to_patch = {"where the line stands": slice(1, cells + 2),   # with its newline
+                "where the answer is predicted": slice(cells + 2, None)}
+    found = {}
+    for where, columns in to_patch.items():
+        own, other = [], []
+        for block in range(1, len(model.order) + 1):
+            logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
+            said = logits[:, -cells:].argmax(-1)
+            own.append(share_in_right_half(said, answer))
+            other.append(share_in_right_half(said, other_answer))
+        found[where] = {"its own answer": own, "the other line's answer": other}
+    return found

@@ -167,7 +167,8 @@ def show_inside(model, data, line):
     except NotHere as why:
         refuse(f"--inside: {why}")
     print(f"\n{line}")
-    print(f"{line[0]} asks for the line after {in_words(k)}. The text never shows the lines between.")
+    print(f"{line[0]} asks for the line after {in_words(k)}. The text never shows the lines "
+          f"between.")
     print("A probe reads them in the stream (%: how often it is right, on other lines):\n")
     for block, read in enumerate(found["blocks"][1:], 1):   # without the embedding
         if read:

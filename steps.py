@@ -77,11 +77,11 @@ def steps_asked(tokens, n_cells):
 
     steps (n, T): how many steps lead to this digit, as the letter of the line before says. -1 where
     nobody can know: it is no digit, or the line before it is not in the window
-    cell (n, T): its place in the line; only of use where steps is known"""
-    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    cell (n, T): that of the digit; only of use where steps is known"""
+    column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
-    letter = torch.where(is_letter, place, -1).cummax(dim=1).values   # where this line begins
-    cell = place - letter - 1
+    letter = torch.where(is_letter, column, -1).cummax(dim=1).values   # where this line begins
+    cell = column - letter - 1
     before = letter - (n_cells + 2)                                   # where the one before begins
     # Between two documents stands an end-of-text, and no newline.
     follows = (before >= 0) & (tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n"))
@@ -90,19 +90,19 @@ def steps_asked(tokens, n_cells):
     return torch.where(known, asked, -1)[:, 1:], cell[:, 1:]
 
 def lines_that_ask(idx, targets, k, puzzle):
-    """All lines in windows that ask for k steps, and whose whole answer is in the window, too.
-    idx, targets (n, T); puzzle: what meta.json says of the steps text ->
+    """All N lines that ask for k steps, and whose whole answer is in the same window. idx, targets:
+    windows (n, T); puzzle: what meta.json says of the steps text ->
 
-    window (N,), column (N,): where these lines begin, with their letters
-    digits (N, cells): what stands in them"""
+    window, column (N,): the i-th line begins in idx[window[i]], with its letter, at column[i]
+    digits (N, cells): what stands in these lines"""
     cells = puzzle["cells"]
     asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
-    first_digit = (asked == k) & (cell == 0)   # The answer's first digit is the target here,
-    first_digit = first_digit[:, :idx.shape[1] - cells + 1]   # and its others are targets, too.
-    window, letter_of_answer = first_digit.nonzero().T
+    # Here the next token is the first digit of an answer, and its other digits are there, too.
+    answer_begins = ((asked == k) & (cell == 0))[:, :idx.shape[1] - cells + 1]
+    window, letter_of_answer = answer_begins.nonzero().T
     column = letter_of_answer - (cells + 2)
-    cell = torch.arange(cells)
-    return window, column, idx[window[:, None], column[:, None] + 1 + cell] - ord("0")
+    columns = column[:, None] + 1 + torch.arange(cells)
+    return window, column, idx[window[:, None], columns] - ord("0")
 
 # --------------------------------------------------------------------------- lines to type and read
 
