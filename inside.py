@@ -42,11 +42,15 @@ class NotHere(Exception):
 
 # ------------------------------------------------------------------------------------------ a probe
 
+def with_one(vectors):
+    """(N, C) -> (N, C + 1). The 1 is for the constant of the map."""
+    return F.pad(vectors.double(), (0, 1), value=1.0)
+
 class Probe:
-    """A linear map from a vector to a score for each digit. The digit with the highest is read."""
+    """A linear map from a vector to a score for each symbol. It reads the one with the highest."""
     def __init__(self, vectors, digits, symbols, ridge=1.0):
-        """Fits the map to N examples: vectors (N, C), and the digits (N,), below `symbols`, that it
-        should read there"""
+        """Fits the map. vectors (N, C); digits (N,): those that it should read there, from 0 to
+        symbols - 1"""
         x = with_one(vectors)
         wanted = F.one_hot(digits, symbols).double()   # the scores (N, symbols): one 1, else 0
         # Ridge regression: |x @ weights - wanted|² + ridge * |weights|² shall be as small as can
@@ -59,14 +63,10 @@ class Probe:
         return (with_one(vectors) @ self.weights).argmax(-1)
 
     def share(self, vectors, digits):
-        """-> the share of these digits that it reads right"""
+        """-> the share of these digits that it reads right in these vectors"""
         return (self.read(vectors) == digits).double().mean().item()
 
-def with_one(vectors):
-    """(N, C) -> (N, C + 1). The 1 is for the constant of the map."""
-    return F.pad(vectors.double(), (0, 1), value=1.0)
-
-# ---------------------------------------------------------------------------- what a probe can read
+# --------------------------------------------------------------------------- what probes are fed on
 
 def ends_of_blocks(model, idx):
     """Yields L + 1 streams: that of the embedding, and that after each block"""
@@ -79,21 +79,23 @@ def ends_of_blocks(model, idx):
 @torch.no_grad()
 def vectors_of(model, idx, window, column, cells):
     """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. The i-th line
-    begins in window idx[window[i]], at column[i]."""
+    begins at column[i] of idx[window[i]]; idx (n, T)."""
     begin, cell = column[:, None], torch.arange(cells)
-    columns = {"line": begin + 1 + cell, "answer": begin + cells + 2 + cell}   # (lines, cells)
+    columns = {"line": begin + 1 + cell,             # each (lines, cells), as in the picture
+               "answer": begin + cells + 2 + cell}
     vectors = {}
     for block, stream in enumerate(ends_of_blocks(model, idx.to(model.device))):
-        x = unit(model.ends.as_tensor(stream)).cpu()   # (windows, T, C)
+        # A stream may be several tensors: as_tensor makes one of them, (n, T, C).
+        x = unit(model.ends.as_tensor(stream)).cpu()
         for where in columns:
             vectors[where, block] = x[window[:, None], columns[where]].flatten(0, 1)
     return vectors
 
-def examples(model, puzzle, x, y, k):
-    """All N cells of the lines that ask for k steps, in windows x, y (n, T) ->
+def vectors_and_digits(model, puzzle, x, y, k):
+    """Of all N cells of the lines that ask for k steps, in windows x, y (n, T) ->
 
     vectors   {(where, block): (N, C)}
-    digits    (k + 1, N): what belongs into these cells after 0, 1, .. k steps"""
+    digits    (k + 1, N): those of these cells after 0, 1, .. k steps"""
     vectors, digits = [], []
     for idx, targets in zip(x.split(64), y.split(64)):
         window, column, lines = lines_that_ask(idx, targets, k, puzzle)
@@ -105,24 +107,27 @@ def examples(model, puzzle, x, y, k):
                       f"than 200 digits")
     return {key: torch.cat([part[key] for part in vectors]) for key in vectors[0]}, digits
 
+# -------------------------------------------------------------------------- all probes of one model
+
 class Inside:
     """Probes for lines that ask for k steps: one for each where, block and number of steps
 
     probes[where, block][steps]   fitted to one half of the windows
-    share[where, block][steps]    of the digits in the other half, which are read by that probe"""
+    share[where, block][steps]    of the digits in the other half, as that probe reads them"""
     def __init__(self, model, puzzle, windows, k):
         """windows: x, y (n, T) of validation text. NotHere if they have too few such lines"""
         self.model, self.puzzle, self.k = model, puzzle, k
         self.probes, self.share = {}, {}
         x, y = windows
         half, symbols = len(x) // 2, len(puzzle["table"])
-        vectors, digits = examples(model, puzzle, x[:half], y[:half], k)
-        other_vectors, other_digits = examples(model, puzzle, x[half:], y[half:], k)
+        vectors, digits = vectors_and_digits(model, puzzle, x[:half], y[:half], k)
+        other_vectors, other_digits = vectors_and_digits(model, puzzle, x[half:], y[half:], k)
         for key in vectors:   # Each is (where, block).
-            probes = [Probe(vectors[key], right, symbols) for right in digits]
-            shares = [probe.share(other_vectors[key], right)
-                      for probe, right in zip(probes, other_digits)]
-            self.probes[key], self.share[key] = probes, shares
+            self.probes[key], self.share[key] = [], []
+            for steps in range(k + 1):
+                probe = Probe(vectors[key], digits[steps], symbols)
+                self.probes[key].append(probe)
+                self.share[key].append(probe.share(other_vectors[key], other_digits[steps]))
 
     def share_by_block(self, where):
         """-> for each block, from 0 on, the list of the shares after 0, 1, .. k steps"""
@@ -137,8 +142,8 @@ class Inside:
         return None
 
     def example(self, line):
-        """What can be read while the model answers a line such as f314159265358: the furthest
-        digits after each block, from block 0 on, or None where no digits can be read"""
+        """What can be read while the model answers a line that asks for k steps, f314159265358,
+        say: the furthest digits after each block, from 0 on; None where no digits can be read"""
         [answer] = answers(self.model, [line], self.puzzle)
         right = solve(line, self.puzzle)
         # One window. The answer's last digit is predicted, but predicts no cell.
@@ -147,14 +152,13 @@ class Inside:
         vectors = vectors_of(self.model, idx, first, first, self.puzzle["cells"])
         blocks = []
         for block in range(len(self.share_by_block("line"))):
-            furthest = self.furthest(block)
-            if furthest is None:
-                blocks.append(None)
-                continue
-            steps, where = furthest
-            digits = self.probes[where, block][steps].read(vectors[where, block])
-            blocks.append(dict(steps=steps, where=where, share=self.share[where, block][steps],
-                               digits=spelled(digits), true=right[steps]))
+            found = None
+            if furthest := self.furthest(block):
+                steps, where = furthest
+                digits = self.probes[where, block][steps].read(vectors[where, block])
+                found = dict(steps=steps, where=where, share=self.share[where, block][steps],
+                             digits=spelled(digits), true=right[steps])
+            blocks.append(found)
         return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
 
 # ------------------------------------------------------------------------------------------ a patch
@@ -185,13 +189,13 @@ def share_in_right_half(said, answer):
 
 @torch.no_grad()
 def patch(model, puzzle, k, n=400):
-    """n windows, each with one line of random digits that asks for k steps, and its right answer
-    but for the last digit. In each column of the answer, the model says the next digit. Some
-    columns are patched, those of the line or those of the answer. Does the model say the window's
-    own answer, or that of the window from which the patch came?
+    """n windows as in the picture, of random digits, without their last column. So the model says
+    each digit of the answer after the right ones before it. We patch either all columns of the line
+    or all of the answer, after one block. Is what it says its own answer, or that of the window
+    from which the patch came?
 
-    -> {where: {whose answer: [share of its digits, right half only, if patched after block 1, ..]}}
-    NotHere if the stream or the context of this model is unfit"""
+    -> {where: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
+    NotHere if this model's stream can't be patched, or its windows are too short"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells = puzzle["cells"]

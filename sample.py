@@ -124,14 +124,15 @@ def sample(model, tokenizer, config, generator):
         show(config.prompt)
     try:
         for token, runner in tokens:
+            token = token.item()
             if config.depth and not skipped:   # The first walk has read the prompt.
                 least, most = show_prompt([text_of(each) for each in prompt], runner)
             skipped.append(runner.skipped(last=True))
-            if token.item() == tokenizer.eot_token:
+            if token == tokenizer.eot_token:
                 break
             if config.depth:
                 shade = (1 - skipped[-1] - least) / (most - least)
-            show(text_of(token.item()), shade)
+            show(text_of(token), shade)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n")
     return skipped
