@@ -12,21 +12,21 @@ if lines had four digits only:
 
     column     0  1  2  3  4  5  6  7  8  9 10
     token      c  3  1  4  1 \n  a  1  0  8  5
-    "line"        0  1  2  3                      its cells, where the digits stand
-    "answer"                     0  1  2  3       its cells, where the answer is predicted
+    "line"        0  1  2  3                      cells, where the line's digits stand
+    "answer"                     0  1  2  3       cells, where the answer's are predicted
 
-A token predicts the next one, so the answer's digits are predicted from its letter on. Digits of
-cell 0 are 3 after no step, 5 after one, which nobody wrote, and 1 after two. We look for all three
-in both columns of cell 0, 1 and 6. The words, in all that follows:
+A token predicts the next one, so the answer's digits are predicted from its letter on. In cell 0
+is a 3 after no step, a 5 after one, which nobody wrote, and a 1 after two. We look for all three in
+both columns of cell 0: 1 and 6. The words, in all that follows:
 
     k        how many steps a line asks for; `steps` counts from 0 to k
     column   a token's place in its window. A line begins at its letter.
-    cell     a digit's place in its line
+    cell     a digit's place in its line; `cells` is how many a line has
     where    "line" or "answer": in which columns we look
     block    after which block we look; 0: at the embedding
     vector   what a probe reads: the stream of one token, divided by its rms
-    share    of some digits: how many are right
-    puzzle   what meta.json says of the steps text: its table of symbols, its cells, its most steps
+    share    which part of some digits is right, from 0 to 1
+    puzzle   what meta.json says of the steps text: its table, its cells, and the most steps
 """
 import torch
 import torch.nn.functional as F
