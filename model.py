@@ -25,7 +25,6 @@ V = vocab_size different tokens. The following words have one meaning each, in a
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
-    place      the number of a sublayer's run, 1, 2, ..; as l, unless --repeat runs blocks again
 
 The file has four parts:
 
@@ -66,9 +65,10 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
-#     Runner(model)    its run(place, stream, residual, f) is residual(stream, f), and its
-#                      loss(logits, targets) the mean cross entropy
-#     make_decider     and run_sublayer: what a Runner needs to do so
+#     Runner(model)    is there for tokens that skip. If none does, its run(place, stream, residual,
+#                      f) is residual(stream, f), and its loss(logits, targets) the cross entropy.
+#     make_decider     makes what says who skips. Here it says that nobody does.
+#     run_sublayer     is what a Runner calls: residual(stream, f)
 #     config_problems  finds none
 #
 # EPS, 1e-6, keeps norms from dividing by 0.
@@ -92,7 +92,7 @@ class GPTConfig:
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # Leave the following as they are at first.
     taper: Literal["none", "linear", "cosine"] = flag(
-        "none", "how MLPs change in width, from taper_start to _end", group="depth and width")
+        "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 runs blocks 2 and 3 twice")
@@ -109,7 +109,7 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1 (and norm sqrt(channels))"""
+    """x / rms(x): the direction of x, with rms 1 (and length sqrt(channels))"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def rotation_table(config):
@@ -124,7 +124,8 @@ def rotate(x, rotation):
     """Turns x (..., n_head, head_size): channels 2i and 2i + 1 are read as a complex number, and
     multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2)."""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(points * torch.view_as_complex(rotation)).flatten(-2).to(x.dtype)
+    turned = points * torch.view_as_complex(rotation)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 # A score is q @ k times a scale. Our queries and keys have rms 1, so q @ k is at most head_size.
 # With the usual scale, 1 / sqrt(head_size), a score would be at most sqrt(head_size): 5.7 for heads
@@ -153,13 +154,15 @@ class Attention(nn.Module):
 
     def qkv(self, x, rotation):
         """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
-        the positions of x. (Part 3 does the same for some tokens only: change both.)"""
+        the positions of x"""
         q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, self.head_size)).unbind(-3)
-        return self.scale_q(rotate(unit(q), rotation)), self.scale_k(rotate(unit(k), rotation)), v
+        q = self.scale_q(rotate(unit(q), rotation))
+        k = self.scale_k(rotate(unit(k), rotation))
+        return q, k, v
 
     def forward(self, x, rotation, append=None):
-        """x (B, T, C) -> (B, T, C). append(k, v), only in sampling: stores k and v in a cache, and
-        returns those of all tokens so far, and a mask for `attend`"""
+        """x (B, T, C) -> (B, T, C). append(k, v), only in sampling: KVCache.append of this
+        attention. It stores k and v, and returns those of all tokens so far, and `seen`."""
         q, k, v = self.qkv(x, rotation)
         seen = None
         if append:
@@ -184,8 +187,8 @@ class MLP(nn.Module):
         elif self.activation == "relu2":
             x = F.relu(x).square()
         else:
-            first, second = x.chunk(2, dim=-1)
-            x = F.silu(first) * second
+            gate, value = x.chunk(2, dim=-1)
+            x = F.silu(gate) * value
         return self.c_proj(x)
 
 # -------------------------------------------------------------------------------------- residuals
@@ -197,7 +200,7 @@ class PreNorm(nn.Module):
     Sublayer l has residual l, with l = 1 .. 2L. A model has one more residual, `ends`, number
     2L + 1, which has no sublayer. It makes the first stream (start), and closes the last one
     (finish): its norm is what GPT-2 calls ln_f."""
-    def __init__(self, config, l):
+    def __init__(self, config, l):   # PreNorm is the same for each l. Some other rules are not.
         super().__init__()
         self.config = config
         self.norm = make_norm(config)
@@ -207,8 +210,8 @@ class PreNorm(nn.Module):
         return x
 
     def forward(self, x, f):
-        """A stream, and a sublayer f as a function -> the next stream. Only f may look at other
-        tokens. (If it is an attention, it does, and has a causal mask.)"""
+        """A stream, and a sublayer f as a function -> the next stream. A rule treats each token by
+        itself. Only f looks at other tokens, if it is an attention."""
         return x + f(self.norm(x))
 
     def finish(self, x):
@@ -248,8 +251,8 @@ class Block(nn.Module):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 def products_in(dtype, x):
-    """In a block `with products_in(dtype, x):` matrix products are computed in dtype, on the device
-    of x. If dtype is None, nothing changes."""
+    """Under `with products_in(dtype, x):` matrix products are computed in dtype, on the device of
+    x. If dtype is None, nothing changes."""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
@@ -259,9 +262,7 @@ class SublayerFunction:
     attention, nothing for an MLP.
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
-    head are computed in it. The stream stays float32: its rounding errors would add up.
-
-    It is a class, because part 3 runs parts of the module, and looks at what is in here."""
+    head are computed in it. The stream stays float32: its rounding errors would add up."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -325,6 +326,13 @@ def constrain_weights(model):
     model.ends.constrain(model.wte)
     model.ends.constrain(model.lm_head)
 
+def tie_weights(model):
+    """One matrix for both embedding and head: that of the head, with its small numbers. So the
+    embedding is multiplied by a number, and starts as long as if it were not tied."""
+    model.wte.weight = model.lm_head.weight
+    embedding_std, head_std = first_stds(model.config)
+    model.embedding_scale = embedding_std / head_std
+
 # -------------------------------------------------------------------------------------- the model
 
 class GPT(nn.Module):
@@ -339,21 +347,20 @@ class GPT(nn.Module):
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.order = block_order(config)   # of the blocks, by their numbers
-        self.dtype = None                  # train.py sets torch.bfloat16 on a GPU.
-        # Two things that a Runner needs (part 3)
-        self.decider = make_decider(config)
-        self.run_sublayer = run_sublayer
-        init_weights(self)
+        self.order = block_order(config)      # of the blocks, by their numbers, 0 .. L - 1
+        self.decider = make_decider(config)   # says who skips (part 3)
+        self.run_sublayer = run_sublayer      # compile_blocks puts a compiled one here (part 3).
+        self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         self.embedding_scale = 1.0
-        if config.tie:   # One matrix for both: that of the head, with its small numbers
-            self.wte.weight = self.lm_head.weight
-            embedding_std, head_std = first_stds(config)
-            self.embedding_scale = embedding_std / head_std
+        init_weights(self)
+        if config.tie:
+            tie_weights(self)
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields (place, stream before, stream after)."""
+        each sublayer it yields (place, stream before, stream after). The place counts 1, 2, ..
+        It is l, unless --repeat runs blocks again. `forward` uses the last stream only, and
+        analyze.py all of them."""
         runner = runner or Runner(self)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
@@ -373,6 +380,7 @@ class GPT(nn.Module):
         rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
+            # Each run has its own keys, also where --repeat runs a block again: so i, not number.
             append = None if cache is None else partial(cache.append, i)
             attention = SublayerFunction(self.dtype, block.attn, rotation, append)
             mlp = SublayerFunction(self.dtype, block.mlp)
@@ -382,7 +390,7 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
         (None without targets). In training, the runner may add to it."""
-        runner = runner or Runner(self, compiled=cache is None)
+        runner = runner or Runner(self)
         for _, _, stream in self.walk(idx, cache, runner):
             pass   # At the end, it is the last stream.
         logits = self.head(stream)
@@ -426,7 +434,7 @@ class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.first = self.length = 0   # The newest tokens are first .. length - 1.
+        self.past = self.length = 0   # The newest tokens are past .. length - 1.
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
@@ -436,38 +444,43 @@ class KVCache:
 
     def begin(self, n):
         """At the beginning of each walk: n new tokens are coming."""
-        self.first, self.length = self.length, self.length + n
+        self.past = self.length
+        self.length += n
 
     def append(self, i, k, v, there=True):
         """Stores the k, v (B, T, n_head, head_size) that the i-th attention (i = 0, 1, ..) has made
         of the new tokens. there: which tokens have a key; True, or bools (B, T) if some skip
 
         -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
-        newest = slice(self.first, self.length)
-        self.keys[i, :, newest], self.values[i, :, newest] = k, v
+        newest = slice(self.past, self.length)
+        self.keys[i, :, newest] = k
+        self.values[i, :, newest] = v
         self.there[i, :, newest] = there
-        seen = causal(self.length - self.first, self.length, k.device)
-        k, v = self.keys[i, :, :self.length], self.values[i, :, :self.length]
+        seen = causal(self.length - self.past, self.length, k.device)
+        k = self.keys[i, :, :self.length]
+        v = self.values[i, :, :self.length]
         return k, v, seen & self.there[i, :, None, :self.length]
 
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                decider=None, n_vocab=None):
     """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the Runner
-    of the walk that led to it, which sample.py reads. decider: who skips (part 3). n_vocab: how
-    many tokens the tokenizer has. (The head may have more rows: train.py rounds vocab_size up.)"""
+    that knows who skipped what for it. decider: says who skips; None: model.decider does. n_vocab:
+    how many tokens the tokenizer has. (The head may have more rows: train.py rounds up.)"""
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
-    # What the cache doesn't have yet: at first the whole text, or its end if it is too long
-    missing, cache = idx[:, -size:], KVCache(model, len(idx), size)
+    cache = KVCache(model, len(idx), size)
+    missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
     for _ in range(max_new_tokens):
-        runner = Runner(model, decider, compiled=False)
+        runner = Runner(model, decider)
         logits, _ = model(missing, cache=cache, runner=runner)
-        token = pick(logits[:, -1, :n_vocab], temperature, top_k, generator)
+        logits = logits[:, -1, :n_vocab]   # of the next token; None: of the whole vocabulary
+        token = pick(logits, temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
         yield token, runner
         missing = token
         if cache.length == size:   # It is full: a new one starts with the newer half.
-            missing, cache = idx[:, -max(1, size // 2):], KVCache(model, len(idx), size)
+            cache = KVCache(model, len(idx), size)
+            missing = idx[:, -max(1, size // 2):]
 
 # ================================================================================ part 2: residuals
 
@@ -1140,11 +1153,11 @@ class Runner:
         stream     the stream before it, and shape, its (B, T)
         gain()     how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the walk is over"""
-    def __init__(self, model, decider=None, compiled=True):
-        """decider: in place of model.decider. compiled=False: never use what train.py has compiled,
-        as in sampling, where shapes change all the time"""
+    def __init__(self, model, decider=None):
+        """decider: in place of model.decider"""
         self.model, self.decider = model, decider or model.decider
-        self.run_sublayer = model.run_sublayer if compiled else run_sublayer
+        # What train.py has compiled is for training. In sampling, shapes change all the time.
+        self.run_sublayer = model.run_sublayer if model.training else run_sublayer
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
@@ -1639,8 +1652,9 @@ def block_order(config):
 # ---------------------------------------------------------------------------------------- training
 
 def compile_blocks(model, **options):
-    """torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks share two graphs
-    (unless their widths differ). If the stream grows they can't, so only sublayers are compiled."""
+    """For training: torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks
+    share two graphs (unless their widths differ). If the stream grows they can't, so only sublayers
+    are compiled."""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
     if not model.ends.stream_grows:
         model.run_sublayer = torch.compile(run_sublayer, **options)

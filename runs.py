@@ -5,7 +5,7 @@ Run folders: how they are opened as a model, locked, written, and gone on with.
                      and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, best_loss, grad_norms, data (fingerprint)
+                     flops, grad_norms, data (fingerprint)
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on. So no code in one is run, and through a link no other file is changed.

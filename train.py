@@ -106,13 +106,15 @@ def open_data(config, model_config, processes):
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first process may still be writing the data.
     meta = prepare.load_meta(folder)
-    return SimpleNamespace(
+    data = SimpleNamespace(
         folder=folder, meta=meta,
         shards=prepare.open_split(folder, "train", model_config.block_size),
         val=prepare.windows_of(folder, "val", model_config.block_size, config.eval_windows),   # x, y
         token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
+    get_batch(data, model_config, config.batch_size, step=0)   # refuses now what can't be read
+    return data
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
@@ -213,13 +215,6 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(wanted / norm.clamp_min(1e-30))
 
-def refuse_if_not_finite(step, folder, model, number):
-    """SystemExit if a number, or a weight, is not finite any more: such weights are never saved."""
-    if not math.isfinite(number) or not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
-               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
-               f"--resume and a lower --lr")
-
 # ----------------------------------------------------------------------------------------- the loop
 
 def train(model_config, config, data, folder, processes, signals):
@@ -234,26 +229,18 @@ def train(model_config, config, data, folder, processes, signals):
         restore_optimizers(model, optimizers, ckpt["optimizers"])
     # How far the run is. block_norms: of each block's gradient, summed over the steps
     step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
-    best_loss = ckpt.get("best_loss", math.inf)
     block_norms = ckpt.get("grad_norms", torch.zeros(model_config.n_layer, dtype=torch.float64))
     block_norms = block_norms.to(model.device)
     del ckpt   # It holds all weights and moments a second time.
-    # How far it goes
-    n_parts = config.grad_accum * processes.count   # of each batch
     tokens_per_step = config.batch_size * model_config.block_size
-    n_steps, about = config.max_iters, ""
+    n_steps = config.max_iters
     if config.max_flops:   # It is a guess, because skipping makes steps cheaper.
-        about = "about "
         n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
-    # A batch that can't be read is refused now, before an old run is replaced.
-    get_batch(data, model_config, config.batch_size, step)
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {about}{n_steps} of "
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {n_steps} of "
         f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
-    if changes := folder.begin(step):   # From here on, the run's files are written.
-        what = ", ".join(f"{name} {value}" for name, value in changes.items())
-        factor = lr_factor(config, share_done(config, step, flops) + 1 / n_steps)
-        say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
+    changes = folder.begin(step)   # From here on, the run's files are written.
+    say_changes(changes, lr_factor(config, share_done(config, step, flops) + 1 / n_steps))
     norm = torch.zeros(())   # of the last step's gradient
     clock, clock_step = time.perf_counter(), step
 
@@ -265,49 +252,25 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if ends or step % config.eval_interval == 0:
+            refuse_if_not_finite(step, folder, model, norm)
             if not signal:
-                val_loss, bits, val_skipped = evaluate(model, *data.val, data.token_bytes,
-                                                       config.batch_size // n_parts)
+                part_size = config.batch_size // (config.grad_accum * processes.count)
+                val_loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
                 refuse_if_not_finite(step, folder, model, val_loss)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{val_skipped:.1%} skipped")
-                best_loss = min(best_loss, val_loss)
-                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=val_skipped,
+                    f"{skipped:.1%} skipped")
+                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
                            grad_norms=block_norms.tolist())
-            refuse_if_not_finite(step, folder, model, norm)
             # That is all: batches, coins and rates follow from the settings, step and FLOPs.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
-                             best_loss=best_loss, grad_norms=block_norms, data=data.fingerprint))
+                             grad_norms=block_norms, data=data.fingerprint))
             clock, clock_step = time.perf_counter(), step
         if ends:
             break
 
-        # --- From a batch to gradients. Each process takes grad_accum parts of the batch.
-        loss, gains = torch.zeros((), device=model.device), []
-        skipped = token_flops = 0.0
-        for micro in range(config.grad_accum):
-            part = micro * processes.count + processes.rank
-            x, y = get_batch(data, model_config, config.batch_size, step, part, n_parts,
-                             processes.device)
-            # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
-            seed = np.random.SeedSequence((model_config.seed, step, part)).generate_state(1)
-            torch.manual_seed(int(seed[0]))
-            if processes.count > 1:   # They exchange gradients once a step, in the last part.
-                call_model.require_backward_grad_sync = micro == config.grad_accum - 1
-            runner = Runner(model)   # notes who skips what
-            _, part_loss = call_model(x, y, runner=runner)
-            (part_loss / config.grad_accum).backward()
-            # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
-            # --deep_supervision, it is a mean over the blocks.)
-            loss += runner.cross_entropy.detach() / config.grad_accum
-            skipped += runner.skipped() / config.grad_accum
-            token_flops += flops_per_token(model, runner=runner) / config.grad_accum
-            gain = runner.mean_gain()
-            if gain is not None:   # None: nobody has asked for gains.
-                gains.append(gain.detach())
-
-        # --- From gradients to weights
+        # --- From a batch to weights
+        batch = gradients_of_batch(model, call_model, config, data, step, processes)
         grads, norms = block_gradients(model)
         block_norms += norms
         if config.equalize_grads:
@@ -323,7 +286,7 @@ def train(model_config, config, data, folder, processes, signals):
         constrain_weights(model)   # nGPT normalises its weights.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(token_flops)
+        flops += 3 * tokens_per_step * processes.mean(batch.flops)
 
         # --- Report
         if step % config.log_interval == 0:
@@ -331,17 +294,14 @@ def train(model_config, config, data, folder, processes, signals):
             now = time.perf_counter()   # The line above has waited for the GPU.
             speed = (step - clock_step) * tokens_per_step / (now - clock)
             clock, clock_step = now, step
-            report = dict(loss=processes.mean(loss.item()), lr=config.lr * factor,
+            report = dict(loss=processes.mean(batch.loss.item()), lr=config.lr * factor,
                           grad_norm=norm.item(), tok_s=speed, tokens=step * tokens_per_step,
-                          flops=flops, skip_rate=processes.mean(skipped))
-            about_gain = ""
-            if gains:
-                report["mean_gain"] = processes.mean((sum(gains) / len(gains)).item())
-                about_gain = f"mean gain {report['mean_gain']:.3f} | "
+                          flops=flops, skip_rate=processes.mean(batch.skipped))
+            if batch.gains:
+                mean_gain = torch.stack(batch.gains).mean().item()
+                report["mean_gain"] = processes.mean(mean_gain)
             folder.log(step=step, **report)
-            say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
-                f"{norm:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
-                f"{speed:,.0f} tokens/s")
+            say_report(step, report)
 
     processes.wait()   # Nobody leaves while another one is still writing.
     out = shlex.quote(str(folder.out))
@@ -350,9 +310,59 @@ def train(model_config, config, data, folder, processes, signals):
         say(f"stopped at iteration {step}, all is saved; go on with: {how} train.py --out {out} "
             f"--resume")
         return 128 + signal
-    say(f"done: {out} holds the run; best validation loss {best_loss:.4f}\n"
+    say(f"done: {out} holds the run; validation loss {val_loss:.4f}\n"
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
+
+def gradients_of_batch(model, call_model, config, data, step, processes):
+    """Forward and backward: each process takes --grad_accum parts of the batch in turn. The
+    gradients are left in the parameters.
+
+    -> means over these parts: loss, a tensor; skipped, a share; flops, per token; and gains, the
+    mean gain of each part, if somebody has asked for gains"""
+    found = SimpleNamespace(loss=torch.zeros((), device=model.device), skipped=0.0, flops=0.0,
+                            gains=[])
+    n_parts = config.grad_accum * processes.count
+    for micro in range(config.grad_accum):
+        part = micro * processes.count + processes.rank
+        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
+                         processes.device)
+        # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
+        seed = np.random.SeedSequence((model.config.seed, step, part)).generate_state(1)
+        torch.manual_seed(int(seed[0]))
+        if processes.count > 1:   # They exchange gradients once a step, in the last part.
+            call_model.require_backward_grad_sync = micro == config.grad_accum - 1
+        runner = Runner(model)   # notes who skips what
+        _, loss = call_model(x, y, runner=runner)
+        (loss / config.grad_accum).backward()
+        # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
+        # --deep_supervision, it is a mean over the blocks.)
+        found.loss += runner.cross_entropy.detach() / config.grad_accum
+        found.skipped += runner.skipped() / config.grad_accum
+        found.flops += flops_per_token(model, runner=runner) / config.grad_accum
+        gain = runner.mean_gain()
+        if gain is not None:
+            found.gains.append(gain.detach())
+    return found
+
+def refuse_if_not_finite(step, folder, model, number):
+    """SystemExit if a number, or a weight, is not finite any more: such weights are never saved."""
+    if not math.isfinite(number) or not all(p.isfinite().all() for p in model.parameters()):
+        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
+               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
+               f"--resume and a lower --lr")
+
+def say_changes(changes, factor):
+    """What --resume has changed, a dict, and where in its schedule the learning rate is"""
+    if changes:
+        what = ", ".join(f"{name} {value}" for name, value in changes.items())
+        say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
+
+def say_report(step, report):
+    gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
+    say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
+        f"{report['grad_norm']:.2f} | {gain}{report['skip_rate']:.1%} skipped | "
+        f"{report['tok_s']:,.0f} tokens/s")
 
 # ---------------------------------------------------------------------------- beginning, resuming
 

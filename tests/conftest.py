@@ -78,7 +78,7 @@ def streams(model, idx=None):
 def decode(model, idx, pieces, decider=None):
     """The logits of all tokens, piece by piece through a KV cache"""
     cache = KVCache(model, len(idx), model.config.block_size)
-    return torch.cat([logits(model, piece, cache=cache, runner=Runner(model, decider, compiled=False))
+    return torch.cat([logits(model, piece, cache=cache, runner=Runner(model, decider))
                       for piece in idx.split(pieces, dim=1)], 1)
 
 def same(a, b, tolerance=1e-10):

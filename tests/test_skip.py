@@ -148,7 +148,7 @@ def test_executed_flops(residual, mod, decider):
         assert runner.skipped() == pytest.approx(1 - forward(model, decider=given)[1].double().mean().item())
 
 def test_compiled_and_checkpointed_blocks_skip_alike():
-    model, counter = nag(), CompileCounter()
+    model, counter = nag().train(), CompileCounter()   # Only training is compiled.
     decider = M.ByGain(model.config, 0.4)
     right = gradients(model, loss(model, decider))
     torch._dynamo.reset()
