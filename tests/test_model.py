@@ -403,7 +403,7 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(residual="prenorm"), ["--residual", "prenorm", "attnres", "momentum"]),
     (dict(residual="nag:steps=3"), ["nag", "steps", "directions=32"]),
     (dict(residual="nag:directions=many"), ["directions", "whole number"]), (dict(residual="nag:head"), ["head"]),
-    (dict(residual="peri:embed=2"), ["embed", "0 or 1"]), (dict(residual="nag:power=x"), ["power", "a number"]),
+    (dict(residual="peri:embed=2"), ["embed", "true or false"]), (dict(residual="nag:power=x"), ["power", "a number"]),
     (dict(residual="attnres:group=0"), ["group=0"]), (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]),
     (dict(residual="hyper:n=6"), ["n=6", "5"]), (dict(residual="review:inputs=uh"), ["inputs", "hu"]),
     (dict(n_head=3), ["--n_embd 16", "--n_head 3"]), (dict(n_layer=0), ["--n_layer 0", "1"]),
