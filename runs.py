@@ -1,5 +1,5 @@
 """
-Run folders: how they are opened as a model, locked, written, and gone on with.
+Run folders: how they are written, opened as a model, and gone on with.
 
     config.json      the settings that the run began with: the flags of train.py, and the tokenizer;
                      and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
@@ -24,61 +24,118 @@ import torch
 from flags import refuse
 from model import GPT, GPTConfig
 
+# ------------------------------------------------------------------------------------------- files
+
+def write_file(path, write):
+    """write(file) writes to a new file, which then gets the name `path`. So a kill or a full disk
+    leaves the old file there, whole; and if that was a link, what it leads to stays as it is."""
+    path = Path(path)
+    unfinished = path.with_name(".unfinished-" + path.name)
+    with explain_write_errors(path):
+        unfinished.unlink(missing_ok=True)   # A run that was killed may have left it.
+        try:
+            with open(unfinished, "xb") as f:   # x: only if there is no such file
+                write(f)
+                f.flush()
+                os.fsync(f.fileno())   # All of it is on the disk before it gets its name.
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+def write_text(path, text):
+    write_file(path, lambda f: f.write(text.encode()))
+
+@contextlib.contextmanager
+def explain_write_errors(path):
+    """If something can't be written in the with-block below: SystemExit, a sentence about `path`"""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+
+@contextlib.contextmanager
+def explain_read_errors(path):
+    """If something is wrong inside of a file that the with-block below reads: the same"""
+    try:
+        yield
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
+        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
+
 # ----------------------------------------------------------------------------- reading a run folder
 
 def open_run(run, device="cpu"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
     one sentence, whatever is wrong inside"""
     _, model = read_checkpoint(Path(run) / "ckpt.pt")
-    # What sample.py and analyze.py want to know, even of a run that is older than a flag
-    defaults = dict(data="", tokenizer="bytes", eval_windows=128, batch_size=16)
-    return model.to(device).eval(), defaults | read_settings(run) | asdict(model.config)
+    return model.to(device).eval(), read_settings(run) | asdict(model.config)
+
+def read_settings(path):
+    """The settings of a run as they are now, or those of a file such as configs/gpt2.json -> a
+    dict. SystemExit if there is none, or it is broken"""
+    settings = read_settings_file(path)
+    for changed in settings.pop("changes", {}).values():
+        settings |= changed
+    return settings
+
+def read_settings_file(path):
+    """The same, but as they were at first; and `changes`, if there were any, is one of them"""
+    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
+    with explain_read_errors(path):
+        return from_third_edition(json.loads(path.read_text(encoding="utf-8")))
 
 def data_of(run, settings):
-    """The data folder of a run, as its config.json names it. SystemExit if it isn't there"""
+    """The data folder of a run, as its settings name it. SystemExit if it isn't there"""
     data = settings["data"]
     if not Path(data).is_dir():
         refuse(f"{run}: config.json names {data} as its data, and that isn't here; such a path "
                f"begins in the folder where the training began, so go there")
     return data
 
-def read_settings(path, with_changes=True):
-    """The settings of a run folder, or of a file such as configs/gpt2.json -> a dict. SystemExit if
-    there is none, or it is broken. with_changes: as --resume has changed them. Without: as they
-    were at first, and `changes` is one of them"""
-    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
-    with explain_read_errors(path):
-        settings = from_third_edition(dict(json.loads(path.read_text(encoding="utf-8"))))
-        if with_changes:
-            for change in settings.pop("changes", {}).values():
-                settings |= change
-        return settings
-
 def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
     """-> the checkpoint, a dict, and its model. SystemExit if it is missing or broken. wanted: the
     config of the model; SystemExit if the checkpoint's differs in more than may_differ"""
+    ckpt, config = load_checkpoint(path)
+    if wanted is None:   # A checkpoint that was made with Triton has to open without it.
+        wanted = replace(config, kernels="auto")
+    differ = [f"{name} {value} there, {getattr(wanted, name)} here"
+              for name, value in asdict(config).items()
+              if value != getattr(wanted, name) and name not in may_differ]
+    if differ:
+        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
+    problems = wanted.problems()   # Its class may be gone, or have other options by now.
+    if problems:
+        refuse(f"{path}: {problems[0]}")
+    model = GPT(wanted)
+    with explain_read_errors(path):
+        model.load_state_dict(ckpt["model"])
+    return ckpt, model
+
+def load_checkpoint(path):
+    """-> the checkpoint, a dict, and the config of its model"""
     if not Path(path).is_file():
         refuse(f"{path}: no checkpoint there; train that run first")
     with explain_read_errors(path):
         if zipfile.ZipFile(path).testzip():   # It compares checksums. torch.load doesn't.
             raise ValueError("it is damaged")
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        found = GPTConfig(**from_third_edition(ckpt["model_config"]))
-    if wanted is None:   # A checkpoint that was made with Triton has to open without it.
-        wanted = replace(found, kernels="auto")
-    differ = [f"{name} {value} there, {getattr(wanted, name)} here"
-              for name, value in asdict(found).items()
-              if value != getattr(wanted, name) and name not in may_differ]
-    if differ:
-        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-    for problem in wanted.problems():   # Its class may be gone, or have other options by now.
-        refuse(f"{path}: {problem}")
-    model = GPT(wanted)   # A mistake in model.py is to show where it is.
-    with explain_read_errors(path):
-        model.load_state_dict(ckpt["model"])
-    return ckpt, model
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)   # It runs no code.
+        return ckpt, GPTConfig(**from_third_edition(ckpt["model_config"]))
+
+def from_third_edition(settings):
+    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
+    if this code can't do what that run did"""
+    if "mod_rate" not in settings:
+        return settings
+    if (settings["mod_rate"] or settings.get("layer_drop") or settings.get("max_tokens")
+            or settings.get("taper_on") == "both" or "warmup" in settings.get("residual", "")):
+        raise ValueError("trained with --mod_rate, --layer_drop, --max_tokens, nag:warmup or "
+                         "--taper_on both, which are gone; git checkout 7cf98d5 reads it")
+    gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
+    if settings.get("compile") is None:   # It meant: on a GPU only.
+        gone.append("compile")
+    return {name: value for name, value in settings.items() if name not in gone}
 
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
@@ -92,17 +149,18 @@ def read_lines(run):
     path, lines = Path(run) / "metrics.jsonl", []
     if path.is_file():
         for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):   # A crash has cut this line short.
-                lines.append(dict(json.loads(line)))
+            with contextlib.suppress(ValueError):   # A crash may have cut a line short.
+                lines.append(json.loads(line))
     return lines
 
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
-    """The folder that a run writes to. Its life: RunFolder(...) checks and locks it; then the model
-    is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
+    """The folder that a run writes to. As open() does with a file, RunFolder(...) takes hold of it,
+    until close(): it refuses a folder whose files would be lost, and locks it. It writes nothing
+    before begin(step). Then come log(...) and save(...), many times.
 
-    settings: those of this start, a dict; before: the settings so far of a run that is resumed;
+    settings: those of this start, a dict; before: those of the run that is resumed, or None;
     is_first: of several processes, only the first one locks and writes. SystemExit if another run
     holds the lock, if the files there are not ours, or if they are a run that is neither resumed
     nor overwritten"""
@@ -116,16 +174,17 @@ class RunFolder:
             self.take_lock()
 
     def refuse_if_taken(self):
-        ours = [self.out / name for name in ("config.json", "ckpt.pt", "metrics.jsonl")]
-        if not any(path.exists() for path in ours):   # A log of yours may be there.
+        config, ckpt, metrics = (self.out / name
+                                 for name in ("config.json", "ckpt.pt", "metrics.jsonl"))
+        if not any(path.exists() for path in (config, ckpt, metrics)):   # Others are no matter.
             return
-        settings = ours[0]   # Other programs have a config.json, too.
-        if not settings.is_file() or '"residual"' not in settings.read_text(errors="replace"):
+        # Other programs have a config.json, too.
+        if not config.is_file() or '"residual"' not in config.read_text(errors="replace"):
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
         # A run that was killed before its first evaluation has nothing to lose.
-        begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
-        if begun and not self.overwrite:
+        has_begun = ckpt.exists() or read_lines(self.out)
+        if has_begun and not self.overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
 
@@ -138,7 +197,7 @@ class RunFolder:
             refuse(f"--out {self.out}: another process is training there; wait for it, or take "
                    f"another --out")
         except OSError:
-            pass   # a file system without locks
+            pass   # Some file systems have no locks.
 
     def begin(self, step):
         """Once, just before the first step, when all checks have passed: with overwrite it deletes
@@ -155,10 +214,10 @@ class RunFolder:
         return changes
 
     def write_settings(self, step):
-        """config.json. In that of a run that is resumed, only `changes` is new."""
+        """config.json, of a new run. In that of a run that is resumed, only `changes` is new."""
         settings, changes = self.settings, {}
-        if self.before:
-            settings = read_settings(self.out, with_changes=False)
+        if self.before is not None:
+            settings = read_settings_file(self.out)
             changes = {name: value for name, value in self.settings.items()
                        if value != self.before.get(name, value)}
         if changes:
@@ -200,61 +259,3 @@ def restore_optimizers(model, optimizers, saved):
         state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
         state["state"] = {i: moments[names[p]] for i, p in enumerate(params) if names[p] in moments}
         optimizer.load_state_dict(state)
-
-# ------------------------------------------------------------------------------------------- files
-
-UNFINISHED = ".unfinished-"   # what the names of files begin with that are not yet whole
-
-def write_file(path, write):
-    """write(file) writes to a new file, which is flushed to the disk and renamed to path. So there
-    is never half a file of that name, and no link is followed."""
-    path = Path(path)
-    unfinished = path.with_name(UNFINISHED + path.name)
-    with explain_write_errors(path):
-        unfinished.unlink(missing_ok=True)   # of a run that was killed
-        try:
-            with open(unfinished, "xb") as f:   # x: it is new
-                write(f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-def write_text(path, text):
-    write_file(path, lambda f: f.write(text.encode()))
-
-@contextlib.contextmanager
-def explain_write_errors(path):
-    """Whatever can't be written in the with-block below: one sentence about `path`"""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """Whatever is wrong inside a file: one sentence"""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, MemoryError) or "allocate" in str(error):
-            raise   # The file is in order. See flags.sentence_about.
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        refuse(f"{path}: can't be read ({what}); correct or restore it, or train anew")
-
-# -------------------------------------------------------------------------------------- older runs
-
-def from_third_edition(settings):
-    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
-    if this code can't do what that run did"""
-    if "mod_rate" not in settings:
-        return settings
-    if (settings["mod_rate"] or settings.get("layer_drop") or settings.get("max_tokens")
-            or settings.get("taper_on") == "both" or "warmup" in settings.get("residual", "")):
-        raise ValueError("trained with --mod_rate, --layer_drop, --max_tokens, nag:warmup or "
-                         "--taper_on both, which are gone; git checkout 7cf98d5 reads it")
-    gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
-    if settings.get("compile") is None:   # It meant: on a GPU only.
-        gone.append("compile")
-    return {name: value for name, value in settings.items() if name not in gone}

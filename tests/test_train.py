@@ -13,7 +13,7 @@ from model import GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, flop
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "
         "--eval_windows 8 --seed 5 --optimizer adamw --lr 6e-3").split()
 LONG = "--max_iters", "99999", "--eval_interval", "99999"
-HALF = runs.UNFINISHED + "*"
+HALF = ".unfinished-*"
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
