@@ -42,7 +42,8 @@ def write_file(path, write):
         finally:
             unfinished.unlink(missing_ok=True)
 
-def write_text(path, text):
+def write_json(path, values):
+    text = json.dumps(values, indent=2) + "\n"
     write_file(path, lambda f: f.write(text.encode()))
 
 @contextlib.contextmanager
@@ -174,16 +175,15 @@ class RunFolder:
             self.take_lock()
 
     def refuse_if_taken(self):
-        config, ckpt, metrics = (self.out / name
-                                 for name in ("config.json", "ckpt.pt", "metrics.jsonl"))
-        if not any(path.exists() for path in (config, ckpt, metrics)):   # Others are no matter.
+        ours = "config.json", "ckpt.pt", "metrics.jsonl"
+        if not any((self.out / name).exists() for name in ours):   # Other files don't matter.
             return
-        # Other programs have a config.json, too.
+        config = self.out / "config.json"   # Other programs have one, too.
         if not config.is_file() or '"residual"' not in config.read_text(errors="replace"):
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
         # A run that was killed before its first evaluation has nothing to lose.
-        has_begun = ckpt.exists() or read_lines(self.out)
+        has_begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
         if has_begun and not self.overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
@@ -207,23 +207,25 @@ class RunFolder:
         if self.overwrite:
             for name in "ckpt.pt", "metrics.jsonl":
                 (self.out / name).unlink(missing_ok=True)
-        changes = self.write_settings(step)
+        changes = {}
+        if self.before is None:
+            write_json(self.out / "config.json", self.settings)
+        else:
+            changes = self.note_changes(step)
         # Lines after the checkpoint go: the run takes those steps again.
         kept = [line for line in read_lines(self.out) if line["step"] <= step]
-        write_text(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_file(self.out / "metrics.jsonl", lambda f: f.write(text.encode()))
         return changes
 
-    def write_settings(self, step):
-        """config.json, of a new run. In that of a run that is resumed, only `changes` is new."""
-        settings, changes = self.settings, {}
-        if self.before is not None:
-            settings = read_settings_file(self.out)
-            changes = {name: value for name, value in self.settings.items()
-                       if value != self.before.get(name, value)}
+    def note_changes(self, step):
+        """Adds to config.json what this start has changed -> that, a dict"""
+        changes = {name: value for name, value in self.settings.items()
+                   if value != self.before.get(name, value)}
         if changes:
-            by_step = settings.setdefault("changes", {})
-            by_step[str(step)] = by_step.get(str(step), {}) | changes
-        write_text(self.out / "config.json", json.dumps(settings, indent=2) + "\n")
+            settings = read_settings_file(self.out)
+            settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
+            write_json(self.out / "config.json", settings)
         return changes
 
     def log(self, **values):
