@@ -121,8 +121,7 @@ def problem_of(field, value):
 
 def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None, retired={}):
     """Command line -> an instance of each config class. SystemExit, with a sentence for each
-    problem, if a config can't be used: field_problems finds some, and the config's own method
-    `problems`, if it has one, finds others.
+    problem, if a config can't be used: field_problems finds some, and so may its own `problems`.
 
     positional: names of fields that are no flags but words; defaults: a function from the flags
     that are typed to values that count where none is; doc, epilog: for --help; retired: flags that
@@ -140,8 +139,11 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
     for config_class in configs:
         own = {field.name for field in dataclasses.fields(config_class)}
         config = config_class(**{name: values[name] for name in own & values.keys()})
+        problems = field_problems(config)
+        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
+            problems = config.problems()
+        bad += problems
         made.append(config)
-        bad += all_problems(config)
     if bad:
         refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
     return made
@@ -202,12 +204,6 @@ def refuse_unknown(parser, given, known, retired):
             near = difflib.get_close_matches(name, known, 1)
             hint = f", did you mean --{near[0]}?" if near else ""
             parser.error(f"--{name}: unknown flag{hint}")
-
-def all_problems(config):
-    bad = field_problems(config)
-    if not bad and hasattr(config, "problems"):   # It may rely on values that are in their ranges.
-        bad = config.problems()
-    return bad
 
 # ---------------------------------------------------------------------- options: name:key=value,...
 
