@@ -27,17 +27,18 @@ from model import GPT, GPTConfig
 # ------------------------------------------------------------------------------------------- files
 
 def write_file(path, write):
-    """write(file) writes to a new file, which then gets the name `path`. So a kill or a full disk
-    leaves the old file there, whole; and if that was a link, what it leads to stays as it is."""
+    """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
+    `path`. So a kill or a full disk leaves the old file; and if that was a link, what it leads to
+    stays as it is. SystemExit, with a sentence, if it can't be written"""
     path = Path(path)
     unfinished = path.with_name(".unfinished-" + path.name)
     with explain_write_errors(path):
-        unfinished.unlink(missing_ok=True)   # A run that was killed may have left it.
+        unfinished.unlink(missing_ok=True)   # of a run that was killed
         try:
-            with open(unfinished, "xb") as f:   # x: only if there is no such file
+            with open(unfinished, "xb") as f:
                 write(f)
                 f.flush()
-                os.fsync(f.fileno())   # All of it is on the disk before it gets its name.
+                os.fsync(f.fileno())
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -48,7 +49,7 @@ def write_json(path, values):
 
 @contextlib.contextmanager
 def explain_write_errors(path):
-    """If something can't be written in the with-block below: SystemExit, a sentence about `path`"""
+    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
     try:
         yield
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
@@ -56,7 +57,7 @@ def explain_write_errors(path):
 
 @contextlib.contextmanager
 def explain_read_errors(path):
-    """If something is wrong inside of a file that the with-block below reads: the same"""
+    """with explain_read_errors(path): what is wrong inside of that file is told in a sentence."""
     try:
         yield
     except Exception as error:   # There are many ways in which a file can be broken.
@@ -65,27 +66,21 @@ def explain_read_errors(path):
 
 # ----------------------------------------------------------------------------- reading a run folder
 
-def open_run(run, device="cpu"):
-    """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
-    one sentence, whatever is wrong inside"""
-    _, model = read_checkpoint(Path(run) / "ckpt.pt")
-    return model.to(device).eval(), read_settings(run) | asdict(model.config)
-
-def read_settings(path):
-    """The settings of a run as they are now, or those of a file such as configs/gpt2.json -> a
-    dict. SystemExit if there is none, or it is broken"""
-    settings = read_settings_file(path)
-    for changed in settings.pop("changes", {}).values():
-        settings |= changed
-    return settings
-
 def read_settings_file(path):
-    """The same, but as they were at first; and `changes`, if there were any, is one of them"""
+    """A run folder's config.json, or a file such as configs/gpt2.json -> the settings there, a
+    dict. If it has `changes`, they are left as they are. SystemExit if it is missing or broken"""
     path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
         return from_third_edition(json.loads(path.read_text(encoding="utf-8")))
+
+def read_settings(path):
+    """The same, as --resume has changed them: without `changes`"""
+    settings = read_settings_file(path)
+    for changed in settings.pop("changes", {}).values():
+        settings |= changed
+    return settings
 
 def data_of(run, settings):
     """The data folder of a run, as its settings name it. SystemExit if it isn't there"""
@@ -95,9 +90,21 @@ def data_of(run, settings):
                f"begins in the folder where the training began, so go there")
     return data
 
+def load_checkpoint(path):
+    """-> the checkpoint, a dict, and the config of its model. SystemExit if missing or broken"""
+    if not Path(path).is_file():
+        refuse(f"{path}: no checkpoint there; train that run first")
+    with explain_read_errors(path):
+        if zipfile.ZipFile(path).testzip():   # It compares checksums. torch.load doesn't.
+            raise ValueError("it is damaged")
+        # weights_only: no code in the file is run.
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        return ckpt, GPTConfig(**from_third_edition(ckpt["model_config"]))
+
 def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
-    """-> the checkpoint, a dict, and its model. SystemExit if it is missing or broken. wanted: the
-    config of the model; SystemExit if the checkpoint's differs in more than may_differ"""
+    """-> the checkpoint, a dict, and its model. wanted: the config that this model is to have;
+    may_differ: settings that may be others in the checkpoint. SystemExit if any other differs, or
+    if the checkpoint is missing or broken"""
     ckpt, config = load_checkpoint(path)
     if wanted is None:   # A checkpoint that was made with Triton has to open without it.
         wanted = replace(config, kernels="auto")
@@ -114,36 +121,11 @@ def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
         model.load_state_dict(ckpt["model"])
     return ckpt, model
 
-def load_checkpoint(path):
-    """-> the checkpoint, a dict, and the config of its model"""
-    if not Path(path).is_file():
-        refuse(f"{path}: no checkpoint there; train that run first")
-    with explain_read_errors(path):
-        if zipfile.ZipFile(path).testzip():   # It compares checksums. torch.load doesn't.
-            raise ValueError("it is damaged")
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)   # It runs no code.
-        return ckpt, GPTConfig(**from_third_edition(ckpt["model_config"]))
-
-def from_third_edition(settings):
-    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
-    if this code can't do what that run did"""
-    if "mod_rate" not in settings:
-        return settings
-    if (settings["mod_rate"] or settings.get("layer_drop") or settings.get("max_tokens")
-            or settings.get("taper_on") == "both" or "warmup" in settings.get("residual", "")):
-        raise ValueError("trained with --mod_rate, --layer_drop, --max_tokens, nag:warmup or "
-                         "--taper_on both, which are gone; git checkout 7cf98d5 reads it")
-    gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
-    if settings.get("compile") is None:   # It meant: on a GPU only.
-        gone.append("compile")
-    return {name: value for name, value in settings.items() if name not in gone}
-
-def read_metrics(run):
-    """{step: what metrics.jsonl says about it}"""
-    metrics = {}
-    for line in read_lines(run):
-        metrics.setdefault(line["step"], {}).update(line)
-    return metrics
+def open_run(run, device="cpu"):
+    """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
+    one sentence, whatever is wrong inside"""
+    _, model = read_checkpoint(Path(run) / "ckpt.pt")
+    return model.to(device).eval(), read_settings(run) | asdict(model.config)
 
 def read_lines(run):
     """metrics.jsonl -> a list of dicts, one a line"""
@@ -154,12 +136,19 @@ def read_lines(run):
                 lines.append(json.loads(line))
     return lines
 
+def read_metrics(run):
+    """{step: what metrics.jsonl says about it}"""
+    metrics = {}
+    for line in read_lines(run):
+        metrics.setdefault(line["step"], {}).update(line)
+    return metrics
+
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
-    """The folder that a run writes to. As open() does with a file, RunFolder(...) takes hold of it,
-    until close(): it refuses a folder whose files would be lost, and locks it. It writes nothing
-    before begin(step). Then come log(...) and save(...), many times.
+    """The folder that a run writes to. RunFolder(...) takes hold of it, as open() does of a file:
+    it checks that no files would be lost, and locks the folder until close(). begin(step) then
+    writes the first files, and log(...) and save(...) the others, many times.
 
     settings: those of this start, a dict; before: those of the run that is resumed, or None;
     is_first: of several processes, only the first one locks and writes. SystemExit if another run
@@ -199,6 +188,16 @@ class RunFolder:
         except OSError:
             pass   # Some file systems have no locks.
 
+    def note_changes(self, step):
+        """Adds to config.json what this start has changed -> that, a dict"""
+        changes = {name: value for name, value in self.settings.items()
+                   if value != self.before.get(name, value)}
+        if changes:
+            settings = read_settings_file(self.out)
+            settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
+            write_json(self.out / "config.json", settings)
+        return changes
+
     def begin(self, step):
         """Once, just before the first step, when all checks have passed: with overwrite it deletes
         the old run. step: 0, or that of the checkpoint -> what this start has changed, a dict"""
@@ -216,16 +215,6 @@ class RunFolder:
         kept = [line for line in read_lines(self.out) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_file(self.out / "metrics.jsonl", lambda f: f.write(text.encode()))
-        return changes
-
-    def note_changes(self, step):
-        """Adds to config.json what this start has changed -> that, a dict"""
-        changes = {name: value for name, value in self.settings.items()
-                   if value != self.before.get(name, value)}
-        if changes:
-            settings = read_settings_file(self.out)
-            settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
-            write_json(self.out / "config.json", settings)
         return changes
 
     def log(self, **values):
@@ -261,3 +250,19 @@ def restore_optimizers(model, optimizers, saved):
         state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
         state["state"] = {i: moments[names[p]] for i, p in enumerate(params) if names[p] in moments}
         optimizer.load_state_dict(state)
+
+# -------------------------------------------------------------------------------------- older runs
+
+def from_third_edition(settings):
+    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
+    if this code can't do what that run did"""
+    if "mod_rate" not in settings:
+        return settings
+    if (settings["mod_rate"] or settings.get("layer_drop") or settings.get("max_tokens")
+            or settings.get("taper_on") == "both" or "warmup" in settings.get("residual", "")):
+        raise ValueError("trained with --mod_rate, --layer_drop, --max_tokens, nag:warmup or "
+                         "--taper_on both, which are gone; git checkout 7cf98d5 reads it")
+    gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
+    if settings.get("compile") is None:   # It meant: on a GPU only.
+        gone.append("compile")
+    return {name: value for name, value in settings.items() if name not in gone}
