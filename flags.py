@@ -181,7 +181,7 @@ def how_to_read(kind):
     if kind is bool:
         return dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
     if kind is list:
-        return dict(nargs="+", action="extend", type=not_empty)
+        return dict(nargs="+", action="extend")
     return dict(type=not_empty if kind is str else kind)
 
 def not_empty(word):

@@ -407,7 +407,7 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(residual="attnres:group=0"), ["group=0"]), (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]),
     (dict(residual="hyper:n=6"), ["n=6", "5"]), (dict(residual="review:inputs=uh"), ["inputs", "hu"]),
     (dict(n_head=3), ["--n_embd 16", "--n_head 3"]), (dict(n_layer=0), ["--n_layer 0", "1"]),
-    (dict(norm="batch"), ["--norm batch", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
+    (dict(norm="batch"), ["--norm 'batch'", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
     (dict(repeat="9:3"), ["--repeat 9:3"]), (dict(repeat="2"), ["--repeat 2"]),
     (dict(repeat="3-2:2"), ["--repeat 3-2:2"]), (dict(repeat="2:0"), ["--repeat 2:0"]),
     (dict(repeat="2:2", residual="attnres"), ["--repeat", "attnres"]),
