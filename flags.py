@@ -55,9 +55,9 @@ def start(main):
     try:
         status = main() or 0
     except KeyboardInterrupt:
-        status = 130   # That is what shells expect.
+        status = 130   # what shells expect of Ctrl-C
     except SystemExit as end:
-        status = end.code or 0   # The code of `refuse` is its sentences.
+        status = end.code or 0   # a number, or the sentences of `refuse`
     except BrokenPipeError:   # A reader of stdout, such as head, has had enough.
         mute_stdout()
         status = 0
@@ -106,12 +106,12 @@ def field_problems(config):
     return bad
 
 def problem_of(field, value):
-    """Why a field can't have this value, or None. A value from a file may be of any type."""
+    """Why a field can't have this value, or None if it can. In a file, it may be of any type."""
     choices = get_args(field.type)   # of a Literal; other types have none
     low, high = field.metadata.get("low"), field.metadata.get("high")
     if choices:
         return None if value in choices else f"unknown; choose from {', '.join(choices)}"
-    types = (float, int) if field.type is float else (field.type,)
+    types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
     if field.type in KINDS and type(value) not in types:
         return f"must be {KINDS[field.type]}"
     if low is not None and not low <= value <= high:   # This also finds nan.
@@ -161,7 +161,7 @@ def make_parser(configs, doc, positional, epilog):
             if title := field.metadata.get("group"):
                 group = parser.add_argument_group(title)
             name = field.name if field.name in positional else f"--{field.name}"
-            # SUPPRESS: what is not typed has no value here.
+            # SUPPRESS: what is not typed is not among the results.
             group.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
                                **how_to_read(field.type))
     return parser
@@ -172,7 +172,7 @@ def help_text(field):
         text = f"[{low:g}, {field.metadata['high']:g}] {text}"
     if field.default is not False and field.default not in ("", None):
         text += f" (default {field.default})"
-    return text.replace("%", "%%")   # argparse has a use for %.
+    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
 
 def how_to_read(kind):
     """What argparse has to know about a flag of this type"""
@@ -196,7 +196,7 @@ def names_among(words):
     return [match[1] for match in found if match]
 
 def refuse_unknown(parser, given, known, retired):
-    """given, known: names of flags"""
+    """SystemExit if a name that is given is not among the known ones"""
     for name in given:
         if name in retired:
             parser.error(f"--{name}: is gone; {retired[name]}")
