@@ -34,7 +34,7 @@ from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile
 from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
 from runs import (RunFolder, data_of, optimizer_state, read_checkpoint, read_settings,
-                  restore_optimizers)
+                  read_settings_file, restore_optimizers)
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -431,7 +431,7 @@ def defaults_for(given):
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:
-        values = read_config(given["config"], with_changes=False)
+        values = all_flags(read_settings_file(given["config"]))
         if changes := values.pop("changes", {}):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
@@ -459,7 +459,7 @@ def settings_to_resume(given):
     if "out" not in given or "config" in given or "init_from" in given:
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
                "neither --config nor --init_from")
-    values = read_config(given["out"])
+    values = all_flags(read_settings(given["out"]))
     # Another one would change batches or moments, or make losses that can't be compared.
     for name in "batch_size", "optimizer", "eval_windows":
         if given.get(name, values[name]) != values[name]:
@@ -472,9 +472,9 @@ def settings_to_resume(given):
 # These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
 NOT_SAVED = "out", "config", "resume", "overwrite"
 
-def read_config(path, with_changes=True):
-    """The settings of a run, or of a file such as configs/gpt2.json, a dict"""
-    values = asdict(GPTConfig()) | asdict(TrainConfig()) | read_settings(path, with_changes)
+def all_flags(settings):
+    """Settings of a run, or of a file such as configs/gpt2.json -> a value for each flag, a dict"""
+    values = asdict(GPTConfig()) | asdict(TrainConfig()) | settings
     no_flags = *NOT_SAVED, "tokenizer"
     return {name: value for name, value in values.items() if name not in no_flags}
 
@@ -513,7 +513,7 @@ def main(argv=None):
         # attnres:group=4 -> runs/attnres-group4
         name = model_config.residual.replace("=", "")
         out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", name)
-        before = read_config(out) if config.resume else None
+        before = all_flags(read_settings(out)) if config.resume else None
         folder = RunFolder(out, settings, before, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
