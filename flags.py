@@ -201,8 +201,8 @@ def refuse_unknown(parser, given, known, retired):
         if name in retired:
             parser.error(f"--{name}: is gone; {retired[name]}")
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f", did you mean --{near[0]}?" if near else ""
+            near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
+            hint = f", did you mean {near[0]}?" if near else ""
             parser.error(f"--{name}: unknown flag{hint}")
 
 # ---------------------------------------------------------------------- options: name:key=value,...

@@ -1536,7 +1536,7 @@ class KeptTokens:
 
 def heads(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
-    tuple of tensors (..., n_head, head_size)"""
+    tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
     x = F.linear(x, attn.c_attn.weight[rows])
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 

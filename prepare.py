@@ -207,6 +207,7 @@ def write_data_set(out, meta, train, val):
     train_tokens = encode(train, meta["tokenizer"])
     val_tokens = encode(val, meta["tokenizer"])
     with unfinished_folder(out) as unfinished:
+        refuse_if_taken(out, meta)   # Another prepare.py may have been faster.
         (unfinished / "meta.json").write_text(json.dumps(meta))
         write_shard(unfinished / "train_000000.bin", train_tokens)
         write_shard(unfinished / "val_000000.bin", val_tokens)
