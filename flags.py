@@ -119,21 +119,20 @@ def problem_of(field, value):
 
 # ------------------------------------------------------------------------------------ command line
 
-def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None, retired={}):
+def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None):
     """Command line -> an instance of each config class. SystemExit, with a sentence for each
     problem, if a config can't be used: field_problems finds some, and so may its own `problems`.
 
     positional: names of fields that are no flags but words; defaults: a function from the flags
-    that are typed to values that count where none is; doc, epilog: for --help; retired: flags that
-    are gone, and what to use instead"""
+    that are typed to values that count where none is; doc, epilog: for --help"""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(configs, doc, positional, epilog)
     names = {field.name for config in configs for field in dataclasses.fields(config)}
     # Misspelt flags come first: argparse would complain of the words that they leave over.
-    refuse_unknown(parser, names_among(words), names | {"help"}, retired)
+    refuse_unknown(parser, names_among(words), names | {"help"})
     typed = vars(parser.parse_args(words))
     values = defaults(typed) if defaults else {}
-    refuse_unknown(parser, values, names, retired)   # They may be from a file.
+    refuse_unknown(parser, values, names)   # They may be from a file.
     values = values | typed
     made, bad = [], []
     for config_class in configs:
@@ -195,11 +194,9 @@ def names_among(words):
     found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
     return [match[1] for match in found if match]
 
-def refuse_unknown(parser, given, known, retired):
+def refuse_unknown(parser, given, known):
     """SystemExit if a name that is given is not among the known ones"""
     for name in given:
-        if name in retired:
-            parser.error(f"--{name}: is gone; {retired[name]}")
         if name not in known:
             near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
             hint = f", did you mean {near[0]}?" if near else ""

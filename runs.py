@@ -5,7 +5,7 @@ Run folders: how they are written, opened as a model, and gone on with.
                      and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, grad_norms, data (fingerprint)
+                     flops, data (fingerprint)
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on. So no code in one is run, and through a link no other file is changed.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from flags import refuse
+from flags import refuse, say
 from model import GPT, GPTConfig
 
 # ------------------------------------------------------------------------------------------- files
@@ -189,33 +189,32 @@ class RunFolder:
             pass   # Some file systems have no locks.
 
     def note_changes(self, step):
-        """Adds to config.json what this start has changed -> that, a dict"""
+        """Says what this start has changed, and adds it to config.json."""
         changes = {name: value for name, value in self.settings.items()
                    if value != self.before.get(name, value)}
         if changes:
             settings = read_settings_file(self.out)
             settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
             write_json(self.out / "config.json", settings)
-        return changes
+            what = ", ".join(f"{name} {value}" for name, value in changes.items())
+            say(f"from iteration {step} on: {what}")
 
     def begin(self, step):
         """Once, just before the first step, when all checks have passed: with overwrite it deletes
-        the old run. step: 0, or that of the checkpoint -> what this start has changed, a dict"""
+        the old run. step: 0, or that of the checkpoint"""
         if not self.is_first:
-            return {}
+            return
         if self.overwrite:
             for name in "ckpt.pt", "metrics.jsonl":
                 (self.out / name).unlink(missing_ok=True)
-        changes = {}
         if self.before is None:
             write_json(self.out / "config.json", self.settings)
         else:
-            changes = self.note_changes(step)
+            self.note_changes(step)
         # Lines after the checkpoint go: the run takes those steps again.
         kept = [line for line in read_lines(self.out) if line["step"] <= step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         write_file(self.out / "metrics.jsonl", lambda f: f.write(text.encode()))
-        return changes
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""
