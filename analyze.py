@@ -29,13 +29,12 @@ import torch.nn.functional as F
 
 import prepare
 from flags import flag, parse, printable, refuse, say, start
-from inside import (KNOWN, NotHere, answers, ends_of_blocks, in_words, inside_of, lines_after,
-                    patch, questions, some_digits, spelled, sublayers_of, who_ran)
+from inside import KNOWN, WINDOWS, Inside, NotHere, ends_of_blocks, patch
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
-                   why_not)
+                   sublayers_of, who_ran, why_not)
 from processes import pick_device, pick_threads
 from runs import data_of, explain_write_errors, open_run, write_file
-from steps import steps_asked
+from steps import answers, in_words, lines_that_ask, solve, some_digits, spelled, steps_asked
 from train import evaluate
 
 @dataclass
@@ -212,7 +211,7 @@ def written(run):
     digits = some_digits(run.puzzle)
     lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
     return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
-            "true": [spelled(lines_after(line, run.puzzle)[-1]) for line in lines]}
+            "true": [solve(line, run.puzzle)[-1] for line in lines]}
 
 def by_steps(run, measure):
     """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
@@ -278,12 +277,14 @@ def lines_inside(run):
     Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
     reads no such line in an untrained model, nor shuffled digits."""
     k = run.most_known
-    inside = inside_of(run.model, run.config["data"], run.puzzle, k)
+    windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
+    inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
-    lines = questions(idx.cpu(), targets.cpu(), run.puzzle, k)[2][0]
+    _, _, lines = lines_that_ask(idx.cpu(), targets.cpu(), k, run.puzzle)
     examples = [chr(ord("a") + k) + digits
                 for digits in [some_digits(run.puzzle), *map(spelled, lines[:4])]]
-    return dict(asked=k, line=inside.shares("line"), answer=inside.shares("answer"),
+    return dict(asked=k, line=inside.share_by_block("line"),
+                answer=inside.share_by_block("answer"),
                 examples=[inside.example(line) for line in examples])
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",

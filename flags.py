@@ -1,7 +1,7 @@
 """
-From a dataclass to a command line, and sentences for the user. This file knows no model.
+Sentences for the user, and command lines that are made from dataclasses. This file knows no model.
 
-A field of a config is a flag. `flag` says its default, its help, and which values are allowed:
+A field of a dataclass is a flag. `flag` says its default, its help, and which values are allowed:
 
     @dataclass
     class Config:
@@ -9,7 +9,7 @@ A field of a config is a flag. `flag` says its default, its help, and which valu
         kind: Literal["a", "b"] = flag("a", "what it is")
         plain: float = 0.5          # a flag, too, without help
 
-    config, = parse([Config])       # --size 7 --kind b
+    [config] = parse([Config])      # reads --size 7 --kind b
 
 A value may have options of its own, such as hyper:kind=mhc,n=2: see read_options.
 """
@@ -20,191 +20,44 @@ import inspect
 import os
 import re
 import sys
-from typing import Literal, get_args, get_origin
-
-# ------------------------------------------------------------------------------ fields of a config
-
-def flag(default, help="", low=None, high=None, group=None):
-    """A field of a config. low, high: the range of a number; group: with this flag, --help begins a
-    section of this name"""
-    about = dict(help=help, low=low, high=high, group=group)
-    return dataclasses.field(default=default, metadata=about)
-
-def field_problems(config):
-    """A sentence for each field that is none of its choices, or not in its range. (A value may come
-    from a file that somebody has written, so it may be of any type.)"""
-    bad = []
-    for field in dataclasses.fields(config):
-        value, kind = getattr(config, field.name), field.type
-        choices = (True, False) if kind is bool else get_args(kind)
-        low, high = field.metadata.get("low"), field.metadata.get("high")
-        if choices and value not in choices:
-            known = ", ".join(map(str, choices))
-            bad.append(f"--{field.name} {value}: unknown; choose from {known}")
-        elif kind is str and type(value) is not str:
-            bad.append(f"--{field.name} {value!r}: must be a word")
-        elif low is not None and type(value) not in (kind, int):
-            bad.append(f"--{field.name} {value!r}: must be of type {kind.__name__}")
-        elif low is not None and not low <= value <= high:   # This also finds nan.
-            bad.append(f"--{field.name} {value}: must be from {low:g} to {high:g}")
-    return bad
-
-def all_problems(config):
-    """field_problems, or, if there are none, what the config's own method `problems` finds"""
-    bad = field_problems(config)
-    if not bad and hasattr(config, "problems"):
-        bad = config.problems()
-    return bad
-
-# ------------------------------------------------------------------------------------------- flags
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse(f"{self.prog}: {message}; {self.prog} --help lists the flags")
-
-def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None, retired={}):
-    """Command line -> an instance of each config class. SystemExit, with a sentence for each
-    problem, if a config can't be used: see all_problems.
-
-    positional: names of fields that are no flags but words; defaults: a function from the flags
-    that are typed to values that count where none is; doc, epilog: for --help; retired: flags that
-    are gone, and what to use instead"""
-    parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser
-    for config in configs:
-        for field in dataclasses.fields(config):
-            if title := field.metadata.get("group"):
-                group = parser.add_argument_group(title)
-            add_flag(group, field, field.name in positional)
-    argv = sys.argv[1:] if argv is None else argv
-    refuse_unknown(parser, argv, retired)
-    given = vars(parser.parse_args(argv))   # only what is typed
-    for name in "out", "config", "init_from":
-        if given.get(name) == "":   # a variable of the shell that has no value, perhaps
-            parser.error(f"--{name}: is empty; name one, or leave it out")
-    values = defaults(given) if defaults else {}
-    for name in values:   # They may be from a file that somebody has written.
-        if f"--{name}" not in parser._option_string_actions or name.startswith("no-"):
-            tell_unknown(parser, f"--{name}", retired)
-    values |= given
-    made, bad = [], []
-    for config in configs:
-        names = {field.name for field in dataclasses.fields(config)}
-        made.append(config(**{name: values[name] for name in names & values.keys()}))
-        bad += all_problems(made[-1])
-    if bad:
-        refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
-    return made
-
-def add_flag(group, field, is_positional):
-    text, low = field.metadata.get("help", ""), field.metadata.get("low")
-    if low is not None:
-        text = f"[{low:g}, {field.metadata['high']:g}] {text}"
-    if field.default is not False and field.default not in ("", None):
-        text += f" (default {field.default})"
-    if get_origin(field.type) is Literal:
-        how = dict(choices=get_args(field.type))
-    elif field.type is bool:
-        how = dict(action=argparse.BooleanOptionalAction)
-    elif field.type is list:
-        how = dict(nargs="+", action="extend")
-    else:
-        how = dict(type=field.type)
-    how["help"] = text.replace("%", "%%")
-    if is_positional:
-        group.add_argument(field.name, **how)
-    else:
-        group.add_argument(f"--{field.name}", default=argparse.SUPPRESS, **how)
-
-def refuse_unknown(parser, words, retired):
-    """This comes before argparse, which would first complain of a word that is missing."""
-    known = parser._option_string_actions
-    for word in words:
-        name = word.split("=")[0]
-        if re.fullmatch(r"--\w[\w-]*", name) and name not in known:
-            tell_unknown(parser, name, retired)
-
-def tell_unknown(parser, name, retired):
-    if name[2:] in retired:
-        parser.error(f"{name}: is gone; {retired[name[2:]]}")
-    near = difflib.get_close_matches(name, parser._option_string_actions, 1)
-    parser.error(f"{name}: unknown flag" + (f", did you mean {near[0]}?" if near else ""))
-
-# ---------------------------------------------------------------------- options: name:key=value,...
-
-def option_defaults(function):
-    """The keyword arguments of a function or class, with their defaults: these are its options."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-def read_options(text, defaults, allowed):
-    """"kind=mhc,n=2" -> dict(kind="mhc", n=2). ValueError, with a sentence, if that can't be.
-
-    defaults: option -> its default, whose type the value gets; allowed: option -> its lowest and
-    its highest value, or its choices if these are words"""
-    found = {}
-    for option in filter(None, text.split(",")):
-        key, _, word = option.partition("=")
-        if key not in defaults:
-            known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
-        found[key] = value = convert(key, word, defaults[key])
-        limits = allowed.get(key)
-        if limits and isinstance(value, str) and value not in limits:
-            raise ValueError(f"option {key}={value} must be one of {', '.join(limits)}")
-        if limits and not isinstance(value, str) and not limits[0] <= value <= limits[1]:
-            raise ValueError(f"option {key}={value} must be from {limits[0]} to {limits[1]}")
-    return found
-
-KINDS = {int: "a whole number", float: "a number", bool: "0 or 1", str: "a word"}
-
-def convert(key, word, default):
-    """A word -> a value of the default's type"""
-    kind = type(default)
-    try:
-        if kind is bool:
-            return {"0": False, "false": False, "1": True, "true": True}[word.lower()]
-        return kind(word)
-    except (KeyError, ValueError):
-        raise ValueError(f"{key} must be {KINDS[kind]}, such as {default}") from None
+from typing import get_args
 
 # ------------------------------------------------------------------------- sentences for the user
 
+def refuse(*sentences):
+    """Ends the program with sentences for the user, a line each. `start` prints them."""
+    raise SystemExit("\n".join(sentences))
+
+def environment(name, default):
+    """A number that torchrun puts into the environment. RANK is 0 in the first process."""
+    return int(os.environ.get(name, default))
+
 def say(text, file=None):
-    """Prints, in the first of several processes. A stdout that is closed or full ends no run."""
+    """Prints, in the first of several processes."""
     if environment("RANK", 0) == 0:
         try:
             print(text, file=file, flush=True)
-        except OSError:
+        except OSError:   # stdout is closed or full. That is no reason to end a training.
             mute_stdout()
 
-def refuse(*sentences):
-    """Ends the program with a sentence for the user, or several, a line each. See `start`."""
-    raise SystemExit("\n".join(sentences))
+def mute_stdout():
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def printable(text):
     """No character that could do something to a terminal"""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
-def environment(name, default):
-    """A number that torchrun puts into the environment"""
-    return int(os.environ.get(name, default))
-
-def mute_stdout():
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
 def start(main):
     """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence. A
-    mistake in the code has its traceback."""
+    mistake in the code shows its traceback."""
     if sys.stdout:   # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         status = main() or 0
     except KeyboardInterrupt:
-        status = 130
+        status = 130   # what shells expect of Ctrl-C
     except SystemExit as end:
-        status = end.code or 0
+        status = end.code or 0   # a number, or the sentences of `refuse`
     except BrokenPipeError:   # A reader of stdout, such as head, has had enough.
         mute_stdout()
         status = 0
@@ -231,3 +84,157 @@ def sentence_about(error):
         return (f"another process of this run has ended, or can't be reached ({why}); see what it "
                 f"says, or give torchrun another --master_port")
     raise error
+
+# ---------------------------------------------------------------------------- fields of a dataclass
+
+def flag(default, help="", low=None, high=None, group=None):
+    """A field of a config. low, high: the range of a number; group: with this flag, --help begins a
+    section of this name"""
+    about = dict(help=help, low=low, high=high, group=group)
+    return dataclasses.field(default=default, metadata=about)
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+def field_problems(config):
+    """-> a sentence for each field that can't have the value it has"""
+    bad = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        problem = problem_of(field, value)
+        if problem:
+            bad.append(f"--{field.name} {value!r}: {problem}")
+    return bad
+
+def problem_of(field, value):
+    """Why a field can't have this value, or None if it can. In a file, it may be of any type."""
+    choices = get_args(field.type)   # of a Literal; other types have none
+    low, high = field.metadata.get("low"), field.metadata.get("high")
+    if choices:
+        return None if value in choices else f"unknown; choose from {', '.join(choices)}"
+    types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
+    if field.type in KINDS and type(value) not in types:
+        return f"must be {KINDS[field.type]}"
+    if low is not None and not low <= value <= high:   # This also finds nan.
+        return f"must be from {low:g} to {high:g}"
+
+# ------------------------------------------------------------------------------------ command line
+
+def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None):
+    """Command line -> an instance of each config class. SystemExit, with a sentence for each
+    problem, if a config can't be used: field_problems finds some, and so may its own `problems`.
+
+    positional: names of fields that are no flags but words; defaults: a function from the flags
+    that are typed to values that count where none is; doc, epilog: for --help"""
+    words = sys.argv[1:] if argv is None else argv
+    parser = make_parser(configs, doc, positional, epilog)
+    names = {field.name for config in configs for field in dataclasses.fields(config)}
+    # Misspelt flags come first: argparse would complain of the words that they leave over.
+    refuse_unknown(parser, names_among(words), names | {"help"})
+    typed = vars(parser.parse_args(words))
+    values = defaults(typed) if defaults else {}
+    refuse_unknown(parser, values, names)   # They may be from a file.
+    values = values | typed
+    made, bad = [], []
+    for config_class in configs:
+        own = {field.name for field in dataclasses.fields(config_class)}
+        config = config_class(**{name: values[name] for name in own & values.keys()})
+        problems = field_problems(config)
+        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
+            problems = config.problems()
+        bad += problems
+        made.append(config)
+    if bad:
+        refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
+    return made
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(f"{self.prog}: {message}; {self.prog} --help lists the flags")
+
+def make_parser(configs, doc, positional, epilog):
+    parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    group = parser
+    for config in configs:
+        for field in dataclasses.fields(config):
+            if title := field.metadata.get("group"):
+                group = parser.add_argument_group(title)
+            name = field.name if field.name in positional else f"--{field.name}"
+            # SUPPRESS: what is not typed is not among the results.
+            group.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
+                               **how_to_read(field.type))
+    return parser
+
+def help_text(field):
+    text, low = field.metadata.get("help", ""), field.metadata.get("low")
+    if low is not None:
+        text = f"[{low:g}, {field.metadata['high']:g}] {text}"
+    if field.default is not False and field.default not in ("", None):
+        text += f" (default {field.default})"
+    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
+
+def how_to_read(kind):
+    """What argparse has to know about a flag of this type"""
+    if choices := get_args(kind):
+        return dict(choices=choices)
+    if kind is bool:
+        return dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
+    if kind is list:
+        return dict(nargs="+", action="extend")
+    return dict(type=not_empty if kind is str else kind)
+
+def not_empty(word):
+    """`--out "$RUN"` gives an empty word if the shell has no variable RUN."""
+    if not word:
+        raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
+    return word
+
+def names_among(words):
+    """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
+    found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
+    return [match[1] for match in found if match]
+
+def refuse_unknown(parser, given, known):
+    """SystemExit if a name that is given is not among the known ones"""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            parser.error(f"--{name}: unknown flag{hint}")
+
+# ---------------------------------------------------------------------- options: name:key=value,...
+
+def option_defaults(function):
+    """The keyword arguments of a function or class, with their defaults: these are its options."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+def read_options(text, defaults, allowed):
+    """"kind=mhc,n=2" -> dict(kind="mhc", n=2). ValueError, with a sentence, if that can't be.
+
+    defaults: option -> its default, whose type the value gets; allowed: option -> its lowest and
+    its highest value, or its choices if these are words"""
+    found = {}
+    for option in text.split(",") if text else []:
+        key, _, word = option.partition("=")
+        if key not in defaults:
+            known = ", ".join(f"{name}={default}" for name, default in defaults.items())
+            raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
+        found[key] = option_value(key, word, defaults[key], allowed.get(key))
+    return found
+
+def option_value(key, word, default, limits):
+    """The value that a word stands for. limits: that of `allowed`, or None"""
+    kind = type(default)
+    try:
+        if kind is bool:
+            value = {"0": False, "false": False, "1": True, "true": True}[word.lower()]
+        else:
+            value = kind(word)
+    except (KeyError, ValueError):
+        raise ValueError(f"option {key} must be {KINDS[kind]}, such as {default}") from None
+    if limits and kind is str and value not in limits:
+        raise ValueError(f"option {key}={value} must be one of {', '.join(limits)}")
+    if limits and kind is not str and not limits[0] <= value <= limits[1]:
+        raise ValueError(f"option {key}={value} must be from {limits[0]} to {limits[1]}")
+    return value

@@ -1,93 +1,72 @@
-"""
-The lines that nobody wrote. A line of the steps text, such as f314159265358, asks for its line five
-steps later. The text never has the lines between. Are they inside of the model?
+r"""
+The lines that nobody wrote. A line of the steps text, such as c314159265358, asks for the line two
+steps later, which is its answer. The text never has the line between. Is it inside of the model?
 
-A probe, a linear map from the stream to a digit, reads them there, block by block (`Inside`). A
-patch shows at which block the answer stops needing the place where the line stands (`patch`).
-sample.py --inside shows the first, analyze.py shows both.
+    Inside   reads it there, in a model that is trained. A probe is a linear map from the stream of
+             one token to a digit. After which block can it read the digits after one step?
+    patch    asks whether the answer needs what is there. After a block, the stream of another line
+             takes the place of this one's. Whose answer comes out?
+
+sample.py --inside shows the first, analyze.py shows both. Here is a line in a window of the text,
+if lines had four digits only:
+
+    column     0  1  2  3  4  5  6  7  8  9 10
+    token      c  3  1  4  1 \n  a  1  0  8  5
+    "line"        0  1  2  3                      cells, where the line's digits stand
+    "answer"                     0  1  2  3       cells, where the answer's are predicted
+
+A token predicts the next one, so the answer's digits are predicted from its letter on. In cell 0
+is a 3 after no step, a 5 after one, which nobody wrote, and a 1 after two. We look for all three in
+both columns of cell 0: 1 and 6. The words, in all that follows:
+
+    k        how many steps a line asks for; `steps` counts from 0 to k
+    column   a token's place in its window. A line begins at its letter.
+    cell     a digit's place in its line; `cells` is how many a line has
+    where    "line" or "answer": in which columns we look
+    block    after which block we look; 0: at the embedding
+    vector   what a probe reads: the stream of one token, divided by its rms
+    share    which part of some digits is right, from 0 to 1
+    puzzle   what meta.json says of the steps text: its table, its cells, and the most steps
 """
 import torch
 import torch.nn.functional as F
 
-import prepare
-from model import EVERYONE, Runner, Without, unit
-from steps import next_line, steps_asked
+from model import Runner, unit
+from steps import answers, in_words, lines_after, lines_that_ask, solve, spelled
 
-WINDOWS = 1024     # of validation text: half of them to fit a probe, half to see what it reads
-KNOWN = 0.9        # A probe can read a line, and a model knows a step, if so many digits are right.
+WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
+KNOWN = 0.9      # From this share on, we say that a probe can read digits, or a model knows a step.
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
 
-# ------------------------------------------------------------------------- lines and their answers
+# ------------------------------------------------------------------------------------------ a probe
 
-def lines_after(line, puzzle):
-    """f314159265358 -> digits (6, cells), after 0, 1, .. 5 steps. puzzle: what meta.json says of
-    the steps text: its table, cells and most steps"""
-    return all_lines(torch.tensor([*map(int, line[1:])]), ord(line[0]) - ord("a"), puzzle)
+def with_one(vectors):
+    """(N, C) -> (N, C + 1). The 1 is for the constant of the map."""
+    return F.pad(vectors.double(), (0, 1), value=1.0)
 
-def all_lines(digits, k, puzzle):
-    """digits (..., cells) -> (k + 1, ..., cells), after 0, 1, .. k steps"""
-    lines = [digits]
-    for _ in range(k):
-        lines.append(torch.from_numpy(next_line(lines[-1], puzzle["table"])))
-    return torch.stack(lines)
+class Probe:
+    """A linear map from a vector to a score for each symbol. It reads the one with the highest."""
+    def __init__(self, vectors, digits, symbols, ridge=1.0):
+        """Fits the map. vectors (N, C); digits (N,): those that it should read there, from 0 to
+        symbols - 1"""
+        x = with_one(vectors)
+        wanted = F.one_hot(digits, symbols).double()   # the scores (N, symbols): one 1, else 0
+        # Ridge regression: |x @ weights - wanted|² + ridge * |weights|² shall be as small as can
+        # be. There its gradient is 0, and that is a linear system for the weights.
+        system = x.T @ x + ridge * torch.eye(x.shape[1])
+        self.weights = torch.linalg.solve(system, x.T @ wanted)   # (C + 1, symbols)
 
-def answers(model, lines, puzzle):
-    """What the model writes after each line, digit by digit the likeliest. (We write the answer's
-    letter, because the text draws it at random.)"""
-    idx = torch.tensor([[*f"{line}\na".encode()] for line in lines], device=model.device)
-    new = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
-    return [spelled(row - ord("0")) for row in new]
+    def read(self, vectors):
+        """vectors (N, C) -> digits (N,)"""
+        return (with_one(vectors) @ self.weights).argmax(-1)
 
-def spelled(digits):
-    return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
+    def share(self, vectors, digits):
+        """-> the share of these digits that it reads right in these vectors"""
+        return (self.read(vectors) == digits).double().mean().item()
 
-def some_digits(puzzle):
-    """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
-    if len(puzzle["table"]) == 10:
-        return ("3141592653589793" * 7)[:puzzle["cells"]]
-    return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
-
-def in_words(n):
-    """2 -> two steps"""
-    words = "no one two three four five six seven eight nine ten".split()
-    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
-
-# --------------------------------------------------------------------------------------- the probe
-
-def probe(features, digits, symbols, ridge=1.0):
-    """Ridge regression, one linear system: a linear map that tells digits from features.
-
-    features (n, C); digits (k + 1, n), of k + 1 lines -> a map for each, (k + 1, C + 1, symbols)"""
-    x = with_one(features)
-    wanted = F.one_hot(digits, symbols).double()   # (k + 1, n, symbols)
-    return torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1]), x.T @ wanted)
-
-def read(weights, features):
-    """-> the likeliest digits by each of the k + 1 maps, (k + 1, n)"""
-    return (with_one(features) @ weights).argmax(-1)
-
-def with_one(features):
-    return F.pad(features.double(), (0, 1), value=1.0)   # 1: for the constant of the map
-
-def columns(column, cells):
-    """column (N,): of the answer's letter -> columns (N, cells) of the streams that we read
-
-        f 3 1 4 \\n a 9 5 4
-          line        answer: a token predicts its right neighbour, so it begins at the letter"""
-    cell = torch.arange(cells)
-    return {"line": column[:, None] - cells - 1 + cell, "answer": column[:, None] + cell}
-
-def questions(idx, targets, puzzle, k):
-    """All lines in windows that ask for k steps, and whose answer is in the window, too -> window
-    (N,); column (N,) of the answer's letter; lines (k + 1, N, cells): after 0, 1, .. k steps"""
-    cells = puzzle["cells"]
-    asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
-    begins = (asked == k) & (cell == 0)
-    window, column = begins[:, :idx.shape[1] - cells + 1].nonzero().T
-    line = idx[window[:, None], columns(column, cells)["line"]]
-    return window, column, all_lines(line - ord("0"), k, puzzle)
+# --------------------------------------------------------------------------- what probes are fed on
 
 def ends_of_blocks(model, idx):
     """Yields L + 1 streams: that of the embedding, and that after each block"""
@@ -97,53 +76,65 @@ def ends_of_blocks(model, idx):
         if place % 2 == 0:
             yield after
 
+@torch.no_grad()
+def vectors_of(model, idx, window, column, cells):
+    """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. The i-th line
+    begins at column[i] of idx[window[i]]; idx (n, T)."""
+    begin, cell = column[:, None], torch.arange(cells)
+    columns = {"line": begin + 1 + cell,             # each (lines, cells), as in the picture
+               "answer": begin + cells + 2 + cell}
+    vectors = {}
+    for block, stream in enumerate(ends_of_blocks(model, idx.to(model.device))):
+        # A stream may be several tensors: as_tensor makes one of them, (n, T, C).
+        x = unit(model.ends.as_tensor(stream)).cpu()
+        for where in columns:
+            vectors[where, block] = x[window[:, None], columns[where]].flatten(0, 1)
+    return vectors
+
+def vectors_and_digits(model, puzzle, x, y, k):
+    """Of all N cells of the lines that ask for k steps, in windows x, y (n, T) ->
+
+    vectors   {(where, block): (N, C)}
+    digits    (k + 1, N): those of these cells after 0, 1, .. k steps"""
+    vectors, digits = [], []
+    for idx, targets in zip(x.split(64), y.split(64)):
+        window, column, lines = lines_that_ask(idx, targets, k, puzzle)
+        vectors.append(vectors_of(model, idx, window, column, puzzle["cells"]))
+        digits.append(lines_after(lines, k, puzzle["table"]).flatten(1))
+    digits = torch.cat(digits, 1)
+    if digits.shape[1] < 200:
+        raise NotHere(f"its validation text has too few lines that ask for {in_words(k)}: fewer "
+                      f"than 200 digits")
+    return {key: torch.cat([part[key] for part in vectors]) for key in vectors[0]}, digits
+
+# -------------------------------------------------------------------------- all probes of one model
+
 class Inside:
-    """Probes of the lines inside, for lines that ask for k steps. There is one for each block (0:
-    for the embedding), for the line after 0, 1, .. k steps, and for two places. "answer": the
-    stream that predicts the digit in question; "line": the stream of the digit above it.
+    """Probes for lines that ask for k steps: one for each where, block and number of steps
 
-    share[where, block][steps]: how many digits it reads, in windows that it was not fitted to"""
+    probes[where, block][steps]   fitted to one half of the windows
+    share[where, block][steps]    of the digits in the other half, as that probe reads them"""
     def __init__(self, model, puzzle, windows, k):
-        """windows: x, y (n, T). NotHere if they have too few such lines"""
+        """windows: x, y (n, T) of validation text. NotHere if they have too few such lines"""
         self.model, self.puzzle, self.k = model, puzzle, k
-        half = len(windows[0]) // 2
-        features, digits = self.collect(*(part[:half] for part in windows))
-        self.probes = {key: probe(x, digits, len(puzzle["table"])) for key, x in features.items()}
-        features, digits = self.collect(*(part[half:] for part in windows))
-        self.share = {key: (read(self.probes[key], x) == digits).double().mean(-1).tolist()
-                      for key, x in features.items()}
+        self.probes, self.share = {}, {}
+        x, y = windows
+        half, symbols = len(x) // 2, len(puzzle["table"])
+        vectors, digits = vectors_and_digits(model, puzzle, x[:half], y[:half], k)
+        other_vectors, other_digits = vectors_and_digits(model, puzzle, x[half:], y[half:], k)
+        for key in vectors:   # Each is (where, block).
+            self.probes[key], self.share[key] = [], []
+            for steps in range(k + 1):
+                probe = Probe(vectors[key], digits[steps], symbols)
+                self.probes[key].append(probe)
+                self.share[key].append(probe.share(other_vectors[key], other_digits[steps]))
 
-    def collect(self, x, y):
-        """-> of all lines that ask for k steps: {(where, block): features (n, C)}, and their digits
-        (k + 1, n) after 0, 1, .. k steps"""
-        features, digits = [], []
-        for idx, targets in zip(x.split(64), y.split(64)):
-            window, column, lines = questions(idx, targets, self.puzzle, self.k)
-            features.append(self.features(idx, window, column))
-            digits.append(lines.flatten(1))
-        digits = torch.cat(digits, 1)
-        if digits.shape[1] < 200:
-            raise NotHere(f"its validation text has too few lines that ask for {in_words(self.k)}: "
-                          f"fewer than 200 digits")
-        return {key: torch.cat([part[key] for part in features]) for key in features[0]}, digits
-
-    @torch.no_grad()
-    def features(self, idx, window, column):
-        """unit(stream) at all cells of some lines: {(where, block): (n, C)}. window (N,): the row
-        of idx; column (N,): of the answer's letter"""
-        found = {}
-        for block, stream in enumerate(ends_of_blocks(self.model, idx.to(self.model.device))):
-            x = unit(self.model.ends.as_tensor(stream)).cpu()
-            for where, read_at in columns(column, self.puzzle["cells"]).items():
-                found[where, block] = x[window[:, None], read_at].flatten(0, 1)
-        return found
-
-    def shares(self, where):
-        """A row for each block, from the embedding on: the share read after 0, 1, .. k steps"""
-        return [shares for (place, _), shares in self.share.items() if place == where]
+    def share_by_block(self, where):
+        """-> for each block, from 0 on, the list of the shares after 0, 1, .. k steps"""
+        return [self.share[key] for key in self.share if key[0] == where]
 
     def furthest(self, block):
-        """-> (steps, where) of the furthest line that can be read after a block, or None"""
+        """-> (steps, where) of the furthest digits that can be read after a block, or None"""
         for steps in range(self.k, -1, -1):
             for where in "answer", "line":
                 if self.share[where, block][steps] >= KNOWN:
@@ -151,87 +142,82 @@ class Inside:
         return None
 
     def example(self, line):
-        """What can be read while the model answers a line such as f314159265358, block by block"""
-        answer, = answers(self.model, [line], self.puzzle)
-        # The last digit predicts what follows, so it isn't read.
+        """What can be read while the model answers a line that asks for k steps, f314159265358,
+        say: the furthest digits after each block, from 0 on; None where no digits can be read"""
+        [answer] = answers(self.model, [line], self.puzzle)
+        right = solve(line, self.puzzle)
+        # One window. The answer's last digit is predicted, but predicts no cell.
         idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
-        features = self.features(idx, torch.tensor([0]), torch.tensor([len(line) + 1]))
-        true, blocks = lines_after(line, self.puzzle), []
-        for block in range(len(self.shares("line"))):
-            row = None
+        first = torch.tensor([0])
+        vectors = vectors_of(self.model, idx, first, first, self.puzzle["cells"])
+        blocks = []
+        for block in range(len(self.share_by_block("line"))):
+            found = None
             if furthest := self.furthest(block):
                 steps, where = furthest
-                digits = read(self.probes[where, block], features[where, block])[steps]
-                row = dict(steps=steps, where=where, share=self.share[where, block][steps],
-                           digits=spelled(digits), true=spelled(true[steps]))
-            blocks.append(row)
-        return dict(line=line, answer=answer, true=spelled(true[-1]), blocks=blocks)
+                digits = self.probes[where, block][steps].read(vectors[where, block])
+                found = dict(steps=steps, where=where, share=self.share[where, block][steps],
+                             digits=spelled(digits), true=right[steps])
+            blocks.append(found)
+        return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
 
-def inside_of(model, data, puzzle, k):
-    """-> Inside, from the validation windows in the folder `data`. SystemExit if there are none;
-    NotHere if they have too few lines that ask for k steps"""
-    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
-    return Inside(model, puzzle, windows, k)
+# ------------------------------------------------------------------------------------------ a patch
 
-# --------------------------------------------------------------------------------------- the patch
+class PatchingRunner(Runner):
+    """Runs the sublayers of a walk (see Runner in model.py). After one block, some columns of each
+    window get the stream of the window before it, and those of the first get that of the last."""
+    def __init__(self, model, block, columns):
+        super().__init__(model)
+        self.block, self.columns = block, columns
 
-class Patched(Without):
-    """After one block, some columns of each sequence get the stream of the sequence before it."""
-    def __init__(self, block, where, decider):
-        super().__init__((), decider)   # It removes nothing.
-        self.block, self.where = block, where
+    def run(self, place, stream, residual, f):
+        stream = super().run(place, stream, residual, f)
+        return self.patched(stream) if place == 2 * self.block else stream
 
-    def after(self, runner, stream):
-        stream = super().after(runner, stream)
-        return self.patch(stream) if runner.place == 2 * self.block else stream
-
-    def patch(self, stream):
+    def patched(self, stream):
         if isinstance(stream, tuple):
-            return tuple(self.patch(x) for x in stream)
+            return tuple(self.patched(x) for x in stream)
         stream = stream.clone()
-        stream[:, self.where] = stream.roll(1, dims=0)[:, self.where]
+        stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
         return stream
+
+def share_in_right_half(said, answer):
+    """said, answer (n, cells) -> the share that is equal, from the middle of the line on: on the
+    left, digits repeat soon, and can be guessed."""
+    half = said.shape[1] // 2
+    return (said == answer)[:, half:].float().mean().item()
 
 @torch.no_grad()
 def patch(model, puzzle, k, n=400):
-    """The stream of another line takes the place of this line's. Whose answer comes out?
+    """n windows as in the picture, of random digits, without their last column. So the model says
+    each digit of the answer after the right ones before it. We patch either all columns of the line
+    or all of the answer, after one block. Is what it says its own answer, or that of the window
+    from which the patch came?
 
-    n lines of random digits ask for k steps, each alone in its window. The model gets the right
-    answer's digits, and says each next one -> {where: {whose answer: share of its digits that the
-    model says, in the right half, if it is patched after block 1, 2, ..}}"""
+    -> {where: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
+    NotHere if this model's stream can't be patched, or its windows are too short"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    cells = puzzle["cells"]
     if 2 * cells + 2 > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
+    generator = torch.Generator().manual_seed(0)
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
-    answer = all_lines(digits, k, puzzle)[-1] + ord("0")
-    first, newline, letter = (torch.full((n, 1), ord(c)) for c in (chr(ord("a") + k), "\n", "a"))
-    idx = torch.cat((first, digits + ord("0"), newline, letter, answer[:, :-1]), 1).to(model.device)
-    answer = answer.to(model.device)
+    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
+    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
+    any_letter = torch.full((n, 1), ord("a"))   # The text draws the answer's letter at random.
+    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
+    idx, answer = idx.to(model.device), answer.to(model.device)
+    other_answer = answer.roll(1, dims=0)
+    to_patch = {"where the line stands": slice(1, cells + 2),   # with its newline
+                "where the answer is predicted": slice(cells + 2, None)}
     found = {}
-    for name, where in (("where the line stands", slice(1, cells + 2)),   # with its newline
-                        ("where the answer is predicted", slice(cells + 2, None))):
+    for where, columns in to_patch.items():
         own, other = [], []
         for block in range(1, len(model.order) + 1):
-            runner = Runner(model, Patched(block, where, model.decider))
-            said = model(idx, runner=runner)[0][:, -cells:].argmax(-1)
-            for shares, wanted in ((own, answer), (other, answer.roll(1, dims=0))):
-                shares.append((said == wanted)[:, cells // 2:].float().mean().item())
-        found[name] = {"its own answer": own, "the other line's answer": other}
+            logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
+            said = logits[:, -cells:].argmax(-1)
+            own.append(share_in_right_half(said, answer))
+            other.append(share_in_right_half(said, other_answer))
+        found[where] = {"its own answer": own, "the other line's answer": other}
     return found
-
-# ----------------------------------------------------------------------------------- who runs what
-
-def sublayers_of(model, block):
-    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
-    --repeat runs it several times"""
-    return {place for i, number in enumerate(model.order) if number == block
-            for place in (2 * i + 1, 2 * i + 2)}
-
-def who_ran(runner):
-    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
-    device = runner.model.device
-    return torch.stack([keep if torch.is_tensor(keep)
-                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
-                        for keep in runner.keeps])

@@ -1246,6 +1246,13 @@ class Runner:
         """-> the share of all sublayer runs that were skipped, or removed"""
         return 1 - sum(self.ran(last)) / len(self.keeps)
 
+def who_ran(runner):
+    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
+    device = runner.model.device
+    return torch.stack([keep if torch.is_tensor(keep)
+                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
+                        for keep in runner.keeps])
+
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
     shape = tuple(runner.shape)
@@ -1424,6 +1431,12 @@ class Without(Decider):
     def after(self, runner, stream):
         return self.decider.after(runner, stream)
 
+def sublayers_of(model, block):
+    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
+    --repeat runs it several times"""
+    return {place for i, number in enumerate(model.order) if number == block
+            for place in (2 * i + 1, 2 * i + 2)}
+
 class EarlyExit(Decider):
     """Before each block but the first, a token exits if the head is sure of its successor. It runs
     no further sublayer, but still makes keys and values there, because later tokens may go deeper
@@ -1523,7 +1536,7 @@ class KeptTokens:
 
 def heads(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
-    tuple of tensors (..., n_head, head_size)"""
+    tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
     x = F.linear(x, attn.c_attn.weight[rows])
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 

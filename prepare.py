@@ -10,7 +10,8 @@ Text to tokens: makes a data set, and reads it. A data set is a folder of shards
 Your own files have to be UTF-8 text. Each is a document; or with --jsonl FIELD each of its lines, a
 JSON object with that field. One in 20 documents is for validation. A long one is cut for both.
 """
-# The order of this file: text, documents, tokens, shards, data sets. Last comes the command.
+# The order of this file is the way of a text: documents, tokens, shards, the folder of a data set,
+# and windows, which a model trains on. Last comes the command.
 import contextlib
 import hashlib
 import json
@@ -37,35 +38,11 @@ except ModuleNotFoundError as error:
         remedy = "on Windows, use WSL"
     raise SystemExit(f"This Python has no {error.name}; {remedy}")
 
+from documents import cut, own_text, read_text, text_or_file   # the last one is for other scripts
 from flags import flag, parse, refuse, say, start
 from steps import puzzle, steps_text
 
-# -------------------------------------------------------------------------------------------- text
-
-def read_text(path):
-    """The text of a file, by one rule for all scripts: it is UTF-8, a byte order mark at its start
-    is dropped, and all else stays, line ends too. SystemExit if it is no text, or empty."""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        refuse(f"{path}: is not UTF-8 text; convert it, as by iconv -f ENCODING -t UTF-8")
-    if "\0" in text:   # UTF-16 has them, and so has what is no text at all.
-        refuse(f"{path}: is not UTF-8 text, but holds NUL bytes; convert it, or name another")
-    if not text:
-        refuse(f"{path}: is empty; name another")
-    return text
-
-def text_or_file(value):
-    """What --prompt and --text mean: the text of that file if there is one, else `value` itself."""
-    return read_text(value) if os.path.isfile(value) else value
-
-def cut(text, share):
-    """A text -> two. The second has about this share of it, and begins a line if it can."""
-    place = int(len(text) * (1 - share))
-    newline = text.rfind("\n", place - len(text) // 100, place)
-    if newline >= 0:
-        place = newline + 1
-    return text[:place], text[place:]
+# --------------------------------------------------------------------------------------- documents
 
 def download(url, path, sha256=None):
     """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
@@ -73,10 +50,6 @@ def download(url, path, sha256=None):
         torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except Exception as error:   # There are many ways in which a download can fail.
         refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
-
-# --------------------------------------------------------------------------------------- documents
-# Each data set has a function: config -> texts for training, texts for validation. For one of your
-# own, write such a function, and name it in DATA_SETS and PrepareConfig.
 
 SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
                    "tinyshakespeare/input.txt")
@@ -94,75 +67,19 @@ def stdlib(config):
     """The library of the Python that runs this: code of one style, on every machine."""
     root = Path(sysconfig.get_path("stdlib"))
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
     train, val = [], []
-    for name in names:
-        if skip.isdisjoint(name.split("/")) and (root / name).stat().st_size:
+    for path in sorted(root.rglob("*.py"), key=str):
+        name = path.relative_to(root)
+        if skip.isdisjoint(name.parts) and path.stat().st_size:
             # 5 % are for validation: by hash, so that a file stays there when others come or go.
-            rank = int(hashlib.sha256(os.fsencode(name)).hexdigest()[:16], 16) / 2**64
+            rank = int(hashlib.sha256(bytes(name)).hexdigest()[:16], 16) / 2**64
             split = val if rank < 0.05 else train
-            split.append(read_text(root / name))
+            split.append(read_text(path))
     return train, val
 
-def files_in(path, seen):
-    """The files at or below a path. Hidden ones and caches are left out, links are followed, and
-    nothing comes twice."""
-    if os.path.realpath(path) in seen:
-        return []
-    seen.add(os.path.realpath(path))
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    names = sorted(name for name in os.listdir(path) if name[0] != "." and name != "__pycache__")
-    return [file for name in names for file in files_in(path / name, seen)]
-
-def json_lines(path, text, field):
-    """The text of a file whose lines are JSON objects. Yields what each one has in that field."""
-    for number, line in enumerate(text.split("\n"), 1):
-        try:
-            document = json.loads(line)[field] if line.strip() else ""
-        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
-            document = None
-        if not isinstance(document, str):
-            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
-        if document:
-            yield document
-
-def hold_out(documents):
-    """Texts -> texts for training, texts for validation.
-
-    Of a long text the last 5 % are for validation. Of the others one in 20 is, as a whole: the end
-    of a short one may be what matters. Long is what has more than 1,000 characters, and more than
-    a twentieth of all. SystemExit if nothing is left for training"""
-    limit = max(1000, sum(map(len, documents)) / 20)
-    long = [cut(text, 0.05) for text in documents if len(text) > limit]
-    short = [text for text in documents if len(text) <= limit]
-    if len(documents) < 2 and not long:
-        refuse("--input: has too little text outside of --out; name several documents, or one of "
-               "more than 1,000 characters")
-    train = [text for number, text in enumerate(short) if number % 20]
-    val = short[::20]
-    say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
-        f"at 95 % for both")
-    return train + [head for head, _ in long], val + [tail for _, tail in long]
-
-def own_text(config):
-    """Your own documents: each file is one, or with --jsonl each of its lines."""
-    documents, passed_over = [], []
-    seen = {os.path.realpath(config.out)}   # Our own output is no input.
-    for path in map(Path, config.input):
-        for file in files_in(path, seen):
-            try:
-                text = read_text(file)
-            except SystemExit:   # It is no text. In a folder there may be pictures, too.
-                if file == path:
-                    raise
-                passed_over.append(file)
-                continue
-            documents += json_lines(file, text, config.jsonl) if config.jsonl else [text]
-    if passed_over:
-        say(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
-            f"{passed_over[0]}")
-    return hold_out(documents)
+# Each function: config -> texts for training, texts for validation. For a data set of your own,
+# write one, and name it here. (Only fineweb is none of them: it comes as shards.)
+DATA_SETS = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
 
 # ------------------------------------------------------------------------------------------ tokens
 
@@ -212,57 +129,28 @@ def token_bytes(meta, vocab_size):
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
 
 def write_shard(path, tokens):
-    """tokens: numbers below 2**16. SystemExit if they are too many for a header"""
-    if len(tokens) >= 2**31:
-        refuse(f"{path.name}: {len(tokens):,} tokens are too many for a shard; name less text")
+    """tokens: numbers below 2**16, less than 2**31 of them"""
     with open(path, "wb") as file:
         file.write(np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4"))
         file.write(np.array(tokens, "<u2"))
 
 def read_shard(path):
-    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed."""
-    magic, version, n = (np.fromfile(path, "<i4", 256).tolist() + [0, 0, 0])[:3]
-    if (magic, version) != (MAGIC, VERSION):
-        others = {MAGIC: f"version {version}", 20240801: "Llama 3's tokens (version 7, uint32)"}
-        found = others.get(magic, "no header, as nanoGPT's .bin")
+    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
+    if it has another format, or is cut short"""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header[:2] != [MAGIC, VERSION]:
+        found = "no header, as nanoGPT's .bin"
+        if header[:1] == [20240801]:
+            found = "Llama 3's tokens (version 7, uint32)"
         refuse(f"{path}: has {found}; what is read here is llm.c's version 1: 256 int32 ({MAGIC}, "
                f"{VERSION}, number of tokens, zeros), then the tokens as uint16")
+    n = header[2]
     n_here = max(0, os.path.getsize(path) - HEADER) // 2
     if n_here < n:
         refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
-    if n_here > n or n == 0:
-        refuse(f"{path}: has {n_here:,} tokens, but {n:,} by its header; correct that")
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
 
-def open_split(data, split, T=0):
-    """The shards of "train" or of "val", in order: those that are longer than T. See read_shard.
-    The split is a word of a shard's name. So festival_train_000000.bin is of train only."""
-    paths = []
-    for path in sorted(Path(data).glob("*.bin")):
-        words = re.split("[^A-Za-z]+", path.stem)
-        if "train" in words and "val" in words:
-            refuse(f"{path}: is it of train or of val? its name has both; rename it")
-        if split in words:
-            paths.append(path)
-    if not paths:
-        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
-    shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
-    if not shards:
-        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
-               f"prepare more text")
-    return shards
-
-def read_windows(shards, starts, T):
-    """Windows of T + 1 tokens -> x, y (n, T) int64. y is x, one token later.
-
-    starts: their places, counted through all shards. No window reaches into the next shard."""
-    first = np.cumsum([0] + [len(shard) - T for shard in shards])   # where each shard begins
-    which = np.searchsorted(first, starts, side="right") - 1
-    rows = [shards[i][start - first[i]:start - first[i] + T + 1] for i, start in zip(which, starts)]
-    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return rows[:, :-1], rows[:, 1:]
-
-# ----------------------------------------------------------------- a data set: shards and meta.json
+# -------------------------------------------------------- the folder of a data set, with meta.json
 
 def load_meta(data):
     """What the meta.json of a data set says, a dict: name, tokenizer and vocab_size.
@@ -273,24 +161,15 @@ def load_meta(data):
         name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
         return dict(name=name, tokenizer="gpt2", vocab_size=VOCABULARIES["gpt2"])
     try:
-        meta = dict(json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except OSError as error:
         refuse(f"--data {data}: no data set there ({error.strerror}); prepare.py makes one")
-    except (ValueError, TypeError):   # no JSON, or no object
+    except ValueError:   # no JSON
         meta = {}
     if meta.get("tokenizer") not in VOCABULARIES:
         refuse(f"--data {data}: its meta.json must name a tokenizer, one of "
                f"{', '.join(VOCABULARIES)}; correct it, or make the data set anew")
     return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
-
-def windows_of(data, split, T, n):
-    """n windows of the split "train" or "val", evenly spread -> x, y (n, T). See read_windows."""
-    vocab_size, shards = load_meta(data)["vocab_size"], open_split(data, split, T)
-    starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
-    x, y = read_windows(shards, starts, T)
-    if (largest := max(x.max(), y.max())) >= vocab_size:
-        refuse(f"--data {data}: token {largest} is not below {vocab_size}; correct its meta.json")
-    return x, y
 
 def fingerprint(data, meta):
     """A hash of meta.json, and of the shards' names and sizes. A resumed run wants the same."""
@@ -341,8 +220,8 @@ def write_data_set(out, meta, train, val):
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
 def fineweb(out, meta, n_shards):
-    """Ready shards of GPT-2 tokens, as modded-nanogpt has them: one for validation, and the first
-    n_shards for training."""
+    """Downloads a data set that is ready: one shard for validation, and the first n_shards for
+    training, of GPT-2 tokens. modded-nanogpt has them, too."""
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{i:06d}.bin" for i in range(1, n_shards + 1)]
     with unfinished_folder(out) as unfinished:
@@ -354,17 +233,54 @@ def fineweb(out, meta, n_shards):
         (out / "meta.json").write_text(json.dumps(meta))
     say("NOT CHECKED: the sha256 of these shards, as none is known. Their lengths are right.")
 
+# ----------------------------------------------------------------------------------------- windows
+
+def open_split(data, split, T=0):
+    """The shards of "train" or of "val", in order: those that are longer than T. See read_shard.
+    The split is a word of a shard's name. So festival_train_000000.bin is of train only."""
+    paths = []
+    for path in sorted(Path(data).glob("*.bin")):
+        words = re.split("[^A-Za-z]+", path.stem)
+        if "train" in words and "val" in words:
+            refuse(f"{path}: is it of train or of val? its name has both; rename it")
+        if split in words:
+            paths.append(path)
+    if not paths:
+        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
+    shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
+    if not shards:
+        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
+               f"prepare more text")
+    return shards
+
+def read_windows(shards, starts, T):
+    """Windows of T + 1 tokens -> x, y (n, T) int64. y is x, one token later.
+
+    starts: their places, counted through all shards. No window reaches into the next shard."""
+    first = np.cumsum([0] + [len(shard) - T for shard in shards])   # where each shard begins
+    which = np.searchsorted(first, starts, side="right") - 1
+    rows = [shards[i][start - first[i]:start - first[i] + T + 1] for i, start in zip(which, starts)]
+    rows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+def windows_of(data, split, T, n):
+    """n windows of the split "train" or "val", evenly spread -> x, y (n, T). See read_windows."""
+    vocab_size, shards = load_meta(data)["vocab_size"], open_split(data, split, T)
+    starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
+    x, y = read_windows(shards, starts, T)
+    if (largest := max(x.max(), y.max())) >= vocab_size:
+        refuse(f"--data {data}: token {largest} is not below {vocab_size}; correct its meta.json")
+    return x, y
+
 # ------------------------------------------------------------------------------------- the command
 
-# All but fineweb, which comes as shards.
-DATA_SETS = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
-TOKENS = dict(steps="bytes", fineweb="gpt2")   # These two come in one kind of tokens only.
+ONE_TOKENIZER = dict(steps="bytes", fineweb="gpt2")   # These two come in one kind of tokens only.
 ONLY_FOR = dict(input="text", jsonl="text", shards="fineweb", symbols="steps", rows="steps",
                 cells="steps", most="steps", table="steps")   # flags, and for which data set
 
 @dataclass
 class PrepareConfig:
-    name: Literal["steps", "stdlib", "shakespeare", "fineweb", "text"] = flag("", "which data set")
+    name: Literal[(*DATA_SETS, "fineweb")] = flag("", "which data set")
     out: str = flag("", "folder of the shards; without it data/NAME")
     tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
     input: list = flag(None, "of text: UTF-8 files, and folders of them")
@@ -382,7 +298,7 @@ class PrepareConfig:
                 yield f"--{name}: is for {owner} only; leave it out"
         if self.symbols % self.rows:
             yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
-        if self.tokenizer not in ("auto", TOKENS.get(self.name, self.tokenizer)):
+        if self.tokenizer not in ("auto", ONE_TOKENIZER.get(self.name, self.tokenizer)):
             yield f"--tokenizer {self.tokenizer}: {self.name} has other tokens; leave this flag out"
         if self.name == "text" and not self.input:
             yield "text: needs files or folders; name them with --input"
@@ -397,11 +313,11 @@ def main(argv=None):
     out = config.out = Path(config.out or f"data/{config.name}")
     tokenizer = config.tokenizer
     if tokenizer == "auto":
-        tokenizer = TOKENS.get(config.name, "bytes")
+        tokenizer = ONE_TOKENIZER.get(config.name, "bytes")
     meta = dict(name=config.name, tokenizer=tokenizer, vocab_size=VOCABULARIES[tokenizer])
     if config.name == "steps":
         meta["steps"] = puzzle(config)
-    refuse_if_taken(out, meta)
+    refuse_if_taken(out, meta)   # before the work
     if config.name == "fineweb":
         fineweb(out, meta, config.shards)
     else:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from flags import environment, refuse
 
+# ------------------------------------------------------------------------------ device and threads
+
 def pick_device(name):
     """auto | cpu | cuda -> cpu | cuda"""
     if name == "cuda" and not torch.cuda.is_available():
@@ -22,6 +24,18 @@ def pick_threads(config, device):
     if "OMP_NUM_THREADS" not in os.environ and device == "cpu" and config.n_embd < 512:
         torch.set_num_threads(1)
 
+@contextlib.contextmanager
+def torch_as_it_was(device):
+    """After the with-block, torch has the threads and random numbers of before it. (For notebooks,
+    in which other work goes on.)"""
+    threads = torch.get_num_threads()
+    gpus = [] if str(device) == "cpu" else [device]
+    try:
+        with torch.random.fork_rng(gpus):   # It gives the random numbers back.
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
 # ------------------------------------------------------------------------------- several processes
 
 def join_processes(config):
@@ -31,13 +45,13 @@ def join_processes(config):
     if device == "cuda":
         device = f"cuda:{environment('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-    if count > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if "cuda" in device else "gloo")
+    if count > 1:   # gloo carries what is on the CPU, nccl what is on GPUs.
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     return Processes(device, rank, count)
 
 class Processes:
     """All processes of this run, and which one this is: its device, its rank (0 is the first), and
-    their count. What they agree on is simple if there is only one."""
+    their count. Each calls the same methods at the same time. One alone has nobody to ask."""
     def __init__(self, device, rank, count):
         self.device, self.rank, self.count = device, rank, count
         self.on_cuda = device != "cpu"
@@ -60,35 +74,26 @@ class Processes:
         if self.count == 1:
             return number
         number = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(number)
+        dist.all_reduce(number)   # their sum
         return number.item() / self.count
 
-# --------------------------------------------------------------------- what a process is left with
-
-@contextlib.contextmanager
-def torch_as_it_was(device):
-    """After the with-block, torch has the threads and random numbers of before it. (For notebooks,
-    in which other work goes on.)"""
-    threads = torch.get_num_threads()
-    try:
-        with torch.random.fork_rng([] if str(device) == "cpu" else [device]):
-            yield
-    finally:
-        torch.set_num_threads(threads)
+# ----------------------------------------------------------------------------------------- signals
 
 @contextlib.contextmanager
 def noted_signals():
     """with noted_signals() as signals: Ctrl-C or a kill ends nothing at first. Its number gets into
     this list, so that the run can save and stop. The second time, it does what it always does."""
-    signals, before = [], {}
+    signals, usual = [], {}
+
     def note(number, frame):
         signals.append(number)
-        signal.signal(number, before[number])
+        signal.signal(number, usual[number])
+
     for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
         if signal.getsignal(number) is not signal.SIG_IGN:   # nohup has SIGHUP ignored.
-            before[number] = signal.signal(number, note)
+            usual[number] = signal.signal(number, note)   # signal.signal returns what was before.
     try:
         yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in usual.items():
             signal.signal(number, handler)

@@ -1,11 +1,11 @@
 """
-Run folders: how they are opened as a model, locked, written, and gone on with.
+Run folders: how they are written, opened as a model, and gone on with.
 
     config.json      the settings that the run began with: the flags of train.py, and the tokenizer;
                      and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, grad_norms, data (fingerprint)
+                     flops, data (fingerprint)
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on. So no code in one is run, and through a link no other file is changed.
@@ -21,64 +21,120 @@ from pathlib import Path
 
 import torch
 
-from flags import refuse
+from flags import refuse, say
 from model import GPT, GPTConfig
+
+# ------------------------------------------------------------------------------------------- files
+
+def write_file(path, write):
+    """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
+    `path`. So a kill or a full disk leaves the old file; and if that was a link, what it leads to
+    stays as it is. SystemExit, with a sentence, if it can't be written"""
+    path = Path(path)
+    unfinished = path.with_name(".unfinished-" + path.name)
+    with explain_write_errors(path):
+        unfinished.unlink(missing_ok=True)   # of a run that was killed
+        try:
+            with open(unfinished, "xb") as f:
+                write(f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(unfinished, path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+def write_json(path, values):
+    text = json.dumps(values, indent=2) + "\n"
+    write_file(path, lambda f: f.write(text.encode()))
+
+@contextlib.contextmanager
+def explain_write_errors(path):
+    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+
+@contextlib.contextmanager
+def explain_read_errors(path):
+    """with explain_read_errors(path): what is wrong inside of that file is told in a sentence."""
+    try:
+        yield
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
+        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
 
 # ----------------------------------------------------------------------------- reading a run folder
 
-def open_run(run, device="cpu"):
-    """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
-    one sentence, whatever is wrong inside"""
-    _, model = read_checkpoint(Path(run) / "ckpt.pt")
-    # What sample.py and analyze.py want to know, even of a run that is older than a flag
-    defaults = dict(data="", tokenizer="bytes", eval_windows=128, batch_size=16)
-    return model.to(device).eval(), defaults | read_settings(run) | asdict(model.config)
+def read_settings_file(path):
+    """A run folder's config.json, or a file such as configs/gpt2.json -> the settings there, a
+    dict. If it has `changes`, they are left as they are. SystemExit if it is missing or broken"""
+    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
+    with explain_read_errors(path):
+        return from_third_edition(json.loads(path.read_text(encoding="utf-8")))
+
+def read_settings(path):
+    """The same, as --resume has changed them: without `changes`"""
+    settings = read_settings_file(path)
+    for changed in settings.pop("changes", {}).values():
+        settings |= changed
+    return settings
 
 def data_of(run, settings):
-    """The data folder of a run, as its config.json names it. SystemExit if it isn't there"""
+    """The data folder of a run, as its settings name it. SystemExit if it isn't there"""
     data = settings["data"]
     if not Path(data).is_dir():
         refuse(f"{run}: config.json names {data} as its data, and that isn't here; such a path "
                f"begins in the folder where the training began, so go there")
     return data
 
-def read_settings(path, with_changes=True):
-    """The settings of a run folder, or of a file such as configs/gpt2.json -> a dict. SystemExit if
-    there is none, or it is broken. with_changes: as --resume has changed them. Without: as they
-    were at first, and `changes` is one of them"""
-    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
-    with explain_read_errors(path):
-        settings = from_third_edition(dict(json.loads(path.read_text(encoding="utf-8"))))
-        if with_changes:
-            for change in settings.pop("changes", {}).values():
-                settings |= change
-        return settings
-
-def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
-    """-> the checkpoint, a dict, and its model. SystemExit if it is missing or broken. wanted: the
-    config of the model; SystemExit if the checkpoint's differs in more than may_differ"""
+def load_checkpoint(path):
+    """-> the checkpoint, a dict, and the config of its model. SystemExit if missing or broken"""
     if not Path(path).is_file():
         refuse(f"{path}: no checkpoint there; train that run first")
     with explain_read_errors(path):
         if zipfile.ZipFile(path).testzip():   # It compares checksums. torch.load doesn't.
             raise ValueError("it is damaged")
+        # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        found = GPTConfig(**from_third_edition(ckpt["model_config"]))
+        return ckpt, GPTConfig(**from_third_edition(ckpt["model_config"]))
+
+def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
+    """-> the checkpoint, a dict, and its model. wanted: the config that this model is to have;
+    may_differ: settings that may be others in the checkpoint. SystemExit if any other differs, or
+    if the checkpoint is missing or broken"""
+    ckpt, config = load_checkpoint(path)
     if wanted is None:   # A checkpoint that was made with Triton has to open without it.
-        wanted = replace(found, kernels="auto")
+        wanted = replace(config, kernels="auto")
     differ = [f"{name} {value} there, {getattr(wanted, name)} here"
-              for name, value in asdict(found).items()
+              for name, value in asdict(config).items()
               if value != getattr(wanted, name) and name not in may_differ]
     if differ:
         refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-    for problem in wanted.problems():   # Its class may be gone, or have other options by now.
-        refuse(f"{path}: {problem}")
-    model = GPT(wanted)   # A mistake in model.py is to show where it is.
+    problems = wanted.problems()   # Its class may be gone, or have other options by now.
+    if problems:
+        refuse(f"{path}: {problems[0]}")
+    model = GPT(wanted)
     with explain_read_errors(path):
         model.load_state_dict(ckpt["model"])
     return ckpt, model
+
+def open_run(run, device="cpu"):
+    """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
+    one sentence, whatever is wrong inside"""
+    _, model = read_checkpoint(Path(run) / "ckpt.pt")
+    return model.to(device).eval(), read_settings(run) | asdict(model.config)
+
+def read_lines(run):
+    """metrics.jsonl -> a list of dicts, one a line"""
+    path, lines = Path(run) / "metrics.jsonl", []
+    if path.is_file():
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):   # A crash may have cut a line short.
+                lines.append(json.loads(line))
+    return lines
 
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
@@ -87,22 +143,14 @@ def read_metrics(run):
         metrics.setdefault(line["step"], {}).update(line)
     return metrics
 
-def read_lines(run):
-    """metrics.jsonl -> a list of dicts, one a line"""
-    path, lines = Path(run) / "metrics.jsonl", []
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):   # A crash has cut this line short.
-                lines.append(dict(json.loads(line)))
-    return lines
-
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
-    """The folder that a run writes to. Its life: RunFolder(...) checks and locks it; then the model
-    is made or loaded; then begin(step); then log(...) and save(...) many times; then close().
+    """The folder that a run writes to. RunFolder(...) takes hold of it, as open() does of a file:
+    it checks that no files would be lost, and locks the folder until close(). begin(step) then
+    writes the first files, and log(...) and save(...) the others, many times.
 
-    settings: those of this start, a dict; before: the settings so far of a run that is resumed;
+    settings: those of this start, a dict; before: those of the run that is resumed, or None;
     is_first: of several processes, only the first one locks and writes. SystemExit if another run
     holds the lock, if the files there are not ours, or if they are a run that is neither resumed
     nor overwritten"""
@@ -116,16 +164,16 @@ class RunFolder:
             self.take_lock()
 
     def refuse_if_taken(self):
-        ours = [self.out / name for name in ("config.json", "ckpt.pt", "metrics.jsonl")]
-        if not any(path.exists() for path in ours):   # A log of yours may be there.
+        ours = "config.json", "ckpt.pt", "metrics.jsonl"
+        if not any((self.out / name).exists() for name in ours):   # Other files don't matter.
             return
-        settings = ours[0]   # Other programs have a config.json, too.
-        if not settings.is_file() or '"residual"' not in settings.read_text(errors="replace"):
+        config = self.out / "config.json"   # Other programs have one, too.
+        if not config.is_file() or '"residual"' not in config.read_text(errors="replace"):
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
         # A run that was killed before its first evaluation has nothing to lose.
-        begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
-        if begun and not self.overwrite:
+        has_begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
+        if has_begun and not self.overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
 
@@ -138,34 +186,35 @@ class RunFolder:
             refuse(f"--out {self.out}: another process is training there; wait for it, or take "
                    f"another --out")
         except OSError:
-            pass   # a file system without locks
+            pass   # Some file systems have no locks.
+
+    def note_changes(self, step):
+        """Says what this start has changed, and adds it to config.json."""
+        changes = {name: value for name, value in self.settings.items()
+                   if value != self.before.get(name, value)}
+        if changes:
+            settings = read_settings_file(self.out)
+            settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
+            write_json(self.out / "config.json", settings)
+            what = ", ".join(f"{name} {value}" for name, value in changes.items())
+            say(f"from iteration {step} on: {what}")
 
     def begin(self, step):
         """Once, just before the first step, when all checks have passed: with overwrite it deletes
-        the old run. step: 0, or that of the checkpoint -> what this start has changed, a dict"""
+        the old run. step: 0, or that of the checkpoint"""
         if not self.is_first:
-            return {}
+            return
         if self.overwrite:
             for name in "ckpt.pt", "metrics.jsonl":
                 (self.out / name).unlink(missing_ok=True)
-        changes = self.write_settings(step)
+        if self.before is None:
+            write_json(self.out / "config.json", self.settings)
+        else:
+            self.note_changes(step)
         # Lines after the checkpoint go: the run takes those steps again.
         kept = [line for line in read_lines(self.out) if line["step"] <= step]
-        write_text(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
-        return changes
-
-    def write_settings(self, step):
-        """config.json. In that of a run that is resumed, only `changes` is new."""
-        settings, changes = self.settings, {}
-        if self.before:
-            settings = read_settings(self.out, with_changes=False)
-            changes = {name: value for name, value in self.settings.items()
-                       if value != self.before.get(name, value)}
-        if changes:
-            by_step = settings.setdefault("changes", {})
-            by_step[str(step)] = by_step.get(str(step), {}) | changes
-        write_text(self.out / "config.json", json.dumps(settings, indent=2) + "\n")
-        return changes
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        write_file(self.out / "metrics.jsonl", lambda f: f.write(text.encode()))
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""
@@ -200,48 +249,6 @@ def restore_optimizers(model, optimizers, saved):
         state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
         state["state"] = {i: moments[names[p]] for i, p in enumerate(params) if names[p] in moments}
         optimizer.load_state_dict(state)
-
-# ------------------------------------------------------------------------------------------- files
-
-UNFINISHED = ".unfinished-"   # what the names of files begin with that are not yet whole
-
-def write_file(path, write):
-    """write(file) writes to a new file, which is flushed to the disk and renamed to path. So there
-    is never half a file of that name, and no link is followed."""
-    path = Path(path)
-    unfinished = path.with_name(UNFINISHED + path.name)
-    with explain_write_errors(path):
-        unfinished.unlink(missing_ok=True)   # of a run that was killed
-        try:
-            with open(unfinished, "xb") as f:   # x: it is new
-                write(f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-def write_text(path, text):
-    write_file(path, lambda f: f.write(text.encode()))
-
-@contextlib.contextmanager
-def explain_write_errors(path):
-    """Whatever can't be written in the with-block below: one sentence about `path`"""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """Whatever is wrong inside a file: one sentence"""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, MemoryError) or "allocate" in str(error):
-            raise   # The file is in order. See flags.sentence_about.
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        refuse(f"{path}: can't be read ({what}); correct or restore it, or train anew")
 
 # -------------------------------------------------------------------------------------- older runs
 

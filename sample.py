@@ -1,16 +1,19 @@
 """
-Sample from a run: its text goes to stdout as it comes, and what was skipped to stderr.
+Writes text with a trained run: to stdout, token by token. At the end it says, on stderr, how many
+of the sublayer runs were skipped. Tokens skip as in training, or as a flag asks for:
 
-    python sample.py runs/nag --prompt "def " --temperature 0.8 --top_k 50
-    python sample.py runs/nag --prompt "def add(" --depth   # colours: how many sublayers ran
-    python sample.py runs/nag --skip_below 0.1       # who would turn by less than 6 degrees
-    python sample.py runs/pre --exit 0.9             # a token stops at the block that is sure
-    python sample.py runs/pre --remove 9,10          # without these two blocks
-    python sample.py runs/steps-pre --prompt f314159265358 --inside   # the lines that nobody wrote
+    python sample.py runs/code --prompt "def " --temperature 0.6 --top_k 50
+    python sample.py runs/nag --skip_below 0.1     # a token skips what would turn it by < 6 degrees
+    python sample.py runs/pre --exit 0.9           # it stops at the block where the head is sure
+    python sample.py runs/pre --remove 9,10        # all do without the blocks 9 and 10
+    python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
+
+With --inside it samples nothing. On the steps text, it shows what a probe reads after each block:
+
+    python sample.py runs/steps-pre --prompt f314159265358 --inside
 """
 import codecs
 import re
-import string
 import sys
 import time
 from dataclasses import dataclass
@@ -20,10 +23,11 @@ import torch
 
 import prepare
 from flags import flag, parse, printable, refuse, start
-from inside import NotHere, in_words, inside_of, sublayers_of, who_ran
-from model import ByGain, EarlyExit, Without, new_tokens, why_not
+from inside import WINDOWS, Inside, NotHere
+from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
 from processes import pick_device, pick_threads
 from runs import data_of, open_run
+from steps import in_words
 
 @dataclass
 class SampleConfig:
@@ -41,7 +45,8 @@ class SampleConfig:
                              group="depth")
     exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never",
                        0, 1)
-    remove: str = flag("", "blocks to remove, from 1, as analyze.py numbers them: 9,10,11")
+    remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
+                       "analyze.py's figures, and block 9 is 17 and 18")
     depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
     inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
                         "block, before the model answers")
@@ -55,25 +60,45 @@ class SampleConfig:
         if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):
             yield "--prompt: is not UTF-8 text; convert it first"
 
-# -------------------------------------------------------------------------------------- who decides
+def main(argv=None):
+    [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
+    config.prompt = prepare.text_or_file(config.prompt)
+    device = pick_device(config.device)
+    model, settings = open_run(config.run, device)
+    if not all(p.isfinite().all() for p in model.parameters()):
+        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
+               f"with a lower --lr")
+    pick_threads(model.config, device)
+    model.decider = pick_decider(model, config)
+    if config.inside:
+        show_inside(model, data_of(config.run, settings), config.prompt.strip())
+        return
+    tokenizer = prepare.get_tokenizer(settings["tokenizer"])
+    generator = torch.Generator(model.device).manual_seed(config.seed)
+    torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.
+    skipped, begin = [], time.perf_counter()
+    for _ in range(config.num_samples):
+        skipped += sample(model, tokenizer, config, generator)
+    speed = len(skipped) / (time.perf_counter() - begin)
+    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
+          file=sys.stderr)
 
 def pick_decider(model, config):
-    """-> the decider that the flags ask for. SystemExit if the model can't have it."""
+    """-> who runs what: as the flags ask for it. SystemExit if the model can't do so."""
+    asked, decider = None, model.decider   # as trained
     if config.exit < 1:
         asked, decider = "--exit", EarlyExit(config.exit)
     elif config.skip_below >= 0:
         asked, decider = "--skip_below", ByGain(model.config, config.skip_below)
-    else:
-        return model.decider   # as trained
-    if why := why_not(decider, model.config):
+    if asked and (why := why_not(decider, model.config)):
         refuse(f"{asked}: {why}")
-    if model.decider.needs_tensor:
+    if asked and model.decider.needs_tensor:
         refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another "
                f"run")
-    return decider
+    return Without(places_to_remove(model, config.remove), decider)
 
-def places_of(blocks, model):
-    """"9,10" -> {17, 18, 19, 20}: the places of these blocks' sublayers"""
+def places_to_remove(model, blocks):
+    """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
     numbers = {str(number + 1): number for number in range(len(model.blocks))}
     named = {*blocks.split(",")} if blocks else set()
     if not named < numbers.keys():
@@ -83,69 +108,50 @@ def places_of(blocks, model):
 
 # ----------------------------------------------------------------------------------------- sampling
 
-def sample(model, tokenizer, config, decider, generator):
+def sample(model, tokenizer, config, generator):
     """Prints a sample -> the share of the sublayers that was skipped for each of its tokens"""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                        generator, decider, tokenizer.n_vocab)
+                        generator, n_vocab=tokenizer.n_vocab)
     # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     def text_of(token):
         return decoder.decode(tokenizer.decode_single_token_bytes(token))
 
-    skipped, span = [], None   # span: the least and the most depth in the prompt; None: no colours
+    skipped, shade = [], None
     if not config.depth:
         show(config.prompt)
     try:
         for token, runner in tokens:
+            token = token.item()
             if config.depth and not skipped:   # The first walk has read the prompt.
-                span = show_prompt([text_of(each) for each in prompt], runner)
+                least, most = show_prompt([text_of(each) for each in prompt], runner)
             skipped.append(runner.skipped(last=True))
-            if token.item() == tokenizer.eot_token:
+            if token == tokenizer.eot_token:
                 break
-            show(text_of(token.item()), 1 - skipped[-1], span)
+            if config.depth:
+                shade = (1 - skipped[-1] - least) / (most - least)
+            show(text_of(token), shade)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n")
     return skipped
 
 def show_prompt(texts, runner):
-    """Shows a prompt in the colours of its depths -> the least and the most of these. texts: those
-    of its tokens; runner: that of the walk that has read them, or the last ones that fit in"""
+    """Shows a prompt in the colours of its depths -> the least and the most of these, the shares of
+    the sublayers that are palest and darkest. texts: those of its tokens; runner: that of the walk
+    that has read them, or the last ones that fit in"""
     ran = who_ran(runner).float().mean(0)[0].tolist()   # the share of the sublayers, by token
-    low, high = min(ran), max(ran)
-    if low == high:   # a prompt of one token, say
-        low, high = 0.0, 1.0
-    print(f"from pale to dark: {low:.0%} to {high:.0%} of the sublayers ran", file=sys.stderr)
+    least, most = min(ran), max(ran)
+    if least == most:   # a prompt of one token, say
+        least, most = 0.0, 1.0
+    print(f"from pale to dark: {least:.0%} to {most:.0%} of the sublayers ran", file=sys.stderr)
     # A token gets the depth of the one before it, which predicts it.
     first = len(texts) - len(ran) + 1   # the first one whose depth is known
     show("".join(texts[:first]))
     for text, share in zip(texts[first:], ran):
-        show(text, share, (low, high))
-    return low, high
-
-def show(text, share=0.0, span=None):
-    """Prints text at once. share: of the sublayers that ran for it; span: the shares that are
-    palest and darkest, or None: without colours. A terminal gets no characters that could do
-    something to it, whatever a model says."""
-    if sys.stdout.isatty():
-        text = "".join(c if c == "\t" else printable(c) for c in text)
-    if span and text.strip():
-        low, high = span
-        text = painted(text, (share - low) / max(1e-9, high - low))
-    print(text, end="", flush=True)
-
-# Of a terminal's 256 colours: background and text, from pale to dark
-PALETTE = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
-RED = 160, 231
-
-def painted(text, shade):
-    """shade: from 0, pale, to 1, dark"""
-    tone = min(len(PALETTE) - 1, max(0, int(shade * len(PALETTE))))
-    return coloured(text, *PALETTE[tone])
-
-def coloured(text, background, foreground):
-    return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
+        show(text, (share - least) / (most - least))
+    return least, most
 
 # --------------------------------------------------------------------------------- the lines inside
 
@@ -155,28 +161,34 @@ def show_inside(model, data, line):
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
-    letters, cells = string.ascii_lowercase[:puzzle["most"] + 1], puzzle["cells"]
-    last = len(puzzle["table"]) - 1
-    if not re.fullmatch(f"[{letters}][0-{last}]{{{cells}}}", line):
-        refuse(f"--inside: needs a --prompt of one line: a letter from a to {letters[-1]}, and "
-               f"{cells} digits from 0 to {last}")
-    k = letters.index(line[0])
+    k, cells = steps_that_line_asks(line, puzzle), puzzle["cells"]
+    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
     try:
-        found = inside_of(model, data, puzzle, k).example(line)
+        found = Inside(model, puzzle, windows, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
-    print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}. The text never shows the "
-          f"lines between.\nA probe reads them in the stream (%: how often it is right, on other "
-          f"lines):\n")
-    for block, row in enumerate(found["blocks"][1:], 1):   # without the embedding
-        digits, says = ". " * cells, "nothing to be read yet"
-        if row:
-            digits = marked(row["digits"], row["true"], row["steps"] / max(1, k))
-            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
+    print(f"\n{line}")
+    print(f"{line[0]} asks for the line after {in_words(k)}. The text never shows the lines "
+          f"between.")
+    print("A probe reads them in the stream (%: how often it is right, on other lines):\n")
+    for block, read in enumerate(found["blocks"][1:], 1):   # without the embedding
+        if read:
+            digits = marked(read["digits"], read["true"], shade=read["steps"] / max(1, k))
+            says = f"{in_words(read['steps']):<12}{read['share']:>5.0%}  in the {read['where']}"
+        else:
+            digits, says = ". " * cells, "nothing to be read yet"
         print(f"  after block {block:<3} {digits} {says}")
-    wrong = sum(a != b for a, b in zip(found["answer"], found["true"]))
-    verdict = f"right, all {cells} digits" if wrong == 0 else f"{wrong} of {cells} digits are wrong"
+    wrong = sum(digit != right for digit, right in zip(found["answer"], found["true"]))
+    verdict = f"{wrong} of {cells} digits are wrong" if wrong else f"right, all {cells} digits"
     print(f"\n  the answer      {marked(found['answer'], found['true'])} {verdict}\n")
+
+def steps_that_line_asks(line, puzzle):
+    """f314159265358 -> 5. SystemExit if this is no line of the text"""
+    last_letter, last_digit = chr(ord("a") + puzzle["most"]), len(puzzle["table"]) - 1
+    if not re.fullmatch(f"[a-{last_letter}][0-{last_digit}]{{{puzzle['cells']}}}", line):
+        refuse(f"--inside: needs a --prompt of one line: a letter from a to {last_letter}, and "
+               f"{puzzle['cells']} digits from 0 to {last_digit}")
+    return ord(line[0]) - ord("a")
 
 def marked(digits, true, shade=0.0):
     """Digits with blanks between. A terminal shows the share of the steps that are done as a shade,
@@ -191,33 +203,28 @@ def marked(digits, true, shade=0.0):
             text += coloured(digit + " ", *RED)
     return text
 
-# Flags of earlier editions, and what to use instead
-RETIRED = dict(which="a run keeps its last checkpoint only, and that is read",
-               skip="what is skipped is measured now, not set; name a gain: --skip_below 0.1")
+# --------------------------------------------------------------------------------------- a terminal
 
-def main(argv=None):
-    [config] = parse([SampleConfig], argv, __doc__, positional=("run",), retired=RETIRED)
-    config.prompt = prepare.text_or_file(config.prompt)
-    device = pick_device(config.device)
-    model, settings = open_run(config.run, device)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
-               f"with a lower --lr")
-    pick_threads(model.config, device)
-    tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    decider = Without(places_of(config.remove, model), pick_decider(model, config))
-    if config.inside:
-        model.decider = decider
-        show_inside(model, data_of(config.run, settings), config.prompt.strip())
-        return
-    generator = torch.Generator(model.device).manual_seed(config.seed)
-    torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.
-    skipped, begin = [], time.perf_counter()
-    for _ in range(config.num_samples):
-        skipped += sample(model, tokenizer, config, decider, generator)
-    speed = len(skipped) / (time.perf_counter() - begin)
-    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
-          file=sys.stderr)
+# Of a terminal's 256 colours: background and text. The shades go from pale to dark.
+SHADES = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
+RED = 160, 231
+
+def show(text, shade=None):
+    """Prints text at once. shade: see painted; None: without colours. A terminal gets no characters
+    that could do something to it, whatever a model says."""
+    if sys.stdout.isatty():
+        text = "".join(c if c == "\t" else printable(c) for c in text)
+    if shade is not None and text.strip():
+        text = painted(text, shade)
+    print(text, end="", flush=True)
+
+def painted(text, shade):
+    """shade: from 0, pale, to 1, dark"""
+    tone = min(len(SHADES) - 1, max(0, int(shade * len(SHADES))))
+    return coloured(text, *SHADES[tone])
+
+def coloured(text, background, foreground):
+    return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
 
 if __name__ == "__main__":
     start(main)

@@ -1,11 +1,12 @@
 """
 The steps text: lines whose depth is known. README.md explains it by hand, under "The puzzle".
 
-    c314159265358     a letter, and cells. c: the next line is two steps after this one (a: 0, b: 1)
+    c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
     d108515848740     asks for three steps
     c954006051092
 
-It is known how many steps lead to each cell. So it can be seen how many a model has learned.
+It is known how many steps lead to each digit. So it can be seen how many a model has learned. The
+place of a digit in its line is called its cell; the leftmost one is cell 0.
 """
 import numpy as np
 import torch
@@ -13,8 +14,24 @@ import torch
 LINES = 16   # of a document
 DOCUMENTS = dict(train=24_000, val=1_200)
 
+# ----------------------------------------------------------------------------------- what a step is
+
+def next_line(digits, table):
+    """One step: digits (..., cells) -> (..., cells). Each digit becomes table[its left
+    neighbour][itself], all at once. Left of the first one is a 0."""
+    digits = np.asarray(digits)
+    left = np.concatenate((np.zeros_like(digits[..., :1]), digits[..., :-1]), axis=-1)
+    return np.asarray(table)[left, digits]
+
+def lines_after(digits, steps, table):
+    """digits (..., cells) -> a tensor (steps + 1, ..., cells): the digits after 0, 1, .. steps"""
+    lines = [np.asarray(digits)]
+    for _ in range(steps):
+        lines.append(next_line(lines[-1], table))
+    return torch.from_numpy(np.stack(lines))
+
 def make_table(symbols, rows, rng):
-    """-> table (symbols, symbols): what a cell becomes, by its left neighbour and itself. Of the
+    """-> table (symbols, symbols): what a digit becomes, by its left neighbour and itself. Of the
     neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
 
     Each row holds each symbol once, so nothing is lost in a step. Two rows send a symbol to two
@@ -27,12 +44,7 @@ def make_table(symbols, rows, rng):
             table[row, (in_row_0 + row) % rows == to] = to + rows * rng.permutation(size)
     return table[np.arange(symbols) % rows]
 
-def next_line(cells, table):
-    """One step: cells (..., n) of numbers -> (..., n). Each cell becomes table[its left
-    neighbour][itself], all at once. Left of the first cell is a 0."""
-    cells = np.asarray(cells)
-    left = np.concatenate((np.zeros_like(cells[..., :1]), cells[..., :-1]), axis=-1)
-    return np.asarray(table)[left, cells]
+# ----------------------------------------------------------------------------------------- the text
 
 def puzzle(config):
     """What meta.json says about the steps text. config: the flags of prepare.py steps"""
@@ -48,29 +60,76 @@ def make_documents(config, split):
     rng = np.random.default_rng((config.table, len(split)))   # other lines in each split
     share = 0.85 ** np.arange(config.most + 1)   # Few steps come more often. They teach many.
     asked = rng.choice(config.most + 1, (n, LINES), p=share / share.sum())
-    cells = rng.integers(config.symbols, size=(n, config.cells))
+    digits = rng.integers(config.symbols, size=(n, config.cells))
     newline = np.full((n, 1), ord("\n"))
     columns = []   # of all documents at once
     for line in range(LINES):
         asked_here = asked[:, line:line + 1]
-        columns += [ord("a") + asked_here, ord("0") + cells, newline]
+        columns += [ord("a") + asked_here, ord("0") + digits, newline]
         for step in range(config.most):
-            cells = np.where(step < asked_here, next_line(cells, table), cells)
-    return [bytes(row).decode() for row in np.concatenate(columns, axis=1).astype("u1")]
+            digits = np.where(step < asked_here, next_line(digits, table), digits)
+    return [bytes(document).decode() for document in np.concatenate(columns, axis=1).astype("u1")]
+
+# ----------------------------------------------------------------------------- lines inside windows
 
 def steps_asked(tokens, n_cells):
     """How deep each target is. tokens (n, T + 1): a window of bytes, and its last target ->
 
-    steps (n, T): how many steps lead to this cell, as the letter of the line before says. -1 where
-    nobody can know: it is no cell, or the line before it is not in the window
-    cell (n, T): its place in the line, 0 is the leftmost; only of use where steps is known"""
-    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    steps (n, T): how many steps lead to this digit, as the letter of the line before says. -1 where
+    nobody can know: it is no digit, or the line before it is not in the window
+    cell (n, T): that of the digit; only of use where steps is known"""
+    column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
-    letter = torch.where(is_letter, place, -1).cummax(dim=1).values   # where this line begins
-    cell = place - letter - 1
+    letter = torch.where(is_letter, column, -1).cummax(dim=1).values   # where this line begins
+    cell = column - letter - 1
     before = letter - (n_cells + 2)                                   # where the one before begins
     # Between two documents stands an end-of-text, and no newline.
     follows = (before >= 0) & (tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n"))
     asked = tokens.gather(1, before.clamp_min(0)) - ord("a")
     known = follows & (cell >= 0) & (cell < n_cells)
     return torch.where(known, asked, -1)[:, 1:], cell[:, 1:]
+
+def lines_that_ask(idx, targets, k, puzzle):
+    """All N lines that ask for k steps, and whose whole answer is in the same window. idx, targets:
+    windows (n, T); puzzle: what meta.json says of the steps text ->
+
+    window, column (N,): the i-th line begins in idx[window[i]], with its letter, at column[i]
+    digits (N, cells): what stands in these lines"""
+    cells = puzzle["cells"]
+    asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
+    # Here the next token is the first digit of an answer, and its other digits are there, too.
+    answer_begins = ((asked == k) & (cell == 0))[:, :idx.shape[1] - cells + 1]
+    window, letter_of_answer = answer_begins.nonzero().T
+    column = letter_of_answer - (cells + 2)
+    columns = column[:, None] + 1 + torch.arange(cells)
+    return window, column, idx[window[:, None], columns] - ord("0")
+
+# --------------------------------------------------------------------------- lines to type and read
+
+def some_digits(puzzle):
+    """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
+    if len(puzzle["table"]) == 10:
+        return ("3141592653589793" * 7)[:puzzle["cells"]]
+    return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
+
+def solve(line, puzzle):
+    """b314159265358 -> its digits after no step and after one: 314159265358 and 587723131420. The
+    last is the right answer."""
+    steps, digits = ord(line[0]) - ord("a"), [int(digit) for digit in line[1:]]
+    return [spelled(each) for each in lines_after(digits, steps, puzzle["table"])]
+
+def answers(model, lines, puzzle):
+    """What a model answers to each line, digit by digit the likeliest. (We write the answer's
+    letter, because the text draws it at random.)"""
+    idx = torch.tensor([[*f"{line}\na".encode()] for line in lines], device=model.device)
+    tokens = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
+    return [spelled(answer - ord("0")) for answer in tokens]
+
+def spelled(digits):
+    """A tensor of digits -> a text. What is no digit becomes a question mark."""
+    return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
+
+def in_words(n):
+    """2 -> two steps"""
+    words = "no one two three four five six seven eight nine ten".split()
+    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"

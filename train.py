@@ -9,7 +9,10 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
 # What follows it is about beginning, resuming, and settings of earlier runs. New here: some tokens
-# may skip some sublayers. A Runner (model.py) notes which ones did.
+# may skip some sublayers. A decider says which ones, and a Runner notes it (both in model.py).
+#
+# `processes` (processes.py): this process's rank and device, the count of all, and what they agree
+# on. `say` prints in the first one. `refuse` ends the program with a sentence (flags.py).
 
 import contextlib
 import math
@@ -34,7 +37,7 @@ from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile
 from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
 from runs import (RunFolder, data_of, optimizer_state, read_checkpoint, read_settings,
-                  restore_optimizers)
+                  read_settings_file, restore_optimizers)
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -89,8 +92,6 @@ class TrainConfig:
              "--resume and --overwrite: contradict each other; give one"),
             (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
              f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
-            (self.schedule == "wsd" and self.warmup > 0.8,
-             f"--warmup {self.warmup}: with --schedule wsd at most 0.8; the rate falls after that"),
             (self.batch_size % n_parts,
              f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
              f"{n_parts}")]
@@ -99,7 +100,7 @@ class TrainConfig:
 # --------------------------------------------------------------------------------------------- data
 
 def open_data(config, model_config, processes):
-    """-> what a run reads: shards of training tokens, and windows for validation"""
+    """-> what a run reads: shards of training tokens, and val, windows (x, y) for validation"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
         say(f"{folder} is not there yet: making it from the Python standard library")
@@ -109,7 +110,7 @@ def open_data(config, model_config, processes):
     data = SimpleNamespace(
         folder=folder, meta=meta,
         shards=prepare.open_split(folder, "train", model_config.block_size),
-        val=prepare.windows_of(folder, "val", model_config.block_size, config.eval_windows),   # x, y
+        val=prepare.windows_of(folder, "val", model_config.block_size, config.eval_windows),
         token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
@@ -217,111 +218,11 @@ def equalize(grads, norms):
 
 # ----------------------------------------------------------------------------------------- the loop
 
-def train(model_config, config, data, folder, processes, signals):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
-
-    model_config, config: the settings of the model and of its training; data: see open_data;
-    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    model, ckpt = begin_or_resume(model_config, config, data, folder.out)   # A new run: {}.
-    call_model = compile_and_wrap(model, config, processes)
-    optimizers = make_optimizers(model, config)
-    if config.resume:
-        restore_optimizers(model, optimizers, ckpt["optimizers"])
-    # How far the run is. block_norms: of each block's gradient, summed over the steps
-    step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
-    block_norms = ckpt.get("grad_norms", torch.zeros(model_config.n_layer, dtype=torch.float64))
-    block_norms = block_norms.to(model.device)
-    del ckpt   # It holds all weights and moments a second time.
-    tokens_per_step = config.batch_size * model_config.block_size
-    n_steps = config.max_iters
-    if config.max_flops:   # It is a guess, because skipping makes steps cheaper.
-        n_steps = math.ceil(config.max_flops / (3 * tokens_per_step * flops_per_token(model)))
-    say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {n_steps} of "
-        f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
-    changes = folder.begin(step)   # From here on, the run's files are written.
-    say_changes(changes, lr_factor(config, share_done(config, step, flops) + 1 / n_steps))
-    norm = torch.zeros(())   # of the last step's gradient
-    clock, clock_step = time.perf_counter(), step
-
-    while True:
-        progress = share_done(config, step, flops)
-        # If any process has got a signal, all of them stop at this step. (0: none has.)
-        signal = processes.highest(signals[0] if signals else 0)
-        ends = bool(signal) or progress >= 1
-
-        # --- Evaluate and save. Each process evaluates all windows, because it is short.
-        if ends or step % config.eval_interval == 0:
-            refuse_if_not_finite(step, folder, model, norm)
-            if not signal:
-                part_size = config.batch_size // (config.grad_accum * processes.count)
-                val_loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
-                refuse_if_not_finite(step, folder, model, val_loss)
-                say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{skipped:.1%} skipped")
-                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped,
-                           grad_norms=block_norms.tolist())
-            # That is all: batches, coins and rates follow from the settings, step and FLOPs.
-            folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
-                             optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
-                             grad_norms=block_norms, data=data.fingerprint))
-            clock, clock_step = time.perf_counter(), step
-        if ends:
-            break
-
-        # --- From a batch to weights
-        batch = gradients_of_batch(model, call_model, config, data, step, processes)
-        grads, norms = block_gradients(model)
-        block_norms += norms
-        if config.equalize_grads:
-            equalize(grads, norms)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        # A step has the rate at its end: with a warmup, that at its beginning may be 0.
-        factor = lr_factor(config, progress + 1 / n_steps)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        constrain_weights(model)   # nGPT normalises its weights.
-        step += 1
-        # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(batch.flops)
-
-        # --- Report
-        if step % config.log_interval == 0:
-            refuse_if_not_finite(step, folder, model, norm)
-            now = time.perf_counter()   # The line above has waited for the GPU.
-            speed = (step - clock_step) * tokens_per_step / (now - clock)
-            clock, clock_step = now, step
-            report = dict(loss=processes.mean(batch.loss.item()), lr=config.lr * factor,
-                          grad_norm=norm.item(), tok_s=speed, tokens=step * tokens_per_step,
-                          flops=flops, skip_rate=processes.mean(batch.skipped))
-            if batch.gains:
-                mean_gain = torch.stack(batch.gains).mean().item()
-                report["mean_gain"] = processes.mean(mean_gain)
-            folder.log(step=step, **report)
-            say_report(step, report)
-
-    processes.wait()   # Nobody leaves while another one is still writing.
-    out = shlex.quote(str(folder.out))
-    if signal:
-        how = "python" if processes.count == 1 else "torchrun ..."
-        say(f"stopped at iteration {step}, all is saved; go on with: {how} train.py --out {out} "
-            f"--resume")
-        return 128 + signal
-    say(f"done: {out} holds the run; validation loss {val_loss:.4f}\n"
-        f"next: python sample.py {out}   or: python analyze.py {out}")
-    return 0
-
-def gradients_of_batch(model, call_model, config, data, step, processes):
-    """Forward and backward: each process takes --grad_accum parts of the batch in turn. The
-    gradients are left in the parameters.
-
-    -> means over these parts: loss, a tensor; skipped, a share; flops, per token; and gains, the
-    mean gain of each part, if somebody has asked for gains"""
-    found = SimpleNamespace(loss=torch.zeros((), device=model.device), skipped=0.0, flops=0.0,
-                            gains=[])
+def forward_and_backward(model, call_model, config, data, step, processes):
+    """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
+    the parameters -> means over these parts: loss, skip_rate, flops per token and, if somebody has
+    asked for gains, mean_gain. call_model: see compile_and_wrap"""
+    found = []
     n_parts = config.grad_accum * processes.count
     for micro in range(config.grad_accum):
         part = micro * processes.count + processes.rank
@@ -332,31 +233,109 @@ def gradients_of_batch(model, call_model, config, data, step, processes):
         torch.manual_seed(int(seed[0]))
         if processes.count > 1:   # They exchange gradients once a step, in the last part.
             call_model.require_backward_grad_sync = micro == config.grad_accum - 1
-        runner = Runner(model)   # notes who skips what
+        runner = Runner(model)
         _, loss = call_model(x, y, runner=runner)
         (loss / config.grad_accum).backward()
         # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
         # --deep_supervision, it is a mean over the blocks.)
-        found.loss += runner.cross_entropy.detach() / config.grad_accum
-        found.skipped += runner.skipped() / config.grad_accum
-        found.flops += flops_per_token(model, runner=runner) / config.grad_accum
+        means = dict(loss=runner.cross_entropy.detach(), skip_rate=runner.skipped(),
+                     flops=flops_per_token(model, runner=runner))
         gain = runner.mean_gain()
         if gain is not None:
-            found.gains.append(gain.detach())
-    return found
+            means["mean_gain"] = gain.detach()
+        found.append(means)
+    return {name: sum(means[name] for means in found) / len(found) for name in found[0]}
 
-def refuse_if_not_finite(step, folder, model, number):
-    """SystemExit if a number, or a weight, is not finite any more: such weights are never saved."""
+def train(model_config, config, data, folder, processes, signals):
+    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
+
+    model_config, config: the settings of the model and of its training; data: see open_data;
+    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
+    ckpt, model = begin_or_resume(model_config, config, data, folder.out)   # A new run: {}, model.
+    call_model = compile_and_wrap(model, config, processes)
+    optimizers = make_optimizers(model, config)
+    if config.resume:
+        restore_optimizers(model, optimizers, ckpt["optimizers"])
+    step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
+    del ckpt   # It holds all weights and moments a second time.
+    tokens_per_step = config.batch_size * model_config.block_size
+    end = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
+    say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {end} of "
+        f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
+    folder.begin(step)   # From here on, the run's files are written.
+    clock, clock_step = time.perf_counter(), step
+
+    while True:
+        # If any process has got a signal, all of them stop at this step. (0: none has.)
+        signal = processes.highest(signals[0] if signals else 0)
+        ends = bool(signal) or share_done(config, step, flops) >= 1
+
+        # --- Evaluate and save. Each process evaluates all windows, because it is short.
+        if ends or step % config.eval_interval == 0:
+            refuse_if_not_finite(step, folder, model)
+            if not signal:
+                part_size = config.batch_size // (config.grad_accum * processes.count)
+                val_loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
+                refuse_if_not_finite(step, folder, model, val_loss)
+                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped)
+                say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
+                    f"{skipped:.1%} skipped")
+            # That is all: batches, coins and rates follow from the settings, step and FLOPs.
+            folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
+                             optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
+                             data=data.fingerprint))
+            clock, clock_step = time.perf_counter(), step
+        if ends:
+            break
+
+        # --- From a batch to gradients
+        means = forward_and_backward(model, call_model, config, data, step, processes)
+        grads, block_norms = block_gradients(model)
+        if config.equalize_grads:
+            equalize(grads, block_norms)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+
+        # --- From gradients to weights. A step has the rate at its end, because that at the
+        # beginning of a warmup is 0. The backward pass costs as much as two forward passes.
+        step += 1
+        flops += 3 * tokens_per_step * processes.mean(means["flops"])
+        factor = lr_factor(config, share_done(config, step, flops))
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        constrain_weights(model)   # nGPT normalises its weights.
+
+        # --- Report
+        if step % config.log_interval == 0:
+            refuse_if_not_finite(step, folder, model, norm)
+            now = time.perf_counter()   # The line above has waited for the GPU.
+            speed = (step - clock_step) * tokens_per_step / (now - clock)
+            clock, clock_step = now, step
+            report = {name: processes.mean(float(mean)) for name, mean in means.items()}
+            report |= dict(lr=config.lr * factor, grad_norm=norm.item(), tok_s=speed, flops=flops,
+                           tokens=step * tokens_per_step, grad_norms=block_norms.tolist())
+            folder.log(step=step, **report)
+            say_report(step, report)
+
+    processes.wait()   # Nobody leaves while another one is still writing.
+    out = shlex.quote(str(folder.out))
+    if signal:
+        say(f"stopped at iteration {step}, all is saved; go on with: "
+            f"python train.py --out {out} --resume")
+        return 128 + signal
+    say(f"done: {out} holds the run; validation loss {val_loss:.4f}\n"
+        f"next: python sample.py {out}   or: python analyze.py {out}")
+    return 0
+
+def refuse_if_not_finite(step, folder, model, number=0.0):
+    """SystemExit if a weight, or a number, is not finite any more: such weights are never saved."""
     if not math.isfinite(number) or not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
                f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
                f"--resume and a lower --lr")
-
-def say_changes(changes, factor):
-    """What --resume has changed, a dict, and where in its schedule the learning rate is"""
-    if changes:
-        what = ", ".join(f"{name} {value}" for name, value in changes.items())
-        say(f"from here on: {what}; the learning rate is at {factor:.0%} of its peak")
 
 def say_report(step, report):
     gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
@@ -366,35 +345,34 @@ def say_report(step, report):
 
 # ---------------------------------------------------------------------------- beginning, resuming
 
+# Settings that may differ from those of the run in --init_from: they change no weights. (A router
+# has weights of its own. So it can't be added to a model, or taken from it.)
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+
 def begin_or_resume(model_config, config, data, out):
-    """-> the model, and the checkpoint to go on from: {} if this is a new run"""
+    """-> the checkpoint to go on from, {} if this is a new run, and the model"""
     if config.resume:
         ckpt, model = read_checkpoint(out / "ckpt.pt", model_config)
-        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, config, data)
-        return model, ckpt
+        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, data)
+        return ckpt, model
     if config.init_from:
         tokenizer = read_settings(config.init_from).get("tokenizer")
         if tokenizer != data.meta["tokenizer"]:
             refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and "
                    f"--data {data.folder} has {data.meta['tokenizer']}; prepare that with "
                    f"--tokenizer {tokenizer}")
-        _, model = read_checkpoint(Path(config.init_from) / "ckpt.pt", model_config, FREE)
-        return model, {}
-    return GPT(model_config), {}
+        path = Path(config.init_from) / "ckpt.pt"
+        _, model = read_checkpoint(path, model_config, may_differ=FREE)
+        return {}, model
+    return {}, GPT(model_config)
 
-def refuse_if_it_can_not_go_on(path, ckpt, config, data):
+def refuse_if_it_can_not_go_on(path, ckpt, data):
     missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
     if missing:
         refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
                f"--init_from begins a new one with its weights")
     if ckpt["data"] != data.fingerprint:
         refuse(f"{path}: is of other data than --data has now; put that back, or start a new run")
-    if not config.max_flops and ckpt["step"] > config.max_iters:
-        refuse(f"--max_iters {config.max_iters}: {path} is at iteration {ckpt['step']}, beyond the "
-               f"end; give more, or none")
-    if config.max_flops and ckpt["flops"] > 1.1 * config.max_flops:   # Its last step may be beyond.
-        refuse(f"--max_flops {config.max_flops:g}: {path} has spent {ckpt['flops']:.3g} FLOPs "
-               f"already; give more, or none")
 
 def compile_and_wrap(model, config, processes):
     """Brings the model to its device, and compiles it, if need be -> what training calls: the
@@ -417,10 +395,6 @@ def compile_and_wrap(model, config, processes):
 # Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
 RATES = dict(muon=TrainConfig.lr, adamw=6e-3, sgd=0.1)
 
-# Settings that may differ from those of the run in --init_from: they change no weights. (A router
-# has weights of its own. So it can't be added to a model, or taken from it.)
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-
 def defaults_for(given):
     """Values for flags that were not typed: those of the run to resume or of --config, or none.
     `parse` asks for them; what they leave open has the default of its config. given: the typed
@@ -431,7 +405,7 @@ def defaults_for(given):
     if given.get("resume"):
         values = settings_to_resume(given)
     elif "config" in given:
-        values = read_config(given["config"], with_changes=False)
+        values = all_flags(read_settings_file(given["config"]))
         if changes := values.pop("changes", {}):
             say(f"--config {given['config']}: begins as that run did; it changed later, at "
                 f"iteration: {changes}", file=sys.stderr)
@@ -442,9 +416,6 @@ def defaults_for(given):
     if "optimizer" in given and optimizer != usual and "lr" not in given:
         refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
                f"{RATES[optimizer]}")
-    if "max_iters" in given and (values | given).get("max_flops"):
-        refuse("--max_iters: this run ends by its --max_flops; add --max_flops 0, or give that "
-               "only")
     return values
 
 def model_of(source, values):
@@ -459,7 +430,7 @@ def settings_to_resume(given):
     if "out" not in given or "config" in given or "init_from" in given:
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
                "neither --config nor --init_from")
-    values = read_config(given["out"])
+    values = all_flags(read_settings(given["out"]))
     # Another one would change batches or moments, or make losses that can't be compared.
     for name in "batch_size", "optimizer", "eval_windows":
         if given.get(name, values[name]) != values[name]:
@@ -472,18 +443,13 @@ def settings_to_resume(given):
 # These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
 NOT_SAVED = "out", "config", "resume", "overwrite"
 
-def read_config(path, with_changes=True):
-    """The settings of a run, or of a file such as configs/gpt2.json, a dict"""
-    values = asdict(GPTConfig()) | asdict(TrainConfig()) | read_settings(path, with_changes)
+def all_flags(settings):
+    """Settings of a run, or of a file such as configs/gpt2.json -> a value for each flag, a dict"""
+    values = asdict(GPTConfig()) | asdict(TrainConfig()) | settings
     no_flags = *NOT_SAVED, "tokenizer"
     return {name: value for name, value in values.items() if name not in no_flags}
 
 # --------------------------------------------------------------------------------------------- main
-
-RETIRED = dict(mod_rate="what is skipped is measured now, not set: --gain_cost 0.1 --mod "
-                        "gain:below=0.05",
-               layer_drop="use --mod layerdrop:rate=0.1",
-               max_tokens="use --max_iters, the tokens / (batch_size x block_size)")
 
 def residual_list():
     """For --help: all residuals with their options"""
@@ -494,10 +460,14 @@ def residual_list():
         lines.append(f"  {name}:{options}".rstrip(":"))
     return "\n".join(lines)
 
+def default_out(residual):
+    """attnres:group=4 -> runs/attnres-group4"""
+    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
+
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
     model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                                 epilog=residual_list(), retired=RETIRED)
+                                 epilog=residual_list())
     try:
         look_for_mistakes(model_config)   # if you have written a residual or a decider
     except ValueError as error:
@@ -510,10 +480,8 @@ def main(argv=None):
         model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
         settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
         settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
-        # attnres:group=4 -> runs/attnres-group4
-        name = model_config.residual.replace("=", "")
-        out = config.out or "runs/" + re.sub(r"[^\w.-]+", "-", name)
-        before = read_config(out) if config.resume else None
+        out = config.out or default_out(model_config.residual)
+        before = all_flags(read_settings(out)) if config.resume else None
         folder = RunFolder(out, settings, before, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)

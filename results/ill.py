@@ -37,8 +37,7 @@ import analyze
 import prepare
 import run
 from flags import flag, parse, say, start
-from inside import sublayers_of
-from model import GPT, Without
+from model import GPT, Without, sublayers_of
 from runs import open_run, read_metrics, read_settings
 
 COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]

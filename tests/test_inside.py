@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import analyze, inside, prepare, sample, steps, train
 from conftest import ids, make
 from model import ByGain, Decider, Runner, Without
-from steps import steps_asked
+from steps import lines_after, lines_that_ask, solve, spelled, steps_asked
 
 CELLS, MOST, L = 4, 3, 3
 
@@ -60,37 +60,32 @@ class Known:
             yield place, streams[(place - 1) // 2], streams[place // 2]
 
     def generate(self, idx, n, temperature):
-        lines = [inside.lines_after(bytes(row[:CELLS + 1]).decode(), self.text) for row in idx.tolist()]
-        return torch.cat((idx, torch.stack([line[-1] + ord("0") for line in lines])), 1)
+        answers = [solve(bytes(row[:CELLS + 1]).decode(), self.text)[-1] for row in idx.tolist()]
+        return torch.cat((idx, torch.tensor([[*answer.encode()] for answer in answers])), 1)
 
-def test_lines_and_questions(text, windows):
-    lines = inside.lines_after("d3141", text)
-    by_hand = [[3, 1, 4, 1]]
-    for _ in range(3):
-        by_hand.append(step(by_hand[-1], text))
-    assert lines.tolist() == by_hand
+def test_lines_that_ask(text, windows):
     x, y = windows
     for k in range(MOST + 1):
-        window, letter, lines = inside.questions(x, y, text, k)
-        right = [(i, begin, digits, answer) for i in range(len(x))
+        window, column, digits = lines_that_ask(x, y, k, text)
+        right = [(i, begin - CELLS - 2, digits, answer) for i in range(len(x))
                  for begin, answer, asked, digits in lines_of([*x[i].tolist(), y[i, -1].item()])
                  if ord(asked) - ord("a") == k]
-        assert [*zip(window.tolist(), letter.tolist())] == [each[:2] for each in right]
-        assert lines[0].tolist() == [digits for *_, digits, _ in right]
-        assert lines[-1].tolist() == [answer for *_, answer in right] and len(right) > 50
-    assert [len(inside.some_digits(dict(table=range(n), cells=100))) for n in (6, 10)] == [100, 100]
-    assert [inside.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]
+        assert [*zip(window.tolist(), column.tolist())] == [each[:2] for each in right]
+        assert digits.tolist() == [digits for *_, digits, _ in right]
+        answers = lines_after(digits, k, text["table"])[-1]
+        assert answers.tolist() == [answer for *_, answer in right] and len(right) > 50
 
 def test_a_probe_reads_what_is_there():
     digits = torch.randint(10, (2, 900), generator=torch.Generator().manual_seed(0))
     codes = torch.randn(2, 10, 24, generator=torch.Generator().manual_seed(1))
-    features = codes[0][digits[0]] + codes[1][digits[1]] + 0.1 * torch.randn(900, 24)
-    weights = inside.probe(features[:500], digits[:, :500], 10)
-    assert weights.shape == (2, 25, 10)
-    assert (inside.read(weights, features[500:]) == digits[:, 500:]).double().mean() > 0.99
-    x, wanted = inside.with_one(features[:500]), torch.eye(10, dtype=torch.double)[digits[1, :500]]
-    slope = x.T @ (x @ weights[1] - wanted) + weights[1]   # of half the squared error and the ridge
-    assert slope.abs().max() < 1e-9
+    vectors = codes[0][digits[0]] + codes[1][digits[1]] + 0.1 * torch.randn(900, 24)
+    for each in digits:
+        probe = inside.Probe(vectors[:500], each[:500], 10)
+        assert probe.weights.shape == (25, 10)
+        assert (probe.read(vectors[500:]) == each[500:]).double().mean() == probe.share(vectors[500:], each[500:]) > 0.99
+        x, wanted = inside.with_one(vectors[:500]), torch.eye(10, dtype=torch.double)[each[:500]]
+        slope = x.T @ (x @ probe.weights - wanted) + probe.weights   # of half the squared error and the ridge
+        assert slope.abs().max() < 1e-9
 
 def test_lines_inside_a_model_that_we_know(text, windows):
     found = inside.Inside(Known(text), text, windows, 3)
@@ -99,7 +94,7 @@ def test_lines_inside_a_model_that_we_know(text, windows):
         assert found.furthest(block) == (block, "answer")
         assert found.share["line", block][0] == 1.0 and found.share["line", block][1] < 0.75
     example = found.example("d3141")
-    lines = [inside.spelled(line) for line in inside.lines_after("d3141", text)]
+    lines = solve("d3141", text)
     assert example["answer"] == example["true"] == lines[3]
     assert [row["digits"] for row in example["blocks"]] == lines
     assert [row["steps"] for row in example["blocks"]] == [0, 1, 2, 3]
@@ -111,15 +106,14 @@ def test_controls(text, windows, monkeypatch):
     shuffled between lines, it reads by chance alone."""
     model = make("pre", n_layer=L, n_embd=32, vocab_size=320, block_size=32, dtype=torch.float32, noise=0)
     found = inside.Inside(model, text, windows, 3)
-    line, answer = found.shares("line"), found.shares("answer")
+    line, answer = found.share_by_block("line"), found.share_by_block("answer")
     assert line[0][0] == 1.0 and line[0][1] < 0.75
     assert max(row[steps] for row in answer for steps in (1, 2, 3)) < 0.45
     assert max(row[steps] for row in line for steps in (2, 3)) < 0.5
-    questions = inside.questions
     def shuffled(*args):
-        window, letter, lines = questions(*args)
-        return window, letter, lines[:, torch.randperm(len(window))]
-    monkeypatch.setattr(inside, "questions", shuffled)
+        window, column, digits = lines_that_ask(*args)
+        return window, column, digits[torch.randperm(len(window))]
+    monkeypatch.setattr(inside, "lines_that_ask", shuffled)
     torch.manual_seed(0)
     share = inside.Inside(Known(text), text, windows, 3).share
     assert max(map(max, share.values())) < 0.2
@@ -134,21 +128,28 @@ def test_a_probe_is_scored_where_it_was_not_fitted(text, windows):
     found = inside.Inside(Noise(text), text, [part[:100] for part in windows], 1)
     assert max(map(max, found.share.values())) < 0.2
 
+class Unchanged:
+    """A residual that hands the stream on"""
+    def as_tensor(self, stream):
+        return stream
+
+    def __call__(self, stream, f):
+        return stream
+
 class Answers(Known):
     """A model whose stream, where the answer is predicted, is the answer: right in the right half only"""
-    ends, order, decider = SimpleNamespace(stream_grows=False), range(L), Decider()
-    training = False
+    ends, order, decider, training = SimpleNamespace(stream_grows=False), range(L), Decider(), False
     config = SimpleNamespace(block_size=2 * CELLS + 2)
 
     def __call__(self, idx, runner):
-        assert runner.decider.decider is self.decider
-        columns = bytes(idx[0].tolist()).decode()[runner.decider.where]
+        assert runner.decider is self.decider
+        columns = bytes(idx[0].tolist()).decode()[runner.columns]
         assert re.fullmatch(r"\d{4}\n|a\d{3}", columns)   # the line, or what predicts the answer
-        lines = inside.all_lines(idx[:, 1:CELLS + 1] - ord("0"), 2, self.text)[-1] + ord("0")
+        lines = lines_after(idx[:, 1:CELLS + 1] - ord("0"), 2, self.text["table"])[-1] + ord("0")
         lines[:, :CELLS // 2] = 0
         stream = torch.cat((idx[:, :-CELLS], lines), 1)
-        for runner.place in range(1, 2 * L + 1):
-            stream = runner.decider.after(runner, stream)
+        for place in range(1, 2 * L + 1):
+            stream = runner.run(place, stream, Unchanged(), None)
         return F.one_hot(stream, 128).float(), None
 
 def test_whose_answer(text):
@@ -164,8 +165,8 @@ def test_patch(text):
     first, patching everything gives the other line's logits."""
     model, idx = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1"), ids(4, 10)
     full = model(idx)[0]
-    def patched(block, where):
-        return model(idx, runner=Runner(model, inside.Patched(block, where, model.decider)))[0]
+    def patched(block, columns):
+        return model(idx, runner=inside.PatchingRunner(model, block, columns))[0]
     torch.testing.assert_close(patched(L, slice(6, None))[:, 6:], full.roll(1, 0)[:, 6:])
     torch.testing.assert_close(patched(L, slice(0, 6))[:, 6:], full[:, 6:])
     torch.testing.assert_close(patched(1, slice(None)), full.roll(1, 0))

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest, torch
 
-import inside, prepare, sample, train
+import prepare, sample, train
 from conftest import ROOT, make
+from model import EarlyExit, who_ran
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -36,7 +37,7 @@ def numbers(told):
 def test_who_ran():
     keep = torch.tensor([[True, False]])
     runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
-    assert inside.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
+    assert who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
@@ -57,10 +58,12 @@ def test_skip_exit_remove(main, runs):
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*")} == before   # Nothing is written.
 
 def test_what_the_flags_ask_for():
-    trained = SimpleNamespace(decider="as trained", config=None)
-    assert sample.pick_decider(trained, sample.SampleConfig()) == "as trained"
     repeated = make("pre", n_layer=3, repeat="2:2")   # runs 1 2 2 3
-    assert sample.places_of("2", repeated) == {3, 4, 5, 6} and sample.places_of("", repeated) == set()
+    for blocks, places in ("2", {3, 4, 5, 6}), ("1,3", {1, 2, 7, 8}), ("", set()):
+        picked = sample.pick_decider(repeated, sample.SampleConfig(remove=blocks))
+        assert picked.places == places and picked.decider is repeated.decider   # as trained
+    picked = sample.pick_decider(repeated, sample.SampleConfig(exit=0.9))
+    assert isinstance(picked.decider, EarlyExit) and picked.decider.confidence == 0.9
 
 def test_depth(main):
     """A letter has the colour of its depth, and without the colours it is the same text."""
@@ -76,17 +79,16 @@ def test_depth(main):
 
 def test_colours(capsys):
     assert sample.painted("x", 1.0) == sample.painted("x", 1.7) != sample.painted("x", 0.8)
-    sample.show("a", 0.5, (0.0, 1.0))
-    sample.show("a", 0.75, (0.5, 1.0))
-    sample.show(" \n", 0.5, (0.0, 1.0))   # needs no colour
-    assert capsys.readouterr().out == 2 * sample.painted("a", 0.5) + " \n"
+    sample.show("a", 0.5)
+    sample.show(" \n", 0.5)   # needs no colour
+    sample.show("b")
+    assert capsys.readouterr().out == sample.painted("a", 0.5) + " \nb"
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--temperature nan", "must be from"), ("nag", "--prompt \udcff", "UTF-8"),
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
     ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "blocks 1 to 3"),
-    ("nag", "--remove 1,2,3", "blocks 1 to 3"), ("nag", "--which best.pt", "is gone; a run keeps its last"),
-    ("nag", "--skip 0.3", "is gone; .* --skip_below 0.1")])
+    ("nag", "--remove 1,2,3", "blocks 1 to 3"), ("nag", "--skip 0.3", "did you mean --skip_below")])
 def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())
@@ -107,10 +109,13 @@ def say(capsys, monkeypatch):
     """(tokens that a stand-in says, settings) -> what is returned, what is printed, what new_tokens got"""
     def call(tokens, **settings):
         calls, tokens = [], iter([(torch.tensor([[token]]), RUNNER) for token in tokens])
-        monkeypatch.setattr(sample, "new_tokens", lambda model, *args: calls.append(args) or tokens)
+        def new_tokens(model, *args, n_vocab):
+            calls.append((*args, n_vocab))
+            return tokens
+        monkeypatch.setattr(sample, "new_tokens", new_tokens)
         model = SimpleNamespace(device="cpu")
         config = sample.SampleConfig(**settings)
-        found = sample.sample(model, prepare.get_tokenizer("bytes"), config, None, None)
+        found = sample.sample(model, prepare.get_tokenizer("bytes"), config, None)
         return found, capsys.readouterr().out, calls[0], [token.item() for token, _ in tokens]
     return call
 

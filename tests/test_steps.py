@@ -50,3 +50,13 @@ def test_table(symbols, rows):
 def test_next_line_by_hand():
     table = [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]]
     assert steps.next_line([[3, 0, 2, 0, 1]], table).tolist() == [[0, 0, 2, 1, 1]]
+
+def test_lines():
+    puzzle = dict(table=[[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]], cells=5)
+    by_hand = [[3, 0, 2, 0, 1], [0, 0, 2, 1, 1], [3, 3, 2, 2, 0]]
+    lines = steps.lines_after(torch.tensor([by_hand[0], by_hand[0]]), 2, puzzle["table"])
+    assert lines.shape == (3, 2, 5) and lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
+    assert steps.solve("c30201", puzzle) == ["30201", "00211", "33220"] and steps.solve("a3", puzzle) == ["3"]
+    assert steps.spelled(torch.tensor([0, 9, 10, -1])) == "09??"
+    assert [len(steps.some_digits(dict(table=range(n), cells=100))) for n in (6, 10)] == [100, 100]
+    assert [steps.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]

@@ -13,7 +13,7 @@ from model import GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, flop
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "
         "--eval_windows 8 --seed 5 --optimizer adamw --lr 6e-3").split()
 LONG = "--max_iters", "99999", "--eval_interval", "99999"
-HALF = runs.UNFINISHED + "*"
+HALF = ".unfinished-*"
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
@@ -133,8 +133,6 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(last["val_loss"], rel=1e-6)
     before = content(run)
-    assert "beyond the end" in refused("--out", run, "--resume", "--max_iters", 4)
-    assert content(run) == before
     assert resume(run) == 0 and max(metrics(run)) == 50   # Nothing is left to do.
     assert (run / "config.json").read_bytes() == before["config.json"]
 
@@ -205,26 +203,25 @@ def test_the_reported_loss_has_no_price_in_it(data, tmp_path):
     assert "mean_gain" in metrics(run)[1] and "mean_gain" not in metrics(tmp_path / "0")[1]
 
 def test_steps_by_hand(data, tmp_path):
-    """Weights - lr x clipped gradients, and nothing else. Norms of blocks are summed, unclipped."""
+    """Weights - lr x clipped gradients, and nothing else. Norms of blocks are logged, unclipped."""
     flags = ("--optimizer sgd --beta1 0 --weight_decay 0 --lr 0.5 --warmup 0.5 --min_lr 1 "
              "--grad_clip 0.25")
-    go(data, tmp_path, *flags.split(), "--grad_accum", 2, "--max_iters", 6)
-    ckpt, sums = load(tmp_path), torch.zeros(2)
+    go(data, tmp_path, *flags.split(), "--grad_accum", 2, "--max_iters", 6, "--log_interval", 1)
+    ckpt = load(tmp_path)
     model = GPT(GPTConfig(**ckpt["model_config"]))
     text = SimpleNamespace(shards=prepare.open_split(data, "train", 32), meta=dict(vocab_size=257))
     for step in range(6):
         model.zero_grad()
         model(*train.get_batch(text, model.config, 4, step))[1].backward()
-        sums += torch.tensor([torch.nn.utils.get_total_norm(p.grad for p in block.parameters())
-                              for block in model.blocks])
+        norms = [torch.nn.utils.get_total_norm(p.grad for p in block.parameters()).item()
+                 for block in model.blocks]
+        assert metrics(tmp_path)[step + 1]["grad_norms"] == pytest.approx(norms, rel=1e-4)
         norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.5 * min(1, (step + 1) / 3) * p.grad * min(1, 0.25 / norm)
     for name, weight in ckpt["model"].items():
         assert torch.allclose(weight, model.state_dict()[name], atol=1e-5), name
-    assert torch.allclose(ckpt["grad_norms"].float(), sums, rtol=1e-4)
-    assert ckpt["grad_norms"].tolist() == metrics(tmp_path)[6]["grad_norms"]
 
 def test_muon_is_torchs(monkeypatch):
     """but for the precision of its products"""
@@ -257,7 +254,8 @@ def test_infinite_gradients_are_not_saved(data, tmp_path, monkeypatch):
     """Clipping makes them zeros, so the weights stay finite."""
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
     run = tmp_path / "run"
-    assert "not finite" in refused("--data", data, *SIZE, "--out", run, "--max_iters", 4)
+    flags = "--data", data, *SIZE, "--out", run, "--max_iters", 4, "--log_interval", 1
+    assert "not finite" in refused(*flags)
     assert load(run)["step"] == 0
 
 def test_equalized_gradients(data, tmp_path):
@@ -289,7 +287,6 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     assert entries[0]["lr"] > 0.5 * 6e-3   # The run is so short that its warmup ends in the first step.
     assert entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and losses(tmp_path) == entries   # Nothing is left to do.
-    assert "has spent" in refused("--out", tmp_path, "--resume", "--max_flops", 1e8)
 
 def test_coins_are_the_same_each_time(data, tmp_path, capsys):
     """... in evaluate and sample.py, whatever was drawn before"""
@@ -323,11 +320,11 @@ def test_configs():
 
 @pytest.mark.parametrize("text, words", [
     ('{"n_layers": 6}', "--n_layers: unknown flag, did you mean --n_layer?"),
-    ('{"lr": "1e-3"}', "--lr '1e-3': must be of type float"), ("{", "mine.json: can't be read"),
-    ('{"lr": true}', "--lr True: must be of type float"),
-    ('{"batch_size": 2.5}', "--batch_size 2.5: must be of type int"),
-    ('{"compile": "no"}', "--compile no: unknown; choose from True, False"),
-    ('{"optimizer": "adam"}', "--optimizer adam: unknown; choose from adamw"),
+    ('{"lr": "1e-3"}', "--lr '1e-3': must be a number"), ("{", "mine.json: can't be read"),
+    ('{"lr": true}', "--lr True: must be a number"),
+    ('{"batch_size": 2.5}', "--batch_size 2.5: must be a whole number"),
+    ('{"compile": "no"}', "--compile 'no': must be true or false"),
+    ('{"optimizer": "adam"}', "--optimizer 'adam': unknown; choose from adamw"),
     ('{"mod_rate": 0.25, "layer_drop": 0}', "git checkout 7cf98d5 reads it")])
 def test_mistakes_in_a_file_of_settings(tmp_path, text, words):
     path = tmp_path / "mine.json"
@@ -351,9 +348,7 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     beginning, and says so."""
     before = json.loads((copy / "config.json").read_text())
     assert resume(copy, "--max_iters", 12, "--lr", 0.003) == 0
-    share = train.lr_factor(train.TrainConfig(), 9 / 12)   # It was at 10%.
-    said = f"max_iters 12, lr 0.003; the learning rate is at {share:.0%} of its peak"
-    assert said in capsys.readouterr().out
+    assert "from iteration 8 on: max_iters 12, lr 0.003\n" in capsys.readouterr().out
     assert resume(copy, "--weight_decay", 0.2) == 0   # and with what was changed
     assert metrics(copy)[12]["val_loss"] and load(copy)["step"] == 12
     assert resume(copy, "--max_iters", 14, "--data", before["data"]) == 0
@@ -776,9 +771,8 @@ def test_torchrun(data, tmp_path):
 
 REFUSED = [   # a command line, perhaps after a variable, and the words that its sentence must have
     ("--n_head 2 --n_lay=3", "--n_lay: unknown flag, did you mean --n_layer?"),
-    ("--min_lr 6e-5", "share of --lr"), ("--mod_rate 0.25", "--mod_rate: is gone; what is skipped"),
-    ("--max_tokens 3e5", "--max_tokens: is gone; use --max_iters"),
-    ("--max_iters 5 --max_flops 10", "--max_flops 0"), ("--max_iters 0", "train nothing"),
+    ("--min_lr 6e-5", "share of --lr"), ("--mod_rate 0.25", "--mod_rate: unknown flag"),
+    ("--max_iters 0", "train nothing"),
     ("--out ''", "--out: is empty"), ("--config ''", "--config: is empty"),
     ("--out file", "'file'"), ("--out {long}", "too long"), ("--resume", "--out"),
     ("--resume --config x.json --out x", "--config"), ("--config nothing", "nothing: no such file"),

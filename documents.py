@@ -1,0 +1,99 @@
+"""
+Your own files to documents, for prepare.py text. A document is a text that is read as one whole: a
+file, or with --jsonl FIELD a line of a file. Some are held out, to validate with.
+
+It also has the one rule for what a text is. All scripts read texts by it.
+"""
+import json
+import os
+from pathlib import Path
+
+from flags import refuse, say
+
+def read_text(path):
+    """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
+    stays, line ends too. SystemExit if it is no text, or empty."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        refuse(f"{path}: is not UTF-8 text; convert it, as by iconv -f ENCODING -t UTF-8")
+    if "\0" in text:   # UTF-16 has them, and so has what is no text at all.
+        refuse(f"{path}: is not UTF-8 text, but holds NUL bytes; convert it, or name another")
+    if not text:
+        refuse(f"{path}: is empty; name another")
+    return text
+
+def text_or_file(value):
+    """What --prompt and --text mean: the text of that file if there is one, else `value` itself."""
+    return read_text(value) if os.path.isfile(value) else value
+
+def files_in(path, seen):
+    """The files at or below a path. Hidden ones and caches are left out, links are followed.
+
+    seen: the real paths of what has come before. It grows, so nothing comes twice."""
+    if os.path.realpath(path) in seen:
+        return []
+    seen.add(os.path.realpath(path))
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    names = sorted(name for name in os.listdir(path) if name[0] != "." and name != "__pycache__")
+    return [file for name in names for file in files_in(path / name, seen)]
+
+def json_lines(path, text, field):
+    """The text of a file whose lines are JSON objects. Yields what each one has in that field."""
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            document = json.loads(line)[field] if line.strip() else ""
+        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
+            document = None
+        if not isinstance(document, str):
+            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
+        if document:
+            yield document
+
+def cut(text, share):
+    """A text -> two. The second has about this share of it, and begins a line if it can."""
+    place = int(len(text) * (1 - share))
+    newline = text.rfind("\n", place - len(text) // 100, place)
+    if newline >= 0:
+        place = newline + 1
+    return text[:place], text[place:]
+
+def hold_out(documents):
+    """Texts -> texts for training, texts for validation.
+
+    Of a long text the last 5 % are for validation. Of the others one in 20 is, as a whole: the end
+    of a short one may be what matters. Long is what has more than 1,000 characters, and more than
+    a twentieth of all. SystemExit if nothing is left for training"""
+    limit = max(1000, sum(map(len, documents)) / 20)
+    long = [cut(text, 0.05) for text in documents if len(text) > limit]
+    short = [text for text in documents if len(text) <= limit]
+    if len(documents) < 2 and not long:
+        refuse("--input: has too little text outside of --out; name several documents, or one of "
+               "more than 1,000 characters")
+    train = [text for number, text in enumerate(short) if number % 20]
+    val = short[::20]
+    say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
+        f"at 95 % for both")
+    return train + [head for head, _ in long], val + [tail for _, tail in long]
+
+def own_text(config):
+    """Your own documents -> texts for training, texts for validation.
+
+    config: input, a list of files and folders; jsonl, a field or ""; out, the data set's folder"""
+    documents, passed_over = [], []
+    seen = {os.path.realpath(config.out)}   # Our own output is no input.
+    for path in map(Path, config.input):
+        for file in files_in(path, seen):
+            try:
+                text = read_text(file)
+            except SystemExit:
+                if file == path:   # It was named. In a folder there may be pictures, too.
+                    raise
+                passed_over.append(file)
+                continue
+            documents += json_lines(file, text, config.jsonl) if config.jsonl else [text]
+    if passed_over:
+        say(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
+            f"{passed_over[0]}")
+    return hold_out(documents)
