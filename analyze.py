@@ -287,6 +287,13 @@ def lines_inside(run):
                 answer=inside.share_by_block("answer"),
                 examples=[inside.example(line) for line in examples])
 
+@lines_inside.verdict
+def what_is_read(result, run):
+    blocks = result["examples"][0]["blocks"]
+    steps = [str(found["steps"]) if found else "none" for found in blocks]
+    return (f"Of {in_words(result['asked'])}, a probe reads {', '.join(steps)}, after block 0, 1 "
+            f"and so on.")
+
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
 def patched(run):
@@ -320,6 +327,14 @@ def removal_by_steps(run):
         rows.append(right_by_steps(run, without)[0])
     return {"": rows}
 
+@removal_by_steps.verdict
+def which_block_is_needed(result, run):
+    most = run.most_known
+    shares = [row[most] for row in result[""][1:]]   # without block 1, 2, ..
+    block = shares.index(min(shares)) + 1
+    return (f"Without block {block}, {min(shares):.0%} of the digits after {in_words(most)} are "
+            f"right.")
+
 @stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
       y="sublayer", label="mean angle (degrees)", cmap="Blues")
 def gain_by_steps(run):
@@ -331,6 +346,14 @@ def gain_by_steps(run):
     NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the figure of the steps
     learned."""
     return {"": by_steps(run, lambda idx, targets: run.degrees(idx))}
+
+@gain_by_steps.verdict
+def which_sublayer_works_for_them(result, run):
+    most = run.most_known
+    more = [row[most] - row[0] for row in result[""]]
+    sublayer = more.index(max(more)) + 1
+    return (f"Sublayer {sublayer} turns digits after {in_words(most)} by {max(more):.0f} degrees "
+            f"more than copies.")
 
 ALL_RUN = Decider()   # All tokens run all sublayers.
 
@@ -425,6 +448,14 @@ def skip_curve(run):
         add("as trained", run.model.decider)
     return {"steps learned" if run.puzzle else "loss (nats per token)": lines}
 
+@skip_curve.verdict
+def what_it_costs_below_a_tenth(result, run):
+    [(what, lines)] = result.items()
+    (_, full), (skipped, by_gain) = lines["by gain"][0], lines["by gain"][BELOW.index(0.1)]
+    _, by_coins = lines["coins"][BELOW.index(0.1)]
+    return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
+            f"{what.capitalize()}: {by_gain:.2f}; with coins {by_coins:.2f}; if all run {full:.2f}.")
+
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
 @stat("What each sublayer turns for each token", draw="depth_map")
@@ -486,6 +517,12 @@ def logit_lens(run):
             losses[i] += loss.item() / len(run.batches)
     return {"loss (nats per token)": {"after each block": losses}}
 
+@logit_lens.verdict
+def from_where_it_reads(result, run):
+    losses = result["loss (nats per token)"]["after each block"]
+    block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
+    return f"After block {block}, the head reads as well as at the end, to 0.1 nats."
+
 @stat("What a sublayer is worth", x="block", y="loss increase (nats)", log=True)
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
@@ -498,6 +535,11 @@ def removal(run):
     one = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
     block = [worth(sublayers_of(run.model, i)) for i in range(len(run.model.blocks))]
     return {"without one sublayer": by_kind(one), "without the block": {"block": block}}
+
+@removal.verdict
+def which_block_is_worth_most(result, run):
+    worth = result["without the block"]["block"]
+    return f"Block {worth.index(max(worth)) + 1} is worth most, {max(worth):.2f} nats."
 
 # ============================================================================ from runs to a page
 
