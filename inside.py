@@ -35,7 +35,7 @@ from model import Runner, unit
 from steps import answers, in_words, lines_after, lines_that_ask, solve, spelled
 
 WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
-KNOWN = 0.9      # From this share on, we say that a probe can read digits, or a model knows a step.
+KNOWN = 0.9      # From this share on, we say that digits can be read, or that a model knows them.
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
@@ -69,7 +69,8 @@ class Probe:
 # --------------------------------------------------------------------------- what probes are fed on
 
 def ends_of_blocks(model, idx):
-    """Yields L + 1 streams: that of the embedding, and that after each block"""
+    """Yields L + 1 streams: that of the embedding, and that after each block. (A walk yields the
+    stream before and after each sublayer. A block has two.)"""
     for place, before, after in model.walk(idx):
         if place == 1:
             yield before
@@ -181,43 +182,47 @@ class PatchingRunner(Runner):
         stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
         return stream
 
+def windows_that_ask(puzzle, k, n):
+    """n windows as in the picture, of random digits, without their last column -> idx (n, T), and
+    the right answers (n, cells), as tokens. The answers are in idx, too: so a model says each digit
+    after the right ones before it."""
+    cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
+    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
+    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
+    any_letter = torch.full((n, 1), ord("a"))   # The text draws the answer's letter at random.
+    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
+    return idx, answer
+
 def share_in_right_half(said, answer):
-    """said, answer (n, cells) -> the share that is equal, from the middle of the line on: on the
-    left, digits repeat soon, and can be guessed."""
+    """said, answer (n, cells) -> the share that is equal, from the middle of the line on. (On the
+    left, digits repeat soon, and can be guessed.)"""
     half = said.shape[1] // 2
     return (said == answer)[:, half:].float().mean().item()
 
 @torch.no_grad()
 def patch(model, puzzle, k, n=400):
-    """n windows as in the picture, of random digits, without their last column. So the model says
-    each digit of the answer after the right ones before it. We patch either all columns of the line
-    or all of the answer, after one block. Is what it says its own answer, or that of the window
-    from which the patch came?
+    """In n windows, we patch either the line or the answer, after one block. Is what the model says
+    its own answer, or that of the window from which the patch came?
 
-    -> {where: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
+    -> {place: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
     NotHere if this model's stream can't be patched, or its windows are too short"""
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells = puzzle["cells"]
     if 2 * cells + 2 > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
-    generator = torch.Generator().manual_seed(0)
-    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
-    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
-    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
-    any_letter = torch.full((n, 1), ord("a"))   # The text draws the answer's letter at random.
-    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
-    idx, answer = idx.to(model.device), answer.to(model.device)
+    idx, answer = (tokens.to(model.device) for tokens in windows_that_ask(puzzle, k, n))
     other_answer = answer.roll(1, dims=0)
-    to_patch = {"where the line stands": slice(1, cells + 2),   # with its newline
-                "where the answer is predicted": slice(cells + 2, None)}
+    n_blocks = len(model.order)   # those that run, which --repeat makes more
     found = {}
-    for where, columns in to_patch.items():
+    for place, columns in (("where the line stands", slice(0, cells + 2)),   # with its newline
+                           ("where the answer is predicted", slice(cells + 2, None))):
         own, other = [], []
-        for block in range(1, len(model.order) + 1):
+        for block in range(1, n_blocks + 1):
             logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
             said = logits[:, -cells:].argmax(-1)
             own.append(share_in_right_half(said, answer))
             other.append(share_in_right_half(said, other_answer))
-        found[where] = {"its own answer": own, "the other line's answer": other}
+        found[place] = {"its own answer": own, "the other line's answer": other}
     return found

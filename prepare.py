@@ -40,7 +40,7 @@ except ModuleNotFoundError as error:
 
 from documents import cut, own_text, read_text, text_or_file   # the last one is for other scripts
 from flags import flag, parse, refuse, say, start
-from steps import puzzle, steps_text
+from steps import make_puzzle, steps_text
 
 # --------------------------------------------------------------------------------------- documents
 
@@ -316,7 +316,7 @@ def main(argv=None):
         tokenizer = ONE_TOKENIZER.get(config.name, "bytes")
     meta = dict(name=config.name, tokenizer=tokenizer, vocab_size=VOCABULARIES[tokenizer])
     if config.name == "steps":
-        meta["steps"] = puzzle(config)
+        meta["steps"] = make_puzzle(config)
     refuse_if_taken(out, meta)   # before the work
     if config.name == "fineweb":
         fineweb(out, meta, config.shards)

@@ -47,7 +47,8 @@ class SampleConfig:
                        0, 1)
     remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
                        "analyze.py's figures, and block 9 is 17 and 18")
-    depth: bool = flag(False, "colour each token by the share of the sublayers that ran for it")
+    depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
+                       "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
                         "block, before the model answers")
 
@@ -119,39 +120,31 @@ def sample(model, tokenizer, config, generator):
     def text_of(token):
         return decoder.decode(tokenizer.decode_single_token_bytes(token))
 
-    skipped, shade = [], None
+    skipped = []
     if not config.depth:
         show(config.prompt)
     try:
         for token, runner in tokens:
-            token = token.item()
             if config.depth and not skipped:   # The first walk has read the prompt.
-                least, most = show_prompt([text_of(each) for each in prompt], runner)
-            skipped.append(runner.skipped(last=True))
+                show_prompt([text_of(each) for each in prompt], runner)
+            skipped.append(runner.skipped(last=True))   # for the last token it has read
+            token = token.item()
             if token == tokenizer.eot_token:
                 break
-            if config.depth:
-                shade = (1 - skipped[-1] - least) / (most - least)
-            show(text_of(token), shade)
+            show(text_of(token), ran=1 - skipped[-1] if config.depth else None)
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n")
     return skipped
 
 def show_prompt(texts, runner):
-    """Shows a prompt in the colours of its depths -> the least and the most of these, the shares of
-    the sublayers that are palest and darkest. texts: those of its tokens; runner: that of the walk
-    that has read them, or the last ones that fit in"""
+    """Shows a prompt in colours. texts: those of its tokens; runner: that of the walk that has read
+    them. (A long prompt is cut to its end, so of the first ones the depth is not known.)"""
     ran = who_ran(runner).float().mean(0)[0].tolist()   # the share of the sublayers, by token
-    least, most = min(ran), max(ran)
-    if least == most:   # a prompt of one token, say
-        least, most = 0.0, 1.0
-    print(f"from pale to dark: {least:.0%} to {most:.0%} of the sublayers ran", file=sys.stderr)
     # A token gets the depth of the one before it, which predicts it.
     first = len(texts) - len(ran) + 1   # the first one whose depth is known
     show("".join(texts[:first]))
     for text, share in zip(texts[first:], ran):
-        show(text, (share - least) / (most - least))
-    return least, most
+        show(text, share)
 
 # --------------------------------------------------------------------------------- the lines inside
 
@@ -173,7 +166,7 @@ def show_inside(model, data, line):
     print("A probe reads them in the stream (%: how often it is right, on other lines):\n")
     for block, read in enumerate(found["blocks"][1:], 1):   # without the embedding
         if read:
-            digits = marked(read["digits"], read["true"], shade=read["steps"] / max(1, k))
+            digits = marked(read["digits"], read["true"])
             says = f"{in_words(read['steps']):<12}{read['share']:>5.0%}  in the {read['where']}"
         else:
             digits, says = ". " * cells, "nothing to be read yet"
@@ -190,40 +183,28 @@ def steps_that_line_asks(line, puzzle):
                f"{puzzle['cells']} digits from 0 to {last_digit}")
     return ord(line[0]) - ord("a")
 
-def marked(digits, true, shade=0.0):
-    """Digits with blanks between. A terminal shows the share of the steps that are done as a shade,
-    and wrong digits in red; elsewhere, wrong ones have a ! behind them."""
-    text = ""
-    for digit, right in zip(digits, true):
-        if not sys.stdout.isatty():
-            text += digit + (" " if digit == right else "!")
-        elif digit == right:
-            text += painted(digit + " ", shade)
-        else:
-            text += coloured(digit + " ", *RED)
-    return text
+def marked(digits, true):
+    """314 -> "3 1 4 ". A wrong digit has a ! behind it."""
+    return "".join(digit + (" " if digit == right else "!") for digit, right in zip(digits, true))
 
 # --------------------------------------------------------------------------------------- a terminal
 
-# Of a terminal's 256 colours: background and text. The shades go from pale to dark.
+# Of a terminal's 256 colours: background and text, from pale to dark
 SHADES = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
-RED = 160, 231
 
-def show(text, shade=None):
-    """Prints text at once. shade: see painted; None: without colours. A terminal gets no characters
+def show(text, ran=None):
+    """Prints text at once. ran: a share, for a colour; None: without. A terminal gets no characters
     that could do something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
-    if shade is not None and text.strip():
-        text = painted(text, shade)
+    if ran is not None and text.strip():
+        text = painted(text, ran)
     print(text, end="", flush=True)
 
-def painted(text, shade):
-    """shade: from 0, pale, to 1, dark"""
-    tone = min(len(SHADES) - 1, max(0, int(shade * len(SHADES))))
-    return coloured(text, *SHADES[tone])
-
-def coloured(text, background, foreground):
+def painted(text, ran):
+    """ran: the share of the sublayers, pale up to a half, and dark if it is 1"""
+    shade = round((2 * ran - 1) * (len(SHADES) - 1))
+    background, foreground = SHADES[max(0, shade)]
     return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
 
 if __name__ == "__main__":

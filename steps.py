@@ -5,20 +5,21 @@ The steps text: lines whose depth is known. README.md explains it by hand, under
     d108515848740     asks for three steps
     c954006051092
 
-It is known how many steps lead to each digit. So it can be seen how many a model has learned. The
-place of a digit in its line is called its cell; the leftmost one is cell 0.
+In a step, each digit becomes another one, all at once: table[its left neighbour][itself]. We know
+how many steps lead to each digit, and so we see how many steps a model has learned. The place of a
+digit in its line is called its cell. The leftmost one is cell 0.
 """
 import numpy as np
 import torch
 
 LINES = 16   # of a document
 DOCUMENTS = dict(train=24_000, val=1_200)
+SEEDS = dict(train=5, val=3)   # so that each split has other lines
 
 # ----------------------------------------------------------------------------------- what a step is
 
 def next_line(digits, table):
-    """One step: digits (..., cells) -> (..., cells). Each digit becomes table[its left
-    neighbour][itself], all at once. Left of the first one is a 0."""
+    """One step: digits (..., cells) -> (..., cells). Left of the first digit is a 0."""
     digits = np.asarray(digits)
     left = np.concatenate((np.zeros_like(digits[..., :1]), digits[..., :-1]), axis=-1)
     return np.asarray(table)[left, digits]
@@ -34,8 +35,9 @@ def make_table(symbols, rows, rng):
     """-> table (symbols, symbols): what a digit becomes, by its left neighbour and itself. Of the
     neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
 
-    Each row holds each symbol once, so nothing is lost in a step. Two rows send a symbol to two
-    classes. So who does not know the neighbour does not know the class after a step."""
+    Each row holds each symbol once, so nothing is lost in a step. Rows of two classes send a symbol
+    to two classes: 3 becomes an odd digit after an even one, say, and an even one after an odd one.
+    So who does not know the neighbour can't even tell odd from even."""
     size = symbols // rows
     in_row_0 = rng.permutation(np.repeat(np.arange(rows), size))   # the class that each goes to
     table = np.zeros((rows, symbols), int)
@@ -46,8 +48,9 @@ def make_table(symbols, rows, rng):
 
 # ----------------------------------------------------------------------------------------- the text
 
-def puzzle(config):
-    """What meta.json says about the steps text. config: the flags of prepare.py steps"""
+def make_puzzle(config):
+    """What meta.json says about the steps text. config: the flags of prepare.py steps. Of these,
+    `table` is the table's seed, and `most` the most steps that a line asks for."""
     table = make_table(config.symbols, config.rows, np.random.default_rng(config.table))
     return dict(table=table.tolist(), cells=config.cells, most=config.most)
 
@@ -56,10 +59,10 @@ def steps_text(config):
     return make_documents(config, "train"), make_documents(config, "val")
 
 def make_documents(config, split):
-    n, table = DOCUMENTS[split], puzzle(config)["table"]
-    rng = np.random.default_rng((config.table, len(split)))   # other lines in each split
-    share = 0.85 ** np.arange(config.most + 1)   # Few steps come more often. They teach many.
-    asked = rng.choice(config.most + 1, (n, LINES), p=share / share.sum())
+    n, table = DOCUMENTS[split], make_puzzle(config)["table"]
+    rng = np.random.default_rng((config.table, SEEDS[split]))
+    odds = 0.85 ** np.arange(config.most + 1)   # Lines that ask for few steps are more frequent.
+    asked = rng.choice(config.most + 1, (n, LINES), p=odds / odds.sum())
     digits = rng.integers(config.symbols, size=(n, config.cells))
     newline = np.full((n, 1), ord("\n"))
     columns = []   # of all documents at once
@@ -72,22 +75,24 @@ def make_documents(config, split):
 
 # ----------------------------------------------------------------------------- lines inside windows
 
-def steps_asked(tokens, n_cells):
-    """How deep each target is. tokens (n, T + 1): a window of bytes, and its last target ->
+def steps_asked(idx, targets, cells):
+    """Of each target of windows idx, targets (n, T): how deep is it? ->
 
-    steps (n, T): how many steps lead to this digit, as the letter of the line before says. -1 where
+    asked (n, T): how many steps lead to this digit, as the letter of the line before says. -1 where
     nobody can know: it is no digit, or the line before it is not in the window
-    cell (n, T): that of the digit; only of use where steps is known"""
+    cell (n, T): that of the digit; only of use where asked is known"""
+    tokens = torch.cat((idx[:, :1], targets), 1)   # the whole window, (n, T + 1)
     column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
     letter = torch.where(is_letter, column, -1).cummax(dim=1).values   # where this line begins
     cell = column - letter - 1
-    before = letter - (n_cells + 2)                                   # where the one before begins
+    before = letter - (cells + 2)                                      # where the one before begins
     # Between two documents stands an end-of-text, and no newline.
     follows = (before >= 0) & (tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n"))
     asked = tokens.gather(1, before.clamp_min(0)) - ord("a")
-    known = follows & (cell >= 0) & (cell < n_cells)
-    return torch.where(known, asked, -1)[:, 1:], cell[:, 1:]
+    known = follows & (cell >= 0) & (cell < cells)
+    asked = torch.where(known, asked, -1)
+    return asked[:, 1:], cell[:, 1:]   # Targets are all tokens but the first.
 
 def lines_that_ask(idx, targets, k, puzzle):
     """All N lines that ask for k steps, and whose whole answer is in the same window. idx, targets:
@@ -96,10 +101,11 @@ def lines_that_ask(idx, targets, k, puzzle):
     window, column (N,): the i-th line begins in idx[window[i]], with its letter, at column[i]
     digits (N, cells): what stands in these lines"""
     cells = puzzle["cells"]
-    asked, cell = steps_asked(torch.cat((idx[:, :1], targets), 1), cells)
+    asked, cell = steps_asked(idx, targets, cells)
     # Here the next token is the first digit of an answer, and its other digits are there, too.
-    answer_begins = ((asked == k) & (cell == 0))[:, :idx.shape[1] - cells + 1]
-    window, letter_of_answer = answer_begins.nonzero().T
+    answer_begins = (asked == k) & (cell == 0)
+    last = idx.shape[1] - cells
+    window, letter_of_answer = answer_begins[:, :last + 1].nonzero().T
     column = letter_of_answer - (cells + 2)
     columns = column[:, None] + 1 + torch.arange(cells)
     return window, column, idx[window[:, None], columns] - ord("0")

@@ -30,7 +30,7 @@ def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, ta
     assert letters == pytest.approx(share / share.sum(), abs=0.04)
     x, y = prepare.windows_of(tmp_path, "val", 80, 40)
     window = torch.cat((x[:, :1], y), dim=1)
-    asked, cell = steps.steps_asked(window, cells)
+    asked, cell = steps.steps_asked(x, y, cells)
     for i, row in enumerate(window.tolist()):
         text = "".join("|" if token == 256 else chr(token) for token in row)
         places = (asked[i] >= 0).nonzero()[:, 0].tolist()
