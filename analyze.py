@@ -451,10 +451,12 @@ def skip_curve(run):
 @skip_curve.verdict
 def what_it_costs_below_a_tenth(result, run):
     [(what, lines)] = result.items()
-    (_, full), (skipped, by_gain) = lines["by gain"][0], lines["by gain"][BELOW.index(0.1)]
-    _, by_coins = lines["coins"][BELOW.index(0.1)]
+    at = BELOW.index(0.1)
+    skipped, value = lines["by gain"][at]
+    with_coins, all_run = lines["coins"][at][1], lines["by gain"][0][1]
     return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
-            f"{what.capitalize()}: {by_gain:.2f}; with coins {by_coins:.2f}; if all run {full:.2f}.")
+            f"{what.capitalize()}: {value:.2f}; with coins {with_coins:.2f}; if all run "
+            f"{all_run:.2f}.")
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
