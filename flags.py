@@ -11,7 +11,7 @@ A field of a dataclass is a flag. `flag` says its default, its help, and which v
 
     [config] = parse([Config])      # reads --size 7 --kind b
 
-A value may have options of its own, such as hyper:kind=mhc,n=2: see read_options.
+A value may have options of its own, as in --residual hyper:kind=mhc,n=2: see read_options.
 """
 import argparse
 import dataclasses
@@ -62,7 +62,7 @@ def start(main):
         mute_stdout()
         status = 0
     except (OSError, MemoryError, RuntimeError) as error:
-        status = f"{os.path.basename(sys.argv[0])}: {sentence_about(error)}"
+        status = f"{script()}: {sentence_about(error)}"
     if isinstance(status, str):
         print(status, file=sys.stderr, flush=True)
         status = 1
@@ -106,7 +106,8 @@ def field_problems(config):
     return bad
 
 def problem_of(field, value):
-    """Why a field can't have this value, or None if it can. In a file, it may be of any type."""
+    """Why a field can't have this value, or None if it can. A value from a file of settings may be
+    of any type."""
     choices = get_args(field.type)   # of a Literal; other types have none
     low, high = field.metadata.get("low"), field.metadata.get("high")
     if choices:
@@ -119,23 +120,25 @@ def problem_of(field, value):
 
 # ------------------------------------------------------------------------------------ command line
 
-def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=None):
+def parse(classes, argv=None, doc=None, positional=()):
     """Command line -> an instance of each config class. SystemExit, with a sentence for each
-    problem, if a config can't be used: field_problems finds some, and so may its own `problems`.
+    problem. positional: names of fields that are no flags but words; doc: for --help"""
+    return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
-    positional: names of fields that are no flags but words; defaults: a function from the flags
-    that are typed to values that count where none is; doc, epilog: for --help"""
+def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
+    """-> what is typed, a dict; what isn't typed is not in it"""
     words = sys.argv[1:] if argv is None else argv
-    parser = make_parser(configs, doc, positional, epilog)
-    names = {field.name for config in configs for field in dataclasses.fields(config)}
+    parser = make_parser(classes, doc, positional, epilog)
     # Misspelt flags come first: argparse would complain of the words that they leave over.
-    refuse_unknown(parser, names_among(words), names | {"help"})
-    typed = vars(parser.parse_args(words))
-    values = defaults(typed) if defaults else {}
-    refuse_unknown(parser, values, names)   # They may be from a file.
-    values = values | typed
+    refuse_unknown(names_among(words), names_of(classes) | {"help"})
+    return vars(parser.parse_args(words))
+
+def make_configs(classes, values):
+    """A dict, of which a part may come from a file -> an instance of each class. SystemExit if that
+    can't be: field_problems says why, or the config's own method `problems`."""
+    refuse_unknown(values, names_of(classes))
     made, bad = [], []
-    for config_class in configs:
+    for config_class in classes:
         own = {field.name for field in dataclasses.fields(config_class)}
         config = config_class(**{name: values[name] for name in own & values.keys()})
         problems = field_problems(config)
@@ -144,19 +147,29 @@ def parse(configs, argv=None, doc=None, positional=(), defaults=None, epilog=Non
         bad += problems
         made.append(config)
     if bad:
-        refuse(*(f"{parser.prog}: {sentence}" for sentence in bad))
+        refuse(*(f"{script()}: {sentence}" for sentence in bad))
     return made
+
+def names_of(classes):
+    return {field.name for each in classes for field in dataclasses.fields(each)}
+
+def script():
+    """The name of the file that is run, such as train.py"""
+    return os.path.basename(sys.argv[0])
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        refuse(f"{self.prog}: {message}; {self.prog} --help lists the flags")
+        refuse_command_line(message)
 
-def make_parser(configs, doc, positional, epilog):
+def refuse_command_line(message):
+    refuse(f"{script()}: {message}; {script()} --help lists the flags")
+
+def make_parser(classes, doc, positional, epilog):
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     group = parser
-    for config in configs:
-        for field in dataclasses.fields(config):
+    for each in classes:
+        for field in dataclasses.fields(each):
             if title := field.metadata.get("group"):
                 group = parser.add_argument_group(title)
             name = field.name if field.name in positional else f"--{field.name}"
@@ -194,15 +207,15 @@ def names_among(words):
     found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
     return [match[1] for match in found if match]
 
-def refuse_unknown(parser, given, known):
+def refuse_unknown(given, known):
     """SystemExit if a name that is given is not among the known ones"""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
             hint = f", did you mean {near[0]}?" if near else ""
-            parser.error(f"--{name}: unknown flag{hint}")
+            refuse_command_line(f"--{name}: unknown flag{hint}")
 
-# ---------------------------------------------------------------------- options: name:key=value,...
+# ---------------------------------------------------------------------------- options: key=value,...
 
 def option_defaults(function):
     """The keyword arguments of a function or class, with their defaults: these are its options."""

@@ -5,7 +5,7 @@ Run folders: how they are written, opened as a model, and gone on with.
                      and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, data (fingerprint)
+                     flops, data (a hash of meta.json and of the shards' sizes)
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on. So no code in one is run, and through a link no other file is changed.
@@ -43,9 +43,11 @@ def write_file(path, write):
         finally:
             unfinished.unlink(missing_ok=True)
 
-def write_json(path, values):
-    text = json.dumps(values, indent=2) + "\n"
+def write_text(path, text):
     write_file(path, lambda f: f.write(text.encode()))
+
+def write_json(path, values):
+    write_text(path, json.dumps(values, indent=2) + "\n")
 
 @contextlib.contextmanager
 def explain_write_errors(path):
@@ -73,7 +75,13 @@ def read_settings_file(path):
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        return from_third_edition(json.loads(path.read_text(encoding="utf-8")))
+        return of_this_edition(json.loads(path.read_text(encoding="utf-8")))
+
+def of_this_edition(settings):
+    """The same settings. ValueError if they are of the third edition, which had other ones"""
+    if "mod_rate" in settings:
+        raise ValueError("it is of the third edition; git checkout 7cf98d5 reads it")
+    return settings
 
 def read_settings(path):
     """The same, as --resume has changed them: without `changes`"""
@@ -99,21 +107,21 @@ def load_checkpoint(path):
             raise ValueError("it is damaged")
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        return ckpt, GPTConfig(**from_third_edition(ckpt["model_config"]))
+        return ckpt, GPTConfig(**of_this_edition(ckpt["model_config"]))
 
 def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
     """-> the checkpoint, a dict, and its model. wanted: the config that this model is to have;
     may_differ: settings that may be others in the checkpoint. SystemExit if any other differs, or
     if the checkpoint is missing or broken"""
     ckpt, config = load_checkpoint(path)
-    if wanted is None:   # A checkpoint that was made with Triton has to open without it.
+    if wanted is None:   # kernels on: it was trained with Triton, but has to open without it.
         wanted = replace(config, kernels="auto")
     differ = [f"{name} {value} there, {getattr(wanted, name)} here"
               for name, value in asdict(config).items()
               if value != getattr(wanted, name) and name not in may_differ]
     if differ:
         refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-    problems = wanted.problems()   # Its class may be gone, or have other options by now.
+    problems = wanted.problems()   # A residual of your own may be gone, or have other options.
     if problems:
         refuse(f"{path}: {problems[0]}")
     model = GPT(wanted)
@@ -156,14 +164,13 @@ class RunFolder:
     nor overwritten"""
     def __init__(self, out, settings, before=None, overwrite=False, is_first=True):
         self.out, self.settings, self.before = Path(out), settings, before
-        self.overwrite, self.is_first = overwrite, is_first
-        self.lock_file = None
+        self.is_first, self.lock_file = is_first, None
         if is_first:
             if before is None:
-                self.refuse_if_taken()
+                self.refuse_if_taken(overwrite)
             self.take_lock()
 
-    def refuse_if_taken(self):
+    def refuse_if_taken(self, overwrite):
         ours = "config.json", "ckpt.pt", "metrics.jsonl"
         if not any((self.out / name).exists() for name in ours):   # Other files don't matter.
             return
@@ -173,7 +180,7 @@ class RunFolder:
                    f"another --out")
         # A run that was killed before its first evaluation has nothing to lose.
         has_begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
-        if has_begun and not self.overwrite:
+        if has_begun and not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
 
@@ -200,21 +207,19 @@ class RunFolder:
             say(f"from iteration {step} on: {what}")
 
     def begin(self, step):
-        """Once, just before the first step, when all checks have passed: with overwrite it deletes
-        the old run. step: 0, or that of the checkpoint"""
+        """Once, just before the first step, when all checks have passed. A new run deletes the old
+        one here. step: 0, or that of the checkpoint"""
         if not self.is_first:
             return
-        if self.overwrite:
+        if self.before is None:
             for name in "ckpt.pt", "metrics.jsonl":
                 (self.out / name).unlink(missing_ok=True)
-        if self.before is None:
             write_json(self.out / "config.json", self.settings)
         else:
             self.note_changes(step)
         # Lines after the checkpoint go: the run takes those steps again.
         kept = [line for line in read_lines(self.out) if line["step"] <= step]
-        text = "".join(json.dumps(line) + "\n" for line in kept)
-        write_file(self.out / "metrics.jsonl", lambda f: f.write(text.encode()))
+        write_text(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""
@@ -249,19 +254,3 @@ def restore_optimizers(model, optimizers, saved):
         state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
         state["state"] = {i: moments[names[p]] for i, p in enumerate(params) if names[p] in moments}
         optimizer.load_state_dict(state)
-
-# -------------------------------------------------------------------------------------- older runs
-
-def from_third_edition(settings):
-    """Settings of a run of the third edition -> those of this one; others as they are. ValueError
-    if this code can't do what that run did"""
-    if "mod_rate" not in settings:
-        return settings
-    if (settings["mod_rate"] or settings.get("layer_drop") or settings.get("max_tokens")
-            or settings.get("taper_on") == "both" or "warmup" in settings.get("residual", "")):
-        raise ValueError("trained with --mod_rate, --layer_drop, --max_tokens, nag:warmup or "
-                         "--taper_on both, which are gone; git checkout 7cf98d5 reads it")
-    gone = ["mod", "mod_rate", "layer_drop", "taper_on", "max_tokens"]
-    if settings.get("compile") is None:   # It meant: on a GPU only.
-        gone.append("compile")
-    return {name: value for name, value in settings.items() if name not in gone}

@@ -31,7 +31,8 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import environment, flag, option_defaults, parse, refuse, say, start
+from flags import (environment, flag, make_configs, option_defaults, read_command_line, refuse, say,
+                   start)
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
@@ -82,7 +83,7 @@ class TrainConfig:
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
-        """Every reason why this config can't be run, a sentence each. `parse` asks for them."""
+        """Every reason why this config can't be run, a sentence each"""
         n_processes = environment("WORLD_SIZE", 1)
         n_parts = self.grad_accum * n_processes
         rules = [
@@ -395,10 +396,15 @@ def compile_and_wrap(model, config, processes):
 # Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
 RATES = dict(muon=TrainConfig.lr, adamw=6e-3, sgd=0.1)
 
-def defaults_for(given):
-    """Values for flags that were not typed: those of the run to resume or of --config, or none.
-    `parse` asks for them; what they leave open has the default of its config. given: the typed
-    flags, a dict"""
+def read_configs(argv=None):
+    """The command line -> model_config, config"""
+    classes = GPTConfig, TrainConfig
+    given = read_command_line(classes, argv, __doc__, epilog=residual_list())
+    return make_configs(classes, earlier_settings(given) | given)
+
+def earlier_settings(given):
+    """-> values for flags that are not typed: those of the run to resume, or of --config or
+    --init_from. given: what is typed, a dict"""
     values = {}
     if "vocab_size" in given:   # `main` sets it.
         refuse("--vocab_size: the data say it; leave it out")
@@ -466,8 +472,7 @@ def default_out(residual):
 
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
-    model_config, config = parse((GPTConfig, TrainConfig), argv, __doc__, defaults=defaults_for,
-                                 epilog=residual_list())
+    model_config, config = read_configs(argv)
     try:
         look_for_mistakes(model_config)   # if you have written a residual or a decider
     except ValueError as error:

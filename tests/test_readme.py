@@ -52,7 +52,7 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
     if program == "make":
         assert all(re.search(f"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in argv)
     elif argv[0] == "train.py":
-        flags.parse((model.GPTConfig, train.TrainConfig), argv[1:], defaults=train.defaults_for)
+        train.read_configs(argv[1:])
     elif argv[0] == "sample.py":
         flags.parse([sample.SampleConfig], argv[1:], positional=("run",))
     elif argv == ["analyze.py", "--list"]:
@@ -87,7 +87,7 @@ def test_the_workshops_script(tmp_path):
                               env=env, check=True)
         lines += [line.split()[1:] for line in done.stdout.splitlines()]
     assert lines.pop(2) == ["--out", "runs/w-2", "--resume"]
-    made = [flags.parse((model.GPTConfig, train.TrainConfig), line, defaults=train.defaults_for) for line in lines]
+    made = [train.read_configs(line) for line in lines]
     assert {gpt.seed for gpt, _ in made} == {7} and len({str(each) for each in made}) == 8
     named = {*re.findall(r"runs/(w-[\w-]+)", WORKSHOP)} - {"w-broken", "w-steady", "w-cost", "w-cheat"}
     assert named <= {config.out.removeprefix("runs/") for _, config in made} | {"w-2"}

@@ -13,7 +13,7 @@ import analyze
 from conftest import ROOT, ids, make
 from flags import parse
 from model import GPTConfig
-from train import TrainConfig, defaults_for
+from train import TrainConfig, read_configs
 
 sys.path.append(str(ROOT / "results"))
 import cost
@@ -93,7 +93,7 @@ def test_commands_parse_and_are_different(name):
     for variant, seed, lr, flags in commands:
         if run.SKIPS in flags:   # of the third edition
             continue
-        gpt, config = parse((GPTConfig, TrainConfig), shlex.split(flags), defaults=defaults_for)
+        gpt, config = read_configs(shlex.split(flags))
         assert (gpt.seed, config.lr) == (seed, lr) and config.out == ""
 
 def test_every_comparison_has_its_variants():
