@@ -2,8 +2,8 @@
 Does a cost for turning make skipping free, and does it know who needs depth? Takes trained runs of
 NAG on the steps text, lets tokens skip, and counts the steps that are left.
 
-    python results/run.py cost                      # trains them
-    python results/cost.py runs/results/cost-*      # appends to runs.csv, as experiment "cost"
+    python results/run.py cost      # trains them
+    python results/cost.py          # appends to runs.csv
 
 The rule, written before seeds 7 to 11 ran. A cost makes skipping *free* if, over these seeds, a
 fifth or more of all sublayer runs is skipped below a gain of 0.05, as in training, and the steps
@@ -31,9 +31,9 @@ import analyze
 import prepare
 import run
 from analyze import ALL_RUN, flip, mean_loss, right_by_steps, steps_learned
-from flags import flag, parse, refuse, say, start
+from flags import flag, parse, say, start
 from model import ByFunction, ByGain, Runner, Without
-from runs import open_run, read_settings
+from runs import open_run
 
 BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured
@@ -41,7 +41,7 @@ ASKED = "copies", "one step", "two steps", "three steps", "four steps", "five st
 
 @dataclass
 class CostConfig:
-    runs: list = flag(None, "run folders of the steps text")
+    experiment: str = flag("cost", "the experiment in runs.csv whose runs are measured")
     out: str = flag("results/runs.csv", "file of the lines")
 
 def greedy_sets(model, windows, most):
@@ -94,30 +94,29 @@ def measure(inspected, windows):
 
 @torch.no_grad()
 def main(argv=None):
-    args, = parse((CostConfig,), argv, __doc__, positional=("runs",))
+    args, = parse((CostConfig,), argv, __doc__)
     known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
-    for folder in args.runs:
-        model, config = open_run(folder)
-        lr = read_settings(folder)["lr"]
-        puzzle, seed = prepare.load_meta(config["data"]).get("steps"), str(config["seed"])
-        if not puzzle or not config["residual"].startswith("nag"):
-            refuse(f"{folder}: is no run of nag on the steps text; name one")
-        name = "NAG that pays" if model.config.gain_cost else "plain NAG"
-        name += "" if model.config.n_layer == 6 else f", {model.config.n_layer} blocks"
-        if (f"{name}, all run", seed) in known:
+    for row in run.trained(args.experiment, args.out):
+        if (f"{row['variant']}, all run", row["seed"]) in known:
             continue
-        windows = prepare.windows_of(config["data"], "val", config["block_size"], 512)
-        inspected = analyze.Run(model, config, {}, None, windows, puzzle)
-        torch.manual_seed(0)
-        to_choose_by = prepare.windows_of(config["data"], "train", config["block_size"], 64)
-        for what, skipped, right in measure(inspected, analyze.in_batches(*to_choose_by)):
-            row = dict(experiment="cost", variant=f"{name}, {what}", seed=seed, lr=f"{lr:g}",
-                       skipped=f"{skipped:.3f}", command=f"results/cost.py {Path(folder).name}")
+        folder = run.folder_of(row)
+        model, config = open_run(folder)
+        validation, training = (prepare.windows_of(config["data"], split, config["block_size"], n)
+                                for split, n in (("val", 512), ("train", 64)))
+        puzzle = prepare.load_meta(config["data"]).get("steps")
+        inspected = analyze.Run(model, config, {}, None, validation, puzzle)
+        torch.manual_seed(0)   # for the coins
+        # All of a run is measured before its first line is written: so it is there whole, or not.
+        found = list(measure(inspected, analyze.in_batches(*training)))
+        for what, skipped, right in found:
+            line = dict.fromkeys(run.COLUMNS, "") | dict(
+                experiment=row["experiment"], variant=f"{row['variant']}, {what}", seed=row["seed"],
+                lr=row["lr"], skipped=f"{skipped:.3f}", command=f"results/cost.py {folder.name}")
             if right is not None:
-                row |= dict(right=" ".join(f"{share:.3f}" for share in right),
-                            steps=f"{steps_learned(right, inspected.guess):.3f}")
-            run.append(args.out, dict.fromkeys(run.COLUMNS, "") | row)
-            say(f"{row['variant']}, seed {seed}: {row.get('steps', 'no')} steps, "
+                line["right"] = " ".join(f"{share:.3f}" for share in right)
+                line["steps"] = f"{steps_learned(right, inspected.guess):.3f}"
+            run.append(args.out, line)
+            say(f"{line['variant']}, seed {row['seed']}: {line['steps'] or 'no'} steps, "
                 f"{skipped:.1%} skipped")
 
 if __name__ == "__main__":

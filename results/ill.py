@@ -2,8 +2,8 @@
 Is PreNorm diluted here, and does another residual cure it? Takes trained runs of 24 blocks, and
 looks at each block: at the first weights, and at the end.
 
-    python results/run.py ill                       # trains them
-    python results/ill.py runs/results/ill-*        # appends to ill.csv
+    python results/run.py ill      # trains them
+    python results/ill.py          # appends to ill.csv
 
 A line of ill.csv is a measure of a run, with a number a block. All are means over tokens:
 
@@ -29,6 +29,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,14 +40,14 @@ import run
 from flags import flag, parse, say, start
 from inside import sublayers_of
 from model import GPT, Without
-from runs import open_run, read_metrics, read_settings
+from runs import open_run, read_metrics
 
 COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
-NAMES = {"pre": "PreNorm", "nag": "NAG", "attnres:group=6": "Block Attention Residuals"}
 
 @dataclass
 class IllConfig:
-    runs: list = flag(None, "run folders")
+    experiment: str = flag("ill", "the experiment whose runs are measured")
+    runs: str = flag("results/runs.csv", "file that has those runs")
     out: str = flag("results/ill.csv", "file of the lines")
 
 def rms(x):
@@ -70,9 +71,9 @@ def stream_and_change(model, idx):
 def measure(model, batches, history):
     """Yields (when, measure, a number a block)"""
     for when, each in ("first weights", GPT(model.config).eval()), ("trained", model):
-        found = [stream_and_change(each, idx) for idx, _ in batches]
-        for name, lists in zip(("stream", "change"), zip(*found)):
-            yield when, name, [statistics.mean(block) for block in zip(*lists)]
+        stream, change = np.mean([stream_and_change(each, idx) for idx, _ in batches], axis=0)
+        yield when, "stream", stream
+        yield when, "change", change
     steps, norms = max((step, entry["grad_norms"]) for step, entry in history.items()
                        if "grad_norms" in entry)
     yield "trained", "gradient", [norm / steps for norm in norms]
@@ -87,19 +88,19 @@ def read_lines(path):
     with open(path, newline="", encoding="utf-8") as f:
         for line in csv.DictReader(f):
             key = line["variant"], line["when"], line["measure"]
-            found.setdefault(key, {})[line["seed"]] = [float(each) for each in line["values"].split()]
+            numbers = [float(number) for number in line["values"].split()]
+            found.setdefault(key, {})[line["seed"]] = numbers
     return found
 
 def slope(values):
     """Of log value on log block, by least squares"""
-    x = torch.arange(1, len(values) + 1).double().log()
-    y = torch.tensor(values).double().log()
-    return ((x - x.mean()) * (y - y.mean())).sum().item() / (x - x.mean()).square().sum().item()
+    blocks = np.arange(1, len(values) + 1)
+    return np.polyfit(np.log(blocks), np.log(values), 1)[0]
 
 def spearman(values):
     """Rank correlation of a value with its block"""
-    ranks = torch.tensor(values).argsort().argsort().tolist()
-    return statistics.correlation(range(len(values)), ranks)
+    ranks = np.argsort(np.argsort(values))
+    return statistics.correlation(range(len(values)), ranks.tolist())
 
 def late_by_early(values):
     """Median of the last third of the blocks / median of the first third"""
@@ -108,22 +109,20 @@ def late_by_early(values):
 
 @torch.no_grad()
 def main(argv=None):
-    args, = parse((IllConfig,), argv, __doc__, positional=("runs",))
+    args, = parse((IllConfig,), argv, __doc__)
     known = read_lines(args.out) if Path(args.out).exists() else {}
-    for folder in args.runs:
-        model, config = open_run(folder)
-        settings = read_settings(folder)
-        optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings["optimizer"]]
-        variant, seed = f"{optimizer}: {NAMES[config['residual']]}", str(config["seed"])
+    for row in run.trained(args.experiment, args.runs):
+        variant, seed, folder = row["variant"], row["seed"], run.folder_of(row)
         if seed in known.get((variant, "trained", "worth"), {}):
             continue
+        model, config = open_run(folder)
         windows = prepare.windows_of(config["data"], "val", config["block_size"], 64)
-        # All of a run is measured before its first line is written: so a run is there whole, or not.
-        for when, name, values in [*measure(model, analyze.in_batches(*windows),
-                                            read_metrics(folder))]:
+        # All of a run is measured before its first line is written: so it is there whole, or not.
+        found = list(measure(model, analyze.in_batches(*windows), read_metrics(folder)))
+        for when, name, values in found:
             line = dict(variant=variant, seed=seed, when=when, measure=name,
                         values=" ".join(f"{value:.4g}" for value in values),
-                        command=f"results/ill.py {Path(folder).name}")
+                        command=f"results/ill.py {folder.name}")
             run.append(args.out, line, COLUMNS)
         say(f"{variant}, seed {seed}: measured")
 
