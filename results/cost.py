@@ -30,10 +30,9 @@ sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import analyze
 import prepare
 import run
-from analyze import ALL_RUN, flip, mean_loss, right_by_steps, steps_learned
+from analyze import ALL_RUN, flip, mean_loss, right_by_steps
 from flags import flag, parse, say, start
-from model import ByFunction, ByGain, Runner, Without
-from runs import open_run
+from model import ByFunction, ByGain, Without
 
 BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured
@@ -66,11 +65,10 @@ def fixed_set(inspected, sets, share):
 
 def skipped_by_steps(inspected, decider):
     """-> the share of the sublayer runs that is skipped, by steps asked"""
-    def measure(idx, targets):
-        runner = Runner(inspected.model, decider)
-        inspected.model(idx, runner=runner)
-        return 1 - analyze.who_ran(runner).float().mean(0, keepdim=True)
-    return analyze.by_steps(inspected, measure)[0]
+    def skipped(idx, targets):
+        _, ran = inspected.forward(idx, decider)
+        return 1 - ran.float().mean(0, keepdim=True)
+    return analyze.by_steps(inspected, skipped)[0]
 
 def measure(inspected, windows):
     """Yields what was done, share skipped, and right digits by steps asked (or None). windows: of
@@ -100,11 +98,9 @@ def main(argv=None):
         if (f"{row['variant']}, all run", row["seed"]) in known:
             continue
         folder = run.folder_of(row)
-        model, config = open_run(folder)
-        validation, training = (prepare.windows_of(config["data"], split, config["block_size"], n)
-                                for split, n in (("val", 512), ("train", 64)))
-        puzzle = prepare.load_meta(config["data"]).get("steps")
-        inspected = analyze.Run(model, config, {}, None, validation, puzzle)
+        inspected = run.inspect(folder)
+        config = inspected.config
+        training = prepare.windows_of(config["data"], "train", config["block_size"], 64)
         torch.manual_seed(0)   # for the coins
         # All of a run is measured before its first line is written: so it is there whole, or not.
         found = list(measure(inspected, analyze.in_batches(*training)))
@@ -113,11 +109,9 @@ def main(argv=None):
                 experiment=row["experiment"], variant=f"{row['variant']}, {what}", seed=row["seed"],
                 lr=row["lr"], skipped=f"{skipped:.3f}", command=f"results/cost.py {folder.name}")
             if right is not None:
-                line["right"] = " ".join(f"{share:.3f}" for share in right)
-                line["steps"] = f"{steps_learned(right, inspected.guess):.3f}"
+                line |= run.learned(right, inspected)
             run.append(args.out, line)
-            say(f"{line['variant']}, seed {row['seed']}: {line['steps'] or 'no'} steps, "
-                f"{skipped:.1%} skipped")
+        say(f"{row['variant']}, seed {row['seed']}: measured")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -98,9 +98,10 @@ def slope(values):
     return np.polyfit(np.log(blocks), np.log(values), 1)[0]
 
 def spearman(values):
-    """Rank correlation of a value with its block"""
-    ranks = np.argsort(np.argsort(values))
-    return statistics.correlation(range(len(values)), ranks.tolist())
+    """Rank correlation of a value with its block. Equal values have the mean of their ranks."""
+    values = np.array(values)
+    ranks = [(values < value).sum() + (values <= value).sum() for value in values]
+    return np.corrcoef(range(len(values)), ranks)[0, 1]
 
 def late_by_early(values):
     """Median of the last third of the blocks / median of the first third"""

@@ -33,7 +33,6 @@ import prepare
 from flags import flag, parse, refuse, say, start
 from model import num_params
 from runs import open_run, read_checkpoint, read_metrics
-from train import evaluate
 
 # ------------------------------------------------------------------------------ the plans
 
@@ -126,24 +125,34 @@ def train(run):
     if done.returncode:
         refuse(f"{shlex.join(words)}: ended with {done.returncode}: {done.stderr.strip()[-300:]}")
 
-def measure(folder):
-    """Run folder -> the other columns of runs.csv, but for the commit"""
+def inspect(folder):
+    """Run folder -> what the statistics of analyze.py take, with 512 validation windows"""
     model, config = open_run(folder)
     windows = prepare.windows_of(config["data"], "val", config["block_size"], 512)
-    token_bytes = prepare.token_bytes(config, model.config.vocab_size)
-    _, bits, skipped = evaluate(model, *windows, token_bytes, 64)
+    puzzle = prepare.load_meta(config["data"]).get("steps")   # None: it is another text.
+    return analyze.Run(model, config, {}, None, windows, puzzle)
+
+def learned(right, inspected):
+    """Shares of right digits by steps asked -> two columns of runs.csv"""
+    return dict(right=" ".join(f"{share:.3f}" for share in right),
+                steps=f"{analyze.steps_learned(right, inspected.guess):.3f}")
+
+@torch.no_grad()
+def measure(folder):
+    """Run folder -> the other columns of runs.csv, but for the commit"""
+    inspected = inspect(folder)
+    model, config = inspected.model, inspected.config
+    ran = inspected.mean(lambda idx: inspected.forward(idx)[1].float().mean()).item()
     ckpt, _ = read_checkpoint(folder / "ckpt.pt")   # The last log may be from some steps before.
     tokens = ckpt["step"] * config["batch_size"] * config["block_size"]
     speeds = [entry["tok_s"] for entry in read_metrics(folder).values() if "tok_s" in entry]
     seconds = tokens / statistics.median(speeds[1:] or speeds)   # without the evaluations
-    puzzle, right, learned = prepare.load_meta(config["data"]).get("steps"), [], ""
-    if puzzle:
-        inspected = analyze.Run(model, config, {}, None, windows, puzzle)
-        right, _ = analyze.right_by_steps(inspected)
-        learned = f"{analyze.steps_learned(right, inspected.guess):.3f}"
-    return dict(tokens=tokens, parameters=num_params(model), seconds=f"{seconds:.0f}",
-                flops=f"{ckpt['flops']:.4g}", bits=f"{bits:.5f}", steps=learned,
-                right=" ".join(f"{share:.3f}" for share in right), skipped=f"{skipped:.3f}")
+    found = dict(tokens=tokens, parameters=num_params(model), seconds=f"{seconds:.0f}",
+                 flops=f"{ckpt['flops']:.4g}", bits=f"{inspected.bits:.5f}",
+                 skipped=f"{1 - ran:.3f}", steps="", right="")
+    if inspected.puzzle:
+        found |= learned(inspected.right, inspected)
+    return found
 
 def train_and_measure(run):
     train(run)
