@@ -27,11 +27,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
-import analyze
 import prepare
 import run
-from analyze import ALL_RUN, flip, mean_loss, right_by_steps
-from flags import flag, parse, say, start
+from analyze import ALL_RUN, by_steps, flip, in_batches, mean_loss, right_by_steps
+from flags import flag, parse, start
 from model import ByFunction, ByGain, Without
 
 BELOW = 0.02, 0.05, 0.1, 0.2
@@ -40,7 +39,8 @@ ASKED = "copies", "one step", "two steps", "three steps", "four steps", "five st
 
 @dataclass
 class CostConfig:
-    experiment: str = flag("cost", "the experiment in runs.csv whose runs are measured")
+    experiment: str = flag("cost", "the experiment whose runs are measured")
+    runs: str = flag("results/runs.csv", "file that has those runs")
     out: str = flag("results/runs.csv", "file of the lines")
 
 def greedy_sets(model, windows, most):
@@ -68,50 +68,39 @@ def skipped_by_steps(inspected, decider):
     def skipped(idx, targets):
         _, ran = inspected.forward(idx, decider)
         return 1 - ran.float().mean(0, keepdim=True)
-    return analyze.by_steps(inspected, skipped)[0]
+    return by_steps(inspected, skipped)[0]
 
-def measure(inspected, windows):
-    """Yields what was done, share skipped, and right digits by steps asked (or None). windows: of
-    the training text, in batches, to choose a fixed set by"""
-    model = inspected.model
+def measure(folder, row):
+    """Yields lines of runs.csv. row: that of the run"""
+    inspected = run.inspect(folder)
+    model, config = inspected.model, inspected.config
+    def line(what, skipped, right):
+        return dict(variant=f"{row['variant']}, {what}", skipped=f"{skipped:.3f}",
+                    **run.learned(right, inspected))
+
+    yield line("all run", 0.0, right_by_steps(inspected, ALL_RUN)[0])
     found = {below: right_by_steps(inspected, ByGain(model.config, below)) for below in BELOW}
     skipped = {below: float(1 - sum(ran) / len(ran)) for below, (_, ran) in found.items()}
-    yield "all run", 0.0, right_by_steps(inspected, ALL_RUN)[0]
     for below in BELOW:
-        yield f"below {below}", skipped[below], found[below][0]
+        yield line(f"below {below}", skipped[below], found[below][0])
     if not model.config.gain_cost:
         return   # It hardly skips, so there is nothing to control.
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
-    sets = greedy_sets(model, windows, most)
+    windows = prepare.windows_of(config["data"], "train", config["block_size"], 64)
+    sets = greedy_sets(model, in_batches(*windows), most)
+    torch.manual_seed(0)   # for the coins
     for below in CONTROLLED:
-        yield f"a fixed set for {below}", skipped[below], fixed_set(inspected, sets, skipped[below])
+        right = fixed_set(inspected, sets, skipped[below])
+        yield line(f"a fixed set for {below}", skipped[below], right)
         coins = ByFunction(functools.partial(flip, found[below][1]))
-        yield f"coins for {below}", skipped[below], right_by_steps(inspected, coins)[0]
+        yield line(f"coins for {below}", skipped[below], right_by_steps(inspected, coins)[0])
         for asked, share in zip(ASKED, skipped_by_steps(inspected, ByGain(model.config, below))):
-            yield f"below {below}, {asked}", share, None
+            yield dict(variant=f"{row['variant']}, below {below}, {asked}", skipped=f"{share:.3f}")
 
 @torch.no_grad()
 def main(argv=None):
     args, = parse((CostConfig,), argv, __doc__)
-    known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
-    for row in run.trained(args.experiment, args.out):
-        if (f"{row['variant']}, all run", row["seed"]) in known:
-            continue
-        folder = run.folder_of(row)
-        inspected = run.inspect(folder)
-        config = inspected.config
-        training = prepare.windows_of(config["data"], "train", config["block_size"], 64)
-        torch.manual_seed(0)   # for the coins
-        # All of a run is measured before its first line is written: so it is there whole, or not.
-        found = list(measure(inspected, analyze.in_batches(*training)))
-        for what, skipped, right in found:
-            line = dict.fromkeys(run.COLUMNS, "") | dict(
-                experiment=row["experiment"], variant=f"{row['variant']}, {what}", seed=row["seed"],
-                lr=row["lr"], skipped=f"{skipped:.3f}", command=f"results/cost.py {folder.name}")
-            if right is not None:
-                line |= run.learned(right, inspected)
-            run.append(args.out, line)
-        say(f"{row['variant']}, seed {row['seed']}: measured")
+    run.measure_trained("results/cost.py", args, run.COLUMNS, measure)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

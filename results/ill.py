@@ -34,10 +34,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
-import analyze
 import prepare
 import run
-from flags import flag, parse, say, start
+from analyze import in_batches, mean_loss
+from flags import flag, parse, start
 from inside import sublayers_of
 from model import GPT, Without
 from runs import open_run, read_metrics
@@ -69,7 +69,7 @@ def stream_and_change(model, idx):
     return handed_on, changes
 
 def measure(model, batches, history):
-    """Yields (when, measure, a number a block)"""
+    """Yields (when, measure, a number a block). history: what metrics.jsonl says, by step"""
     for when, each in ("first weights", GPT(model.config).eval()), ("trained", model):
         stream, change = np.mean([stream_and_change(each, idx) for idx, _ in batches], axis=0)
         yield when, "stream", stream
@@ -77,10 +77,17 @@ def measure(model, batches, history):
     steps, norms = max((step, entry["grad_norms"]) for step, entry in history.items()
                        if "grad_norms" in entry)
     yield "trained", "gradient", [norm / steps for norm in norms]
-    whole = analyze.mean_loss(model, batches)
+    whole = mean_loss(model, batches)
     yield "trained", "worth", [
-        analyze.mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
+        mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
         for i in range(len(model.blocks))]
+
+def lines_of(folder, row):
+    """Yields lines of ill.csv"""
+    model, config = open_run(folder)
+    windows = prepare.windows_of(config["data"], "val", config["block_size"], 64)
+    for when, name, values in measure(model, in_batches(*windows), read_metrics(folder)):
+        yield dict(when=when, measure=name, values=" ".join(f"{value:.4g}" for value in values))
 
 def read_lines(path):
     """ill.csv -> {(variant, when, measure): {seed: numbers}}"""
@@ -111,21 +118,7 @@ def late_by_early(values):
 @torch.no_grad()
 def main(argv=None):
     args, = parse((IllConfig,), argv, __doc__)
-    known = read_lines(args.out) if Path(args.out).exists() else {}
-    for row in run.trained(args.experiment, args.runs):
-        variant, seed, folder = row["variant"], row["seed"], run.folder_of(row)
-        if seed in known.get((variant, "trained", "worth"), {}):
-            continue
-        model, config = open_run(folder)
-        windows = prepare.windows_of(config["data"], "val", config["block_size"], 64)
-        # All of a run is measured before its first line is written: so it is there whole, or not.
-        found = list(measure(model, analyze.in_batches(*windows), read_metrics(folder)))
-        for when, name, values in found:
-            line = dict(variant=variant, seed=seed, when=when, measure=name,
-                        values=" ".join(f"{value:.4g}" for value in values),
-                        command=f"results/ill.py {folder.name}")
-            run.append(args.out, line, COLUMNS)
-        say(f"{variant}, seed {seed}: measured")
+    run.measure_trained("results/ill.py", args, COLUMNS, lines_of)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

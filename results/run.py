@@ -3,15 +3,15 @@ The runs behind results/README.md: each is a command of train.py, and a line of 
 
     python results/run.py ill                        # trains what is planned below, and missing
     python results/run.py staircase --out mine.csv   # repeats an experiment of runs.csv
-    python results/run.py staircase --out mine.csv --dry   # or only prints its commands
+    python results/run.py ill --dry                  # only prints the commands
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
 validation windows; then its folder, below runs/results, can be deleted. Seed 1 chooses learning
 rates; the others decide, see summarize.py. On a GPU, give --workers 1, and plan larger models.
 
-An experiment of your own is a key of PLANS. When all of it has run, its plan can go, because
-runs.csv has the commands. (Those with --mod_rate are of the third edition. This code can't do what
-they did; git checkout 7cf98d5 repeats them.)
+An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
+the commands. (Some are of the third edition, and have --mod_rate. git checkout 7cf98d5 repeats
+them.)
 """
 import collections
 import concurrent.futures
@@ -34,7 +34,7 @@ from flags import flag, parse, refuse, say, start
 from model import num_params
 from runs import open_run, read_checkpoint, read_metrics
 
-# ------------------------------------------------------------------------------ the plans
+# -------------------------------------------------------------------------------------- the plans
 
 # A variant: its name in the tables, its flags, and rates and seeds: each rate runs with each seed.
 Plan = collections.namedtuple("Plan", "variant flags rates seeds")
@@ -42,11 +42,10 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 GATES = "--gate_lr 3e-3"                   # good for NAG's gains, and for queries
 PAPERS = "--optimizer adamw --init gpt2"   # the papers' regime
 OURS = "--optimizer muon"
-
-def steps_text(flags):
-    """As `make` has it; and all have the FLOPs of 1,500 iterations of NAG with six blocks."""
-    return ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd "
-            f"--optimizer muon --eval_interval 500 {flags} --max_flops 6.26629e12 {GATES}")
+NAG_ON_STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd "
+                "--optimizer muon --eval_interval 500 --residual nag")
+NAG_ON_TEXT = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
+               f"--residual nag --n_layer 12 --max_iters 420 {GATES}")
 
 def deep(residual, regime):
     return ("--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 400 "
@@ -56,13 +55,12 @@ def cliff(residual, n_layer, regime):
     return ("--data data/stdlib --device cpu --n_embd 64 --eval_interval 300 "
             f"--residual {residual} --n_layer {n_layer} --max_iters 300 {regime}")
 
-NAG_ON_TEXT = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
-               f"--residual nag --n_layer 12 --max_iters 420 {GATES}")
-
 PLANS = {   # experiment -> its variants. comparisons.csv says what is compared.
-    # Does a cost for turning make skipping free and knowing? Then cost.py.
-    "cost": [Plan("plain NAG, 5 blocks", steps_text("--residual nag --n_layer 5"), [2e-2],
-                  [7, 8, 9, 10, 11])],
+    # Does a cost for turning make skipping free and knowing? All have the FLOPs of 1,500 iterations
+    # of NAG with six blocks. Then cost.py.
+    "cost": [Plan("plain NAG, 5 blocks",
+                  f"{NAG_ON_STEPS} --n_layer 5 --max_flops 6.26629e12 {GATES}", [2e-2],
+                  range(7, 12))],
     # Is PreNorm diluted here? Text, 24 blocks. Then ill.py.
     "ill": [
         Plan("AdamW: NAG", deep("nag", f"{GATES} {PAPERS}"), [2e-3, 6e-3], [1]),
@@ -91,10 +89,8 @@ PLANS = {   # experiment -> its variants. comparisons.csv says what is compared.
 }
 
 def all_runs():
-    """-> what has run and can run again, and what is planned: a list of dicts, with the columns of
-    runs.csv that are known before"""
-    runs = [{column: row[column] for column in KNOWN_BEFORE}
-            for row in read_runs(ROOT / "results/runs.csv") if row["command"].startswith("--")]
+    """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
+    runs = [row for row in read_runs(ROOT / "results/runs.csv") if row["command"].startswith("--")]
     for experiment, plans in PLANS.items():
         for variant, flags, rates, seeds in plans:
             runs += [dict(experiment=experiment, variant=variant, seed=str(seed), lr=f"{rate:g}",
@@ -110,7 +106,7 @@ def missing_runs(experiments, path):
     missing = [run for key, run in wanted.items() if key not in done]
     return sorted(missing, key=lambda run: int(run["seed"]))
 
-# --------------------------------------------------------------------------------- one run
+# ---------------------------------------------------------------------------------------- one run
 
 def folder_of(run):
     name = "-".join(run[column] for column in ("experiment", "variant", "lr", "seed"))
@@ -158,11 +154,10 @@ def train_and_measure(run):
     train(run)
     return run | measure(folder_of(run))
 
-# ------------------------------------------------------------------------------- CSV files
+# -------------------------------------------------------------------------------------- CSV files
 
-COLUMNS = ["experiment", "variant", "seed", "lr", "tokens", "parameters", "seconds", "flops", "bits",
-           "steps", "right", "skipped", "commit", "command"]
-KNOWN_BEFORE = ["experiment", "variant", "seed", "lr", "command"]
+COLUMNS = ["experiment", "variant", "seed", "lr", "tokens", "parameters", "seconds", "flops",
+           "bits", "steps", "right", "skipped", "commit", "command"]
 
 def read_runs(path):
     """runs.csv -> a list of dicts, all strings"""
@@ -178,21 +173,35 @@ def append(path, row, columns=COLUMNS):
     """Adds a line to a CSV file, with the commit that has made it."""
     row = row | dict(commit=subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD"))
     with open(path, "a", newline="") as f:
-        writer = csv.DictWriter(f, columns, lineterminator="\n")
+        writer = csv.DictWriter(f, columns, lineterminator="\n", extrasaction="ignore")
         if f.tell() == 0:   # It is new.
             writer.writeheader()
         writer.writerow(row)
 
-def trained(experiment, path):
-    """-> those lines of runs.csv whose seeds decide, and whose run folders are still there"""
-    found = [row for row in read_runs(path) if row["experiment"] == experiment
+def measure_trained(script, args, columns, measure):
+    """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to args.out. It is
+    called for the runs of args.experiment that args.runs has, if their seed decides, their folder
+    is still there, and args.out lacks them."""
+    found = [row for row in read_runs(args.runs) if row["experiment"] == args.experiment
              and row["seed"] != "1" and (folder_of(row) / "ckpt.pt").exists()]
     if not found:
-        refuse(f"runs/results: no run of {experiment} that is in {path}, too; "
-               f"python results/run.py {experiment} trains them")
-    return found
+        refuse(f"runs/results: has no run of {args.experiment}; python results/run.py "
+               f"{args.experiment} trains them")
+    known = set()
+    if Path(args.out).exists():
+        with open(args.out, newline="", encoding="utf-8") as f:
+            known = {line["command"] for line in csv.DictReader(f)}
+    for row in found:
+        command = f"{script} {folder_of(row).name}"
+        if command not in known:
+            # All of it is measured before the first line is written: so it is there whole, or not.
+            lines = list(measure(folder_of(row), row))
+            for line in lines:
+                same = {column: row[column] for column in ("experiment", "variant", "seed", "lr")}
+                append(args.out, same | line | dict(command=command), columns)
+            say(f"{row['variant']}, seed {row['seed']}: measured")
 
-# -------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------ the command
 
 @dataclass
 class ResultsConfig:

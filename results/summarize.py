@@ -36,7 +36,7 @@ WORDS = dict(steps=("better", "worse"), bits=("worse", "better"), skipped=("more
 # ------------------------------------------------------------------------------------- statistics
 
 def students_t(n):
-    """Student's t with n degrees of freedom -> many t, and how likely |t| is to be larger by chance.
+    """Student's t with n degrees of freedom -> many t, and how likely each |t| or more is by chance
 
     With t = sqrt(n) tan(angle) the density becomes cos(angle)^(n - 1), which is easy to sum up."""
     angles = np.linspace(0, math.pi / 2, 200_001)
@@ -54,14 +54,11 @@ def t_quantile(p, n):
     return np.interp(p, ps[::-1], ts[::-1])
 
 class Gap:
-    """The paired differences of two variants. ours, theirs: {seed: value}"""
-    def __init__(self, ours, theirs):
-        gaps = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
-        self.n = len(gaps)
-        if self.n < 2:
-            refuse("a comparison has fewer than two seeds; run results/run.py to its end")
-        self.mean = statistics.mean(gaps)
-        self.error = max(statistics.stdev(gaps) / math.sqrt(self.n), 1e-9)
+    """The mean of paired differences, a list, and what can be said of the true one"""
+    def __init__(self, differences):
+        self.n = len(differences)
+        self.mean = statistics.mean(differences)
+        self.error = max(statistics.stdev(differences) / math.sqrt(self.n), 1e-9)
         self.p = two_sided_p(self.mean / self.error, self.n - 1)
 
     def half(self, p):
@@ -98,29 +95,32 @@ def read_comparisons(path):
             refuse(f"{path}: {each.measure} is no measure; choose from {', '.join(UNITS)}")
     return found
 
-def names_in(comparison):
-    return {*comparison.a.split(" minus "), *comparison.b.split(" minus ")}
-
 def values(rows, variant, measure):
-    """-> {seed: value}. Of "A minus B": the gaps"""
+    """-> {seed: value}. Of "A minus B": the differences, of seeds that both have"""
     if " minus " in variant:
         ours, theirs = (values(rows, name, measure) for name in variant.split(" minus "))
-        return {seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()}
+        return minus(ours, theirs)
     return {row["seed"]: float(row[measure]) for row in rows
             if row["variant"] == variant and row[measure]}
 
+def minus(ours, theirs):
+    return {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
+
 def compare(rows, comparisons):
-    """-> those comparisons whose runs are there. Each gets its gap, a word: the verdict, and a star
-    if it would be sure in one family of all"""
-    there = {row["variant"] for row in rows}
-    known = [each for each in comparisons if names_in(each) <= there]
-    for each in known:
-        each.gap = Gap(values(rows, each.a, each.measure), values(rows, each.b, each.measure))
-    for each in known:
-        is_sure = each.gap.p in holm([other.gap.p for other in known if other.family == each.family])
+    """-> those comparisons that have two seeds at least. Each gets its gap, a word (the verdict),
+    and a star if it would be sure in one family of all"""
+    found = []
+    for each in comparisons:
+        gaps = minus(*(values(rows, name, each.measure) for name in (each.a, each.b)))
+        if len(gaps) > 1:
+            each.gap = Gap(list(gaps.values()))
+            found.append(each)
+    for each in found:
+        family = [other.gap.p for other in found if other.family == each.family]
+        is_sure = each.gap.p in holm(family)
         each.word = verdict(each.gap, is_sure, float(each.margin), each.measure)
-        each.star = "*" if each.gap.p in holm([other.gap.p for other in known]) else ""
-    return known
+        each.star = "*" if each.gap.p in holm([other.gap.p for other in found]) else ""
+    return found
 
 # ----------------------------------------------------------------------------------------- tables
 
@@ -156,7 +156,8 @@ def ill_table(measured):
             found = [function(numbers) for numbers in by_seed.values()]
             rows.append([variant, when, f"{measure}, {name}", f"{statistics.mean(found):.3g}",
                          f"{min(found):.3g} to {max(found):.3g}, {len(found)} seeds"])
-    return table("Is PreNorm diluted?", ["variant", "when", "measure", "mean", "of the seeds"], rows)
+    columns = ["variant", "when", "measure", "mean", "of the seeds"]
+    return table("Is PreNorm diluted?", columns, rows)
 
 def variants_table(rows):
     lines = []
@@ -214,18 +215,20 @@ def draw_cost(rows):
     def of_seeds(what, measure):
         return list(values(rows, f"NAG that pays, {what}", measure).values())
 
-    for color, label, ways in [
-            (COLORS[2], "tokens skip by their gains", ["all run", *(f"below {b}" for b in BELOW)]),
-            (COLORS[3], "a fixed set of sublayers", [f"a fixed set for {b}" for b in CONTROLLED]),
-            (COLORS[7], "coins, as often in each sublayer", [f"coins for {b}" for b in CONTROLLED])]:
+    by_gain = ["all run", *(f"below {below}" for below in BELOW)]
+    fixed = [f"a fixed set for {below}" for below in CONTROLLED]
+    coins = [f"coins for {below}" for below in CONTROLLED]
+    for color, label, ways in [(COLORS[2], "tokens skip by their gains", by_gain),
+                               (COLORS[3], "a fixed set of sublayers", fixed),
+                               (COLORS[7], "coins, as often in each sublayer", coins)]:
         skipped = np.array([of_seeds(way, "skipped") for way in ways]) * 100   # (ways, seeds)
         steps = np.array([of_seeds(way, "steps") for way in ways])
         left.plot(skipped, steps, ".", color=color, alpha=0.5)
         left.plot(skipped.mean(1), steps.mean(1), "o-", color=color, label=label)
     plain = statistics.mean(values(rows, "plain NAG", "steps").values())
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
-    left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned", ylim=(0, None),
-             title="NAG that pays for turning: what skipping costs")
+    left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
+             ylim=(0, None), title="NAG that pays for turning: what skipping costs")
     left.legend(fontsize=8, loc="lower left")
 
     ran = 100 - 100 * np.array([of_seeds(f"below 0.1, {asked}", "skipped") for asked in ASKED])
@@ -289,8 +292,6 @@ def main(argv=None):
     parse([], argv, __doc__)
     rows = read_runs(HERE / "runs.csv")
     decide = [row for row in rows if row["seed"] != "1"]
-    if not decide:
-        refuse("results/runs.csv: holds no runs; python results/run.py makes them")
     comparisons = read_comparisons(HERE / "comparisons.csv")
     found = compare(decide, comparisons)
     measured = ill.read_lines(HERE / "ill.csv")
