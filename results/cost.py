@@ -39,9 +39,7 @@ ASKED = "copies", "one step", "two steps", "three steps", "four steps", "five st
 
 @dataclass
 class CostConfig:
-    experiment: str = flag("cost", "the experiment whose runs are measured")
-    runs: str = flag("results/runs.csv", "file that has those runs")
-    out: str = flag("results/runs.csv", "file of the lines")
+    runs: str = flag("results/runs.csv", "file of the runs, to which lines are added")
 
 def greedy_sets(model, windows, most):
     """-> `most` sets of places: of one sublayer, of two, .., each with the one more that is missed
@@ -100,7 +98,7 @@ def measure(folder, row):
 @torch.no_grad()
 def main(argv=None):
     args, = parse((CostConfig,), argv, __doc__)
-    run.measure_trained("results/cost.py", args, run.COLUMNS, measure)
+    run.measure_trained("cost", args.runs, args.runs, run.COLUMNS, measure)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -46,8 +46,7 @@ COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
 
 @dataclass
 class IllConfig:
-    experiment: str = flag("ill", "the experiment whose runs are measured")
-    runs: str = flag("results/runs.csv", "file that has those runs")
+    runs: str = flag("results/runs.csv", "file of the runs")
     out: str = flag("results/ill.csv", "file of the lines")
 
 def rms(x):
@@ -118,7 +117,7 @@ def late_by_early(values):
 @torch.no_grad()
 def main(argv=None):
     args, = parse((IllConfig,), argv, __doc__)
-    run.measure_trained("results/ill.py", args, COLUMNS, lines_of)
+    run.measure_trained("ill", args.runs, args.out, COLUMNS, lines_of)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -178,27 +178,27 @@ def append(path, row, columns=COLUMNS):
             writer.writeheader()
         writer.writerow(row)
 
-def measure_trained(script, args, columns, measure):
-    """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to args.out. It is
-    called for the runs of args.experiment that args.runs has, if their seed decides, their folder
-    is still there, and args.out lacks them."""
-    found = [row for row in read_runs(args.runs) if row["experiment"] == args.experiment
-             and row["seed"] != "1" and (folder_of(row) / "ckpt.pt").exists()]
-    if not found:
-        refuse(f"runs/results: has no run of {args.experiment}; python results/run.py "
-               f"{args.experiment} trains them")
+def measure_trained(experiment, runs, out, columns, measure):
+    """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to the file `out`. It
+    is called for those runs in the file `runs` whose seed decides, whose folder is still there, and
+    that `out` lacks."""
+    trained = [row for row in read_runs(runs) if row["experiment"] == experiment
+               and row["seed"] != "1" and (folder_of(row) / "ckpt.pt").exists()]
+    if not trained:
+        refuse(f"runs/results: has no run of {experiment}; python results/run.py {experiment} "
+               f"trains them")
     known = set()
-    if Path(args.out).exists():
-        with open(args.out, newline="", encoding="utf-8") as f:
+    if Path(out).exists():
+        with open(out, newline="", encoding="utf-8") as f:
             known = {line["command"] for line in csv.DictReader(f)}
-    for row in found:
-        command = f"{script} {folder_of(row).name}"
+    for row in trained:
+        command = f"results/{experiment}.py {folder_of(row).name}"
         if command not in known:
             # All of it is measured before the first line is written: so it is there whole, or not.
             lines = list(measure(folder_of(row), row))
             for line in lines:
-                same = {column: row[column] for column in ("experiment", "variant", "seed", "lr")}
-                append(args.out, same | line | dict(command=command), columns)
+                same = {name: row[name] for name in ("experiment", "variant", "seed", "lr")}
+                append(out, same | line | dict(command=command), columns)
             say(f"{row['variant']}, seed {row['seed']}: measured")
 
 # ------------------------------------------------------------------------------------ the command

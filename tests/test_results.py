@@ -143,20 +143,21 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
              "--batch_size 1 --residual nag --gain_cost 0.1")
-    monkeypatch.setattr(run, "PLANS", {"tiny": [run.Plan("one, block", flags, [2e-2], [2])]})
+    monkeypatch.setattr(run, "PLANS", {
+        "cost": [run.Plan("one, block", flags, [2e-2], [2])], "ill": [run.Plan("one block", flags, [3e-2], [2])]})
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        run.main(["tiny", "--out", str(tmp_path / "runs.csv")])
-    row, = run.read_runs(tmp_path / "runs.csv")
+        run.main(["cost", "ill", "--out", "runs.csv"])
+    row, of_ill = sorted(run.read_runs(tmp_path / "runs.csv"), key=lambda row: row["experiment"])
+    assert of_ill["lr"] == "0.03"
     assert row["tokens"] == "2880" and row["variant"] == "one, block" and float(row["bits"]) > 1
     assert len(row["right"].split()) == 10 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
-    folder, = (tmp_path / "runs/results").iterdir()
     for _ in range(2):   # The second time there is nothing to do.
-        cost.main(["--experiment", "tiny", "--runs", "runs.csv", "--out", "runs.csv"])
-        ill.main(["--experiment", "tiny", "--runs", "runs.csv", "--out", "ill.csv"])
-    with pytest.raises(SystemExit, match="run.py other trains them"):
-        cost.main(["--experiment", "other", "--runs", "runs.csv"])
-    lines = run.read_runs(tmp_path / "runs.csv")[1:]
+        cost.main(["--runs", "runs.csv"])
+        ill.main(["--runs", "runs.csv", "--out", "ill.csv"])
+    with pytest.raises(SystemExit, match="run.py cost trains them"):
+        cost.main(["--runs", "none.csv"])
+    lines = run.read_runs(tmp_path / "runs.csv")[2:]
     assert len({line["variant"] for line in lines}) == len(lines) == 1 + len(cost.BELOW) + 2 * (2 + len(cost.ASKED))
     assert all(0 <= float(line["skipped"]) <= 1 for line in lines)
     assert {len(by_seed["2"]) for by_seed in ill.read_lines(tmp_path / "ill.csv").values()} == {1}   # of one block
