@@ -179,9 +179,9 @@ def append(path, row, columns=COLUMNS):
         writer.writerow(row)
 
 def measure_trained(experiment, runs, out, columns, measure):
-    """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to the file `out`. It
-    is called for those runs in the file `runs` whose seed decides, whose folder is still there, and
-    that `out` lacks."""
+    """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to the file `out`.
+    It is called for those runs in the file `runs` whose seed decides, whose folder is still there,
+    and that `out` lacks."""
     trained = [row for row in read_runs(runs) if row["experiment"] == experiment
                and row["seed"] != "1" and (folder_of(row) / "ckpt.pt").exists()]
     if not trained:
