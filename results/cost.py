@@ -2,8 +2,8 @@
 Does a cost for turning make skipping free, and does it know who needs depth? Takes trained runs of
 NAG on the steps text, lets tokens skip, and counts the steps that are left.
 
-    python results/run.py cost                      # trains them
-    python results/cost.py runs/results/cost-*      # appends to runs.csv, as experiment "cost"
+    python results/run.py cost      # trains them
+    python results/cost.py          # appends to runs.csv
 
 The rule, written before seeds 7 to 11 ran. A cost makes skipping *free* if, over these seeds, a
 fifth or more of all sublayer runs is skipped below a gain of 0.05, as in training, and the steps
@@ -27,13 +27,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
-import analyze
 import prepare
 import run
-from analyze import ALL_RUN, flip, mean_loss, right_by_steps, steps_learned
-from flags import flag, parse, refuse, say, start
-from model import ByFunction, ByGain, Runner, Without
-from runs import open_run, read_settings
+from analyze import ALL_RUN, by_steps, flip, in_batches, mean_loss, right_by_steps
+from flags import flag, parse, start
+from model import ByFunction, ByGain, Without
 
 BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured
@@ -41,8 +39,7 @@ ASKED = "copies", "one step", "two steps", "three steps", "four steps", "five st
 
 @dataclass
 class CostConfig:
-    runs: list = flag(None, "run folders of the steps text")
-    out: str = flag("results/runs.csv", "file of the lines")
+    runs: str = flag("results/runs.csv", "file of the runs, to which lines are added")
 
 def greedy_sets(model, windows, most):
     """-> `most` sets of places: of one sublayer, of two, .., each with the one more that is missed
@@ -66,59 +63,42 @@ def fixed_set(inspected, sets, share):
 
 def skipped_by_steps(inspected, decider):
     """-> the share of the sublayer runs that is skipped, by steps asked"""
-    def measure(idx, targets):
-        runner = Runner(inspected.model, decider)
-        inspected.model(idx, runner=runner)
-        return 1 - analyze.who_ran(runner).float().mean(0, keepdim=True)
-    return analyze.by_steps(inspected, measure)[0]
+    def skipped(idx, targets):
+        _, ran = inspected.forward(idx, decider)
+        return 1 - ran.float().mean(0, keepdim=True)
+    return by_steps(inspected, skipped)[0]
 
-def measure(inspected, windows):
-    """Yields what was done, share skipped, and right digits by steps asked (or None). windows: of
-    the training text, in batches, to choose a fixed set by"""
-    model = inspected.model
+def measure(folder, row):
+    """Yields lines of runs.csv. row: that of the run"""
+    inspected = run.inspect(folder)
+    model, config = inspected.model, inspected.config
+    def line(what, skipped, right):
+        return dict(variant=f"{row['variant']}, {what}", skipped=f"{skipped:.3f}",
+                    **run.learned(right, inspected))
+
+    yield line("all run", 0.0, right_by_steps(inspected, ALL_RUN)[0])
     found = {below: right_by_steps(inspected, ByGain(model.config, below)) for below in BELOW}
     skipped = {below: float(1 - sum(ran) / len(ran)) for below, (_, ran) in found.items()}
-    yield "all run", 0.0, right_by_steps(inspected, ALL_RUN)[0]
     for below in BELOW:
-        yield f"below {below}", skipped[below], found[below][0]
+        yield line(f"below {below}", skipped[below], found[below][0])
     if not model.config.gain_cost:
         return   # It hardly skips, so there is nothing to control.
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
-    sets = greedy_sets(model, windows, most)
+    windows = prepare.windows_of(config["data"], "train", config["block_size"], 64)
+    sets = greedy_sets(model, in_batches(*windows), most)
+    torch.manual_seed(0)   # for the coins
     for below in CONTROLLED:
-        yield f"a fixed set for {below}", skipped[below], fixed_set(inspected, sets, skipped[below])
+        right = fixed_set(inspected, sets, skipped[below])
+        yield line(f"a fixed set for {below}", skipped[below], right)
         coins = ByFunction(functools.partial(flip, found[below][1]))
-        yield f"coins for {below}", skipped[below], right_by_steps(inspected, coins)[0]
+        yield line(f"coins for {below}", skipped[below], right_by_steps(inspected, coins)[0])
         for asked, share in zip(ASKED, skipped_by_steps(inspected, ByGain(model.config, below))):
-            yield f"below {below}, {asked}", share, None
+            yield dict(variant=f"{row['variant']}, below {below}, {asked}", skipped=f"{share:.3f}")
 
 @torch.no_grad()
 def main(argv=None):
-    args, = parse((CostConfig,), argv, __doc__, positional=("runs",))
-    known = {(row["variant"], row["seed"]) for row in run.read_runs(args.out)}
-    for folder in args.runs:
-        model, config = open_run(folder)
-        lr = read_settings(folder)["lr"]
-        puzzle, seed = prepare.load_meta(config["data"]).get("steps"), str(config["seed"])
-        if not puzzle or not config["residual"].startswith("nag"):
-            refuse(f"{folder}: is no run of nag on the steps text; name one")
-        name = "NAG that pays" if model.config.gain_cost else "plain NAG"
-        name += "" if model.config.n_layer == 6 else f", {model.config.n_layer} blocks"
-        if (f"{name}, all run", seed) in known:
-            continue
-        windows = prepare.windows_of(config["data"], "val", config["block_size"], 512)
-        inspected = analyze.Run(model, config, windows, puzzle)
-        torch.manual_seed(0)
-        to_choose_by = prepare.windows_of(config["data"], "train", config["block_size"], 64)
-        for what, skipped, right in measure(inspected, analyze.in_batches(*to_choose_by)):
-            row = dict(experiment="cost", variant=f"{name}, {what}", seed=seed, lr=f"{lr:g}",
-                       skipped=f"{skipped:.3f}", command=f"results/cost.py {Path(folder).name}")
-            if right is not None:
-                row |= dict(right=" ".join(f"{share:.3f}" for share in right),
-                            steps=f"{steps_learned(right, inspected.guess):.3f}")
-            run.append(args.out, dict.fromkeys(run.COLUMNS, "") | row)
-            say(f"{row['variant']}, seed {seed}: {row.get('steps', 'no')} steps, "
-                f"{skipped:.1%} skipped")
+    args, = parse((CostConfig,), argv, __doc__)
+    run.measure_trained("cost", args.runs, args.runs, run.COLUMNS, measure)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

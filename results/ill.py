@@ -2,8 +2,8 @@
 Is PreNorm diluted here, and does another residual cure it? Takes trained runs of 24 blocks, and
 looks at each block: at the first weights, and at the end.
 
-    python results/run.py ill                       # trains them
-    python results/ill.py runs/results/ill-*        # appends to ill.csv
+    python results/run.py ill      # trains them
+    python results/ill.py          # appends to ill.csv
 
 A line of ill.csv is a measure of a run, with a number a block. All are means over tokens:
 
@@ -11,7 +11,7 @@ A line of ill.csv is a measure of a run, with a number a block. All are means ov
                Residuals, of its source so far, which begins anew every three blocks
     change     |stream after - stream before| / |stream before|. (Block Attention Residuals: of the
                sum of all updates, which is what PreNorm's stream would be)
-    gradient   the norm of the gradient of its weights, mean over the training's steps
+    gradient   the norm of the gradient of its weights, mean over steps of the training
     worth      the rise of the loss (nats) without the block
 
 The rule, written before seeds 2 to 4 ran. PreNorm *is diluted* if, in all three seeds, the slope
@@ -29,23 +29,23 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
-import analyze
 import prepare
 import run
-from flags import flag, parse, say, start
+from analyze import in_batches, mean_loss
+from flags import flag, parse, start
 from model import GPT, Without, sublayers_of
-from runs import open_run, read_metrics, read_settings
+from runs import open_run, read_metrics
 
 COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
-NAMES = {"pre": "PreNorm", "nag": "NAG", "attnres:group=6": "Block Attention Residuals"}
 
 @dataclass
 class IllConfig:
-    runs: list = flag(None, "run folders")
+    runs: str = flag("results/runs.csv", "file of the runs")
     out: str = flag("results/ill.csv", "file of the lines")
 
 def rms(x):
@@ -67,18 +67,24 @@ def stream_and_change(model, idx):
     return handed_on, changes
 
 def measure(model, batches, history):
-    """Yields (when, measure, a number a block)"""
+    """Yields (when, measure, a number a block). history: what metrics.jsonl says, by step"""
     for when, each in ("first weights", GPT(model.config).eval()), ("trained", model):
-        found = [stream_and_change(each, idx) for idx, _ in batches]
-        for name, lists in zip(("stream", "change"), zip(*found)):
-            yield when, name, [statistics.mean(block) for block in zip(*lists)]
-    steps, norms = max((step, entry["grad_norms"]) for step, entry in history.items()
-                       if "grad_norms" in entry)
-    yield "trained", "gradient", [norm / steps for norm in norms]
-    whole = analyze.mean_loss(model, batches)
+        stream, change = np.mean([stream_and_change(each, idx) for idx, _ in batches], axis=0)
+        yield when, "stream", stream
+        yield when, "change", change
+    logged = [entry["grad_norms"] for entry in history.values() if "grad_norms" in entry]
+    yield "trained", "gradient", np.mean(logged, axis=0).tolist()
+    whole = mean_loss(model, batches)
     yield "trained", "worth", [
-        analyze.mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
+        mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
         for i in range(len(model.blocks))]
+
+def lines_of(folder, row):
+    """Yields lines of ill.csv"""
+    model, config = open_run(folder)
+    windows = prepare.windows_of(config["data"], "val", config["block_size"], 64)
+    for when, name, values in measure(model, in_batches(*windows), read_metrics(folder)):
+        yield dict(when=when, measure=name, values=" ".join(f"{value:.4g}" for value in values))
 
 def read_lines(path):
     """ill.csv -> {(variant, when, measure): {seed: numbers}}"""
@@ -86,19 +92,20 @@ def read_lines(path):
     with open(path, newline="", encoding="utf-8") as f:
         for line in csv.DictReader(f):
             key = line["variant"], line["when"], line["measure"]
-            found.setdefault(key, {})[line["seed"]] = [float(each) for each in line["values"].split()]
+            numbers = [float(number) for number in line["values"].split()]
+            found.setdefault(key, {})[line["seed"]] = numbers
     return found
 
 def slope(values):
     """Of log value on log block, by least squares"""
-    x = torch.arange(1, len(values) + 1).double().log()
-    y = torch.tensor(values).double().log()
-    return ((x - x.mean()) * (y - y.mean())).sum().item() / (x - x.mean()).square().sum().item()
+    blocks = np.arange(1, len(values) + 1)
+    return np.polyfit(np.log(blocks), np.log(values), 1)[0]
 
 def spearman(values):
-    """Rank correlation of a value with its block"""
-    ranks = torch.tensor(values).argsort().argsort().tolist()
-    return statistics.correlation(range(len(values)), ranks)
+    """Rank correlation of a value with its block. Equal values have the mean of their ranks."""
+    values = np.array(values)
+    ranks = [(values < value).sum() + (values <= value).sum() for value in values]
+    return np.corrcoef(range(len(values)), ranks)[0, 1]
 
 def late_by_early(values):
     """Median of the last third of the blocks / median of the first third"""
@@ -107,24 +114,8 @@ def late_by_early(values):
 
 @torch.no_grad()
 def main(argv=None):
-    args, = parse((IllConfig,), argv, __doc__, positional=("runs",))
-    known = read_lines(args.out) if Path(args.out).exists() else {}
-    for folder in args.runs:
-        model, config = open_run(folder)
-        settings = read_settings(folder)
-        optimizer = {"adamw": "AdamW", "muon": "Muon"}[settings["optimizer"]]
-        variant, seed = f"{optimizer}: {NAMES[config['residual']]}", str(config["seed"])
-        if seed in known.get((variant, "trained", "worth"), {}):
-            continue
-        windows = prepare.windows_of(config["data"], "val", config["block_size"], 64)
-        # All of a run is measured before its first line is written: so a run is there whole, or not.
-        for when, name, values in [*measure(model, analyze.in_batches(*windows),
-                                            read_metrics(folder))]:
-            line = dict(variant=variant, seed=seed, when=when, measure=name,
-                        values=" ".join(f"{value:.4g}" for value in values),
-                        command=f"results/ill.py {Path(folder).name}")
-            run.append(args.out, line, COLUMNS)
-        say(f"{variant}, seed {seed}: measured")
+    args, = parse((IllConfig,), argv, __doc__)
+    run.measure_trained("ill", args.runs, args.out, COLUMNS, lines_of)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

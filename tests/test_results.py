@@ -1,5 +1,4 @@
 """results/: the statistics against known values, commands that parse, and a page that says what the files say."""
-import csv
 import math
 import re
 import shlex
@@ -11,9 +10,7 @@ import torch
 
 import analyze
 from conftest import ROOT, ids, make
-from flags import parse
-from model import GPTConfig
-from train import TrainConfig, read_configs
+from train import read_configs
 
 sys.path.append(str(ROOT / "results"))
 import cost
@@ -27,25 +24,22 @@ def test_students_t(p, n, t):
     assert summarize.two_sided_p(-t, n) == pytest.approx(p, rel=1e-4)
 
 def test_a_gap_by_hand():
-    gap = summarize.Gap({"2": 1.0, "3": 2.0, "4": 4.0, "5": 9.0}, {"2": 0.0, "3": 0.0, "4": 0.0})
+    gap = summarize.Gap([1.0, 2.0, 4.0])
     assert gap.n == 3 and gap.mean == pytest.approx(7 / 3)            # s = 1.527525, s / sqrt(3) = 0.881917
     assert gap.half(0.05) == pytest.approx(3.79458, rel=1e-4)
     assert gap.could_find() == pytest.approx((4.302653 + 1.060660) * 0.881917, rel=1e-4)
-    with pytest.raises(SystemExit, match="fewer than two seeds"):
-        summarize.Gap({"2": 1.0}, {"2": 0.0})
 
 def test_verdicts():
     def word(*gaps, sure=False, measure="bits"):
-        gap = summarize.Gap(dict(enumerate(gaps)), dict.fromkeys(range(len(gaps)), 0.0))
-        return summarize.verdict(gap, sure, 0.02, measure)
+        return summarize.verdict(summarize.Gap(gaps), sure, 0.02, measure)
     assert word(-0.1, -0.11, -0.1, sure=True) == "better" and word(0.1, 0.11, 0.1, sure=True) == "worse"
     assert word(0.1, 0.11, 0.1, sure=True, measure="steps") == "better"
     assert word(0.1, 0.11, 0.1, sure=True, measure="skipped") == "more"
     assert word(0.001, -0.001, 0.002) == "equal within 0.02" and word(0.1, -0.1, 0.05) == "open"
 
 def test_holm():
-    assert summarize.holm([0.04, 0.01, 0.012]) == [True, True, True]
-    assert summarize.holm([0.04, 0.03, 0.01]) == [False, False, True]   # 0.03 > 0.05 / 2, and that ends it
+    assert summarize.holm([0.04, 0.01, 0.012]) == [0.01, 0.012, 0.04]
+    assert summarize.holm([0.04, 0.03, 0.01]) == [0.01]   # 0.03 > 0.05 / 2, and that ends it
 
 def test_steps_learned():
     assert analyze.steps_learned([1.0, 1.0, 1.0, 0.25, 0.2], 0.25) == pytest.approx(2)
@@ -54,6 +48,7 @@ def test_steps_learned():
 def test_measures_of_a_sick_stream():
     assert ill.slope([2 * block ** 0.5 for block in range(1, 25)]) == pytest.approx(0.5)
     assert ill.spearman([1, 2, 4, 8, 16]) == pytest.approx(1) and ill.spearman([3, 2, 1]) == pytest.approx(-1)
+    assert ill.spearman([1, 2, 2]) == pytest.approx(0.75 ** 0.5)   # of ranks 1, 2.5, 2.5
     assert ill.late_by_early([100.0, 4, 4, 9, 9, 9, 2, 1, 2]) == 0.5   # medians: one odd block does not count
 
 @torch.no_grad()
@@ -66,7 +61,7 @@ def test_a_block_that_does_nothing():
     change, stream = found["trained", "change"], found["trained", "stream"]
     assert change[2] == 0 < min(change[0], change[1], change[3]) and stream[2] == stream[1] != stream[3]
     assert found["trained", "worth"][2] == pytest.approx(0, abs=1e-6) != found["trained", "worth"][0]
-    assert found["trained", "gradient"] == [0.2, 0.4, 0.8, 1.6] and found["first weights", "change"][2] > 0
+    assert found["trained", "gradient"] == [1.0, 2.0, 4.0, 8.0] and found["first weights", "change"][2] > 0
 
 @torch.no_grad()
 def test_sources_begin_anew():
@@ -86,26 +81,33 @@ def test_controls_of_skipping():
     sets = cost.greedy_sets(model, batches, 3)
     assert sets[0] == {min(losses, key=losses.get)} < sets[1] < sets[2] and [*map(len, sets)] == [1, 2, 3]
 
-@pytest.mark.parametrize("name", run.EXPERIMENTS)
-def test_commands_parse_and_are_different(name):
-    commands = run.commands(name)
-    assert len({flags for *_, flags in commands}) == len(commands) >= 4
-    for variant, seed, lr, flags in commands:
-        if run.SKIPS in flags:   # of the third edition
-            continue
-        gpt, config = read_configs(shlex.split(flags))
-        assert (gpt.seed, config.lr) == (seed, lr) and config.out == ""
+def test_commands_parse_and_have_folders_of_their_own(tmp_path):
+    runs = run.missing_runs({each["experiment"] for each in run.all_runs()}, tmp_path / "nothing.csv")
+    assert len({run.folder_of(each) for each in runs}) == len(runs) > 300
+    runs = [each for each in runs if "--mod_rate" not in each["command"]]   # They are of the third edition.
+    for each in runs:
+        gpt, config = read_configs(shlex.split(each["command"]))
+        assert (str(gpt.seed), f"{config.lr:g}") == (each["seed"], each["lr"]) and config.out == ""
+
+def test_what_is_missing(tmp_path, monkeypatch):
+    """Repeating begins with all commands of runs.csv, seed by seed; what a file has is not repeated."""
+    runs = run.missing_runs(["staircase"], tmp_path / "mine.csv")
+    assert len(runs) == 23 and [each["seed"] for each in runs] == sorted(each["seed"] for each in runs)
+    run.append(tmp_path / "mine.csv", runs[3])
+    assert run.missing_runs(["staircase"], tmp_path / "mine.csv") == runs[:3] + runs[4:]
+    assert run.missing_runs(["staircase"], ROOT / "results/runs.csv") == []
+    monkeypatch.setitem(run.PLANS, "mine", [run.Plan("wide", "--n_embd 96", [0.01, 0.02], [1, 2])])
+    planned = run.missing_runs(["mine"], tmp_path / "mine.csv")
+    assert [each["command"] for each in planned] == [
+        f"--n_embd 96 --lr {lr} --seed {seed}" for seed in (1, 2) for lr in (0.01, 0.02)]
+    assert run.folder_of(planned[0]).name == "mine-wide-0.01-1"
 
 def test_every_comparison_has_its_variants():
-    with open(ROOT / "results/comparisons.csv", newline="") as f:
-        comparisons = list(csv.DictReader(f))
-    known = {variant.name for _, variants in run.EXPERIMENTS.values() for variant in variants}
+    known = {each["variant"] for each in run.all_runs()}
     known |= {row["variant"] for row in run.read_runs(ROOT / "results/runs.csv")}   # and what other files measure
-    known |= {f"NAG that pays, {what}" for what in ("all run", *(f"below {each}" for each in cost.BELOW))}
-    known |= {f"NAG that pays, {what}" for below in cost.CONTROLLED for what in (
-        f"a fixed set for {below}", f"coins for {below}", *(f"below {below}, {asked}" for asked in cost.ASKED))}
-    for each in comparisons:
-        assert summarize.names_in(each) <= known and float(each["margin"]) > 0 and each["measure"] in summarize.UNITS
+    for each in summarize.read_comparisons(ROOT / "results/comparisons.csv"):
+        assert {*each.a.split(" minus "), *each.b.split(" minus ")} <= known and float(each.margin) > 0
+        assert (each.figure in ("lead", "rivals") and each.label) or (each.figure, each.label) == ("", "")
 
 def test_a_gap_of_gaps():
     found = {"A": (5, 7, 9), "B": (1, 2, 3), "C": (1, 1)}
@@ -113,7 +115,19 @@ def test_a_gap_of_gaps():
             for seed, bits in enumerate(all_bits)]
     assert summarize.values(rows, "A minus B", "bits") == {"0": 4, "1": 5, "2": 6}
     assert summarize.values(rows, "A minus C", "bits") == {"0": 4, "1": 6}   # the seeds that both have
-    assert summarize.names_in(dict(a="A minus B", b="C")) == {"A", "B", "C"}
+
+def test_families():
+    """A gap that is sure alone is open in a larger family; what has fewer than two seeds is left out."""
+    rows = [dict(variant=name, seed=str(seed), bits=str(bits)) for name, all_bits in
+            {"A": (1, 1.2, 1.1), "B": (2, 2.1, 2.15), "C": (1.2, 1.3, 1.3), "D": (3,)}.items()
+            for seed, bits in enumerate(all_bits)]
+    def words(*families):
+        comparisons = [summarize.SimpleNamespace(family=family, a=a, b=b, measure="bits", margin="0.02")
+                       for family, a, b in families]
+        return [each.word for each in summarize.compare(rows, comparisons)]
+    assert words(("1", "A", "B"), ("1", "A", "D")) == ["better"]
+    assert words(("1", "A", "B"), ("2", "A", "C")) == ["better", "better"]
+    assert words(*[("1", "A", "B"), ("1", "A", "C")] * 4) == ["better", "open"] * 4
 
 def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     """A tiny experiment from its command to its line; the second time there is nothing to do."""
@@ -127,18 +141,21 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
              "--batch_size 1 --residual nag --gain_cost 0.1")
-    monkeypatch.setitem(run.EXPERIMENTS, "tiny", ("?", [run.Variant("one, block", flags, 2e-2, (), (2,))]))
+    monkeypatch.setattr(run, "PLANS", {
+        "cost": [run.Plan("one, block", flags, [2e-2], [2])], "ill": [run.Plan("one block", flags, [3e-2], [2])]})
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        run.main(["tiny", "--out", str(tmp_path / "runs.csv")])
-    row, = run.read_runs(tmp_path / "runs.csv")
+        run.main(["cost", "ill", "--out", "runs.csv"])
+    row, of_ill = sorted(run.read_runs(tmp_path / "runs.csv"), key=lambda row: row["experiment"])
+    assert of_ill["lr"] == "0.03"
     assert row["tokens"] == "2880" and row["variant"] == "one, block" and float(row["bits"]) > 1
     assert len(row["right"].split()) == 10 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
-    folder, = (tmp_path / "runs/results").iterdir()
     for _ in range(2):   # The second time there is nothing to do.
-        cost.main([str(folder), "--out", str(tmp_path / "runs.csv")])
-        ill.main([str(folder), "--out", str(tmp_path / "ill.csv")])
-    lines = run.read_runs(tmp_path / "runs.csv")[1:]
+        cost.main(["--runs", "runs.csv"])
+        ill.main(["--runs", "runs.csv", "--out", "ill.csv"])
+    with pytest.raises(SystemExit, match="run.py cost trains them"):
+        cost.main(["--runs", "none.csv"])
+    lines = run.read_runs(tmp_path / "runs.csv")[2:]
     assert len({line["variant"] for line in lines}) == len(lines) == 1 + len(cost.BELOW) + 2 * (2 + len(cost.ASKED))
     assert all(0 <= float(line["skipped"]) <= 1 for line in lines)
     assert {len(by_seed["2"]) for by_seed in ill.read_lines(tmp_path / "ill.csv").values()} == {1}   # of one block
@@ -146,19 +163,22 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="runs.csv"):
         run.read_runs(tmp_path / "runs.csv")
 
-def test_bad_input_is_one_sentence(tmp_path):
+def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
-    (tmp_path / "word.csv").write_text(",".join(run.COLUMNS) + "\n" + "x," * (len(run.COLUMNS) - 1) + "x\n")
+    (tmp_path / "half.csv").write_text(",".join(run.COLUMNS) + "\nstaircase,6 bl")
     (tmp_path / "empty.csv").touch()
     run.append(tmp_path / "empty.csv", dict.fromkeys(run.COLUMNS, ""))
     assert len(run.read_runs(tmp_path / "empty.csv")) == 1   # It has got its first line, too.
-    for name, what in [("notes.txt", "none of ours"), ("binary", "none of ours"), ("word.csv", "could not convert"),
-                       (".", "can't become one"), ("a/b", "can't become one")]:
-        with pytest.raises(SystemExit, match=what):
+    for name in "notes.txt", "binary", "half.csv":
+        with pytest.raises(SystemExit, match="is no file of runs, or has a broken line"):
             run.main(["staircase", "--dry", "--out", str(tmp_path / name)])
-    (tmp_path / "comparisons.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit, match="none of ours"):
+    monkeypatch.setattr(run, "train_and_measure", lambda *args: pytest.fail("too late"))
+    for name in ".", "a/b":
+        with pytest.raises(OSError, match=f"{tmp_path}"):   # flags.start makes a sentence of it.
+            run.main(["staircase", "--out", str(tmp_path / name)])
+    (tmp_path / "comparisons.csv").write_text("a,b,measure\n1,2,stpes\n")
+    with pytest.raises(SystemExit, match="stpes is no measure; choose from steps, bits, skipped"):
         summarize.read_comparisons(tmp_path / "comparisons.csv")
     with pytest.raises(SystemExit, match="--nope: unknown flag"):
         summarize.main(["--nope"])
