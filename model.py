@@ -1457,7 +1457,8 @@ class EarlyExit(Decider):
             notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=model.device)
         elif runner.place % 2 == 1 and notes.inside.any():
             probability = model.head(runner.stream).softmax(-1).amax(-1)   # (B, T)
-            notes.inside = notes.inside & (probability < self.confidence)
+            # Who has exited stays out: its stream, and so its probability, no longer changes.
+            notes.inside = probability < self.confidence
             runner.decider_flops += 2 * model.lm_head.weight.numel()
         return notes.inside
 

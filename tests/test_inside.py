@@ -167,6 +167,9 @@ def test_patch(text):
     full = model(idx)[0]
     def patched(block, columns):
         return model(idx, runner=inside.PatchingRunner(model, block, columns))[0]
+    walks = zip(model.walk(idx), model.walk(idx, runner=inside.PatchingRunner(model, 2, slice(None))))
+    other = [place for (place, _, x), (_, _, y) in walks if not torch.equal(x[0], y[0])]
+    assert other == [*range(4, 2 * L + 1)]   # from the end of block 2 on
     torch.testing.assert_close(patched(L, slice(6, None))[:, 6:], full.roll(1, 0)[:, 6:])
     torch.testing.assert_close(patched(L, slice(0, 6))[:, 6:], full[:, 6:])
     torch.testing.assert_close(patched(1, slice(None)), full.roll(1, 0))
