@@ -9,7 +9,9 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
 # What follows it is about beginning, resuming, and settings of earlier runs. New here: some tokens
-# may skip some sublayers. A decider says which ones, and a Runner notes it (both in model.py).
+# may skip some sublayers, and some residuals know by how much a sublayer will change a token, its
+# gain. A decider says who skips what. A Runner notes it, and the loss and the gains of a walk
+# through the depth (both in model.py).
 #
 # `processes` (processes.py): this process's rank and device, the count of all, and what they agree
 # on. `say` prints in the first one. `refuse` ends the program with a sentence (flags.py).
@@ -146,8 +148,8 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
             runner = Runner(model, decider)
             share = len(xi) / len(x)
-            _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
-            nats += loss.item() * share
+            model(xi.to(model.device), yi.to(model.device), runner=runner)
+            nats += runner.cross_entropy.item() * share
             skipped += runner.skipped() * share
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
@@ -186,19 +188,19 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
-def share_done(config, step, flops):
-    """How much of the run is over: 0 to 1, or, with --max_flops, a little more"""
+def progress_of(config, step, flops):
+    """How much of the run is done: 0 to 1, or, with --max_flops, a little more"""
     return flops / config.max_flops if config.max_flops else step / config.max_iters
 
 def lr_factor(config, progress):
     """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
-    (wsd). progress: the share of the run that is done"""
+    (wsd). progress: see progress_of"""
     progress = min(1.0, progress)
     if progress < config.warmup:
         return progress / config.warmup
     if config.schedule == "cosine":
-        done = (progress - config.warmup) / max(1e-9, 1 - config.warmup)
-        fallen = 0.5 - 0.5 * math.cos(math.pi * done)   # from 0 to 1
+        after_warmup = (progress - config.warmup) / max(1e-9, 1 - config.warmup)
+        fallen = 0.5 - 0.5 * math.cos(math.pi * after_warmup)   # from 0 to 1
     else:
         fallen = max(0.0, (progress - 0.8) / 0.2)   # from 0 to 1, in the last fifth
     return 1 - (1 - config.min_lr) * fallen
@@ -221,8 +223,9 @@ def equalize(grads, norms):
 
 def forward_and_backward(model, call_model, config, data, step, processes):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> means over these parts: loss, skip_rate, flops per token and, if somebody has
-    asked for gains, mean_gain. call_model: see compile_and_wrap"""
+    the parameters -> means over these parts: loss, skip_rate, flops (of the forward pass, per
+    token) and, if a decider or --gain_cost has asked for gains, mean_gain. call_model: see
+    compile_and_wrap"""
     found = []
     n_parts = config.grad_accum * processes.count
     for micro in range(config.grad_accum):
@@ -239,38 +242,33 @@ def forward_and_backward(model, call_model, config, data, step, processes):
         (loss / config.grad_accum).backward()
         # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
         # --deep_supervision, it is a mean over the blocks.)
-        means = dict(loss=runner.cross_entropy.detach(), skip_rate=runner.skipped(),
-                     flops=flops_per_token(model, runner=runner))
+        values = dict(loss=runner.cross_entropy.detach(), skip_rate=runner.skipped(),
+                      flops=flops_per_token(model, runner=runner))
         gain = runner.mean_gain()
         if gain is not None:
-            means["mean_gain"] = gain.detach()
-        found.append(means)
-    return {name: sum(means[name] for means in found) / len(found) for name in found[0]}
+            values["mean_gain"] = gain.detach()
+        found.append(values)
+    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
 
 def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
 
     model_config, config: the settings of the model and of its training; data: see open_data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    ckpt, model = begin_or_resume(model_config, config, data, folder.out)   # A new run: {}, model.
-    call_model = compile_and_wrap(model, config, processes)
-    optimizers = make_optimizers(model, config)
-    if config.resume:
-        restore_optimizers(model, optimizers, ckpt["optimizers"])
-    step, flops = ckpt.get("step", 0), ckpt.get("flops", 0.0)
-    del ckpt   # It holds all weights and moments a second time.
+    model, call_model, optimizers, step, flops = set_up(model_config, config, data, folder.out,
+                                                        processes)
     tokens_per_step = config.batch_size * model_config.block_size
     end = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {end} of "
         f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
-    folder.begin(step)   # From here on, the run's files are written.
+    folder.begin(step)   # From here on, files are written, and a run that is replaced is gone.
     clock, clock_step = time.perf_counter(), step
 
     while True:
         # If any process has got a signal, all of them stop at this step. (0: none has.)
         signal = processes.highest(signals[0] if signals else 0)
-        ends = bool(signal) or share_done(config, step, flops) >= 1
+        ends = bool(signal) or progress_of(config, step, flops) >= 1
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if ends or step % config.eval_interval == 0:
@@ -282,7 +280,7 @@ def train(model_config, config, data, folder, processes, signals):
                 folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
                     f"{skipped:.1%} skipped")
-            # That is all: batches, coins and rates follow from the settings, step and FLOPs.
+            # This is all that a run needs to go on. Batches, coins and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
                              data=data.fingerprint))
@@ -297,11 +295,12 @@ def train(model_config, config, data, folder, processes, signals):
             equalize(grads, block_norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
-        # --- From gradients to weights. A step has the rate at its end, because that at the
-        # beginning of a warmup is 0. The backward pass costs as much as two forward passes.
+        # --- From gradients to weights. A step has the rate at its end: that at the beginning of a
+        # warmup is 0.
         step += 1
-        flops += 3 * tokens_per_step * processes.mean(means["flops"])
-        factor = lr_factor(config, share_done(config, step, flops))
+        forward_flops = tokens_per_step * processes.mean(means.pop("flops"))
+        flops += 3 * forward_flops   # The backward pass costs as much as two forward passes.
+        factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -322,14 +321,8 @@ def train(model_config, config, data, folder, processes, signals):
             say_report(step, report)
 
     processes.wait()   # Nobody leaves while another one is still writing.
-    out = shlex.quote(str(folder.out))
-    if signal:
-        say(f"stopped at iteration {step}, all is saved; go on with: "
-            f"python train.py --out {out} --resume")
-        return 128 + signal
-    say(f"done: {out} holds the run; validation loss {val_loss:.4f}\n"
-        f"next: python sample.py {out}   or: python analyze.py {out}")
-    return 0
+    say_end(step, shlex.quote(str(folder.out)), signal)
+    return 128 + signal if signal else 0
 
 def refuse_if_not_finite(step, folder, model, number=0.0):
     """SystemExit if a weight, or a number, is not finite any more: such weights are never saved."""
@@ -339,12 +332,31 @@ def refuse_if_not_finite(step, folder, model, number=0.0):
                f"--resume and a lower --lr")
 
 def say_report(step, report):
-    gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
+    about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
     say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
-        f"{report['grad_norm']:.2f} | {gain}{report['skip_rate']:.1%} skipped | "
+        f"{report['grad_norm']:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
         f"{report['tok_s']:,.0f} tokens/s")
 
+def say_end(step, out, signal):
+    if signal:
+        say(f"stopped at iteration {step}, all is saved; go on with: "
+            f"python train.py --out {out} --resume")
+    else:
+        say(f"done: {out} holds the run\n"
+            f"next: python sample.py {out}   or: python analyze.py {out}")
+
 # ---------------------------------------------------------------------------- beginning, resuming
+
+def set_up(model_config, config, data, out, processes):
+    """-> model; what training calls, see compile_and_wrap; optimizers; and how far the run is: its
+    steps and FLOPs"""
+    ckpt, model = begin_or_resume(model_config, config, data, out)
+    call_model = compile_and_wrap(model, config, processes)
+    optimizers = make_optimizers(model, config)
+    if not ckpt:
+        return model, call_model, optimizers, 0, 0.0
+    restore_optimizers(model, optimizers, ckpt["optimizers"])
+    return model, call_model, optimizers, ckpt["step"], ckpt["flops"]
 
 # Settings that may differ from those of the run in --init_from: they change no weights. (A router
 # has weights of its own. So it can't be added to a model, or taken from it.)

@@ -121,7 +121,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     assert runs.read_metrics(run)[50]["tok_s"] > 0
     assert {*content(run)} == {"config.json", "metrics.jsonl", "ckpt.pt", "lock"}
     said = capsys.readouterr().out.splitlines()
-    assert "sample.py" in said[-1] and f"validation loss {last['val_loss']:.4f}" in said[-2]
+    assert "sample.py" in said[-1] and f"validation loss {last['val_loss']:.4f}" in said[-3]
     config = json.loads((run / "config.json").read_text())
     assert config["tokenizer"] == "bytes" and config["vocab_size"] == 320   # a multiple of 64
     assert not {"resume", "overwrite", "config"} & config.keys()
