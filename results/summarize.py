@@ -129,6 +129,11 @@ def table(title, columns, rows):
     rows = [columns, ["---"] * len(columns), *rows]
     return [f"## {title}", "", *("| " + " | ".join(map(str, row)) + " |" for row in rows), ""]
 
+def families_table():
+    with open(HERE / "families.csv", newline="", encoding="utf-8") as f:
+        columns, *rows = csv.reader(f)
+    return table("Families of comparisons", columns, rows)
+
 def comparisons_table(found):
     rows = []
     for each in found:
@@ -297,7 +302,7 @@ def main(argv=None):
     found = compare(decide, comparisons)
     measured = ill.read_lines(HERE / "ill.csv")
     tables = ["# Tables, made by summarize.py", "", *comparisons_table(found), *ill_table(measured),
-              *variants_table(decide), *sweeps_table(chooses_rates)]
+              *variants_table(decide), *sweeps_table(chooses_rates), *families_table()]
     (HERE / "tables.md").write_text("\n".join(tables))
     draw_all(decide, found, measured)
     say("results/tables.md and the figures are written")
