@@ -107,15 +107,13 @@ def in_batches(x, y):
     size = math.gcd(len(x), 8)
     return list(zip(x.split(size), y.split(size)))
 
-def every_fourth(batches, first):
-    """Every fourth window, from all over the text, in batches of their own"""
-    x, y = (torch.cat(part) for part in zip(*batches))
-    return in_batches(x[first::4], y[first::4])
-
 def mean_loss(model, batches, decider=None):
     """Nats per token. decider: says who runs what, in place of the model's own"""
-    losses = [model(*batch, runner=Runner(model, decider))[1].item() for batch in batches]
-    return sum(losses) / len(losses)
+    total = 0.0
+    for idx, targets in batches:
+        _, loss = model(idx, targets, runner=Runner(model, decider))
+        total += loss.item()
+    return total / len(batches)
 
 def angles(x, y):
     """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
@@ -131,8 +129,11 @@ class Run:
         self.puzzle = puzzle           # its table, cells and most steps; None: it's another text
         self.text = text               # --text
         self.skip_below = skip_below   # --skip_below
-        x, y = windows
-        self.batches = in_batches(x.to(model.device), y.to(model.device))
+        x, y = (part.to(model.device) for part in windows)
+        self.batches = in_batches(x, y)
+        # Quarters of the windows, from all over the text: for what is slow, and to choose by
+        self.quarter = in_batches(x[::4], y[::4])
+        self.other_quarter = in_batches(x[2::4], y[2::4])
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
         # Nats per token, and bits per byte of text
         self.loss, self.bits, _ = evaluate(model, x, y, token_bytes, 8)
@@ -148,32 +149,28 @@ class Run:
         logits, _ = self.model(idx, runner=runner)
         return logits, who_ran(runner)
 
-    def streams(self, idx, runner=None):
+    def streams(self, idx, decider=None):
         """The stream before each sublayer and at the end, as vectors: (2L + 1, B, T, C)"""
         streams = []
-        for _, before, after in self.model.walk(idx, runner=runner):
+        # A walk yields the stream before and after each sublayer. It may be several tensors:
+        # as_tensor makes one of them.
+        for _, before, after in self.model.walk(idx, runner=Runner(self.model, decider)):
             streams.append(self.model.ends.as_tensor(before))
         streams.append(self.model.ends.as_tensor(after))
         return torch.stack(streams)
 
-    def degrees(self, idx, runner=None):
+    def degrees(self, idx, decider=None):
         """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
-        x = self.streams(idx, runner)
+        x = self.streams(idx, decider)
         return angles(x[1:], x[:-1]).rad2deg()
 
-    # --- On a quarter of the windows, for what is slow
-
     @functools.cached_property
-    def some(self):
-        return every_fourth(self.batches, first=0)
-
-    @functools.cached_property
-    def loss_of_some(self):
-        return mean_loss(self.model, self.some)
+    def loss_of_quarter(self):
+        return mean_loss(self.model, self.quarter)
 
     def change_with(self, decider):
-        """By how much the loss changes if this decider says who runs what"""
-        return mean_loss(self.model, self.some, decider) - self.loss_of_some
+        """By how much the loss of a quarter changes if this decider says who runs what"""
+        return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
 
     # --- On the steps text
 
@@ -406,13 +403,16 @@ def skip_point(run, decider):
         right, ran = right_by_steps(run, decider)
         value = steps_learned(right, run.guess)
     else:
-        ran = run.mean(lambda idx: run.forward(idx, decider)[1].float().mean((1, 2)), run.some)
+        ran = run.mean(lambda idx: run.forward(idx, decider)[1].float().mean((1, 2)), run.quarter)
         value = run.loss + run.change_with(decider)
     return [1 - ran.mean().item(), value], ran
 
-def flip(ran, runner):
-    """Who runs the next sublayer, by coins: ran (2L,) says which share of the tokens"""
-    return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
+def coins(ran):
+    """-> a decider that tosses a coin for each token. ran (2L,): the share that is to run each
+    sublayer"""
+    def decide(runner):
+        return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
+    return ByFunction(decide)
 
 BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains
 
@@ -422,28 +422,25 @@ def skip_curve(run):
     level skips for nothing. Two controls skip as much: coins, and a fixed set of sublayers, which
     is as near as whole sublayers can be.
 
-    Fixed set: for all tokens, the sublayers of lowest mean gain; left out where it would be empty.
+    Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, but by random ones. As trained: a
     model that skipped in training, as it did there. It was trained for none of the others. Steps
     learned as in their own figure."""
-    def mean_gains(idx):
-        runner = Runner(run.model, by_gain(run, 0))   # All run, and all gains are asked for.
-        run.model(idx, runner=runner)
-        return torch.stack([gain.abs().mean() for gain in runner.gains])
+    deciders = [by_gain(run, below) for below in BELOW]
     # The fixed set is chosen by other windows than those on which it is measured.
-    gains = run.mean(mean_gains, every_fourth(run.batches, first=2))
-    weakest_first = (gains.argsort() + 1).tolist()   # places of sublayers
+    turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
+    weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
     lines = {"by gain": [], "a fixed set": [], "coins": []}
     def add(name, decider):
         point, ran = skip_point(run, decider)
         lines.setdefault(name, []).append(point)
         return point[0], ran
-    for below in BELOW:
-        skipped, ran = add("by gain", by_gain(run, below))
+    for decider in deciders:
+        skipped, ran = add("by gain", decider)
         weakest = weakest_first[:round(skipped * len(ran))]
         if weakest:
             add("a fixed set", Without(weakest, ALL_RUN))
-        add("coins", ByFunction(functools.partial(flip, ran)))
+        add("coins", coins(ran))
     if run.model.config.mod != "all":
         add("as trained", run.model.decider)
     return {"steps learned" if run.puzzle else "loss (nats per token)": lines}
@@ -473,11 +470,15 @@ def depth_map(run):
     tokens = encoding.encode_ordinary(run.text[:10_000] or A_TEXT)
     tokens = tokens[:run.model.config.block_size]
     try:
-        runner = Runner(run.model, skipping(run))
+        decider = skipping(run)
     except NotHere:
-        runner = Runner(run.model, ALL_RUN)
-    degrees = run.degrees(torch.tensor([tokens], device=run.model.device), runner)[:, 0]
-    degrees[~who_ran(runner)[:, 0]] = math.nan
+        decider = ALL_RUN
+    idx = torch.tensor([tokens], device=run.model.device)
+    torch.manual_seed(0)   # --mod coins: both walks have the same ones.
+    degrees = run.degrees(idx, decider)[:, 0]
+    torch.manual_seed(0)
+    _, ran = run.forward(idx, decider)
+    degrees[~ran[:, 0]] = math.nan
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
     parts = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
     return dict(tokens=parts, degrees=degrees)
@@ -620,31 +621,39 @@ def save(out, runs, results, missing):
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
-    page, figures = {}, {}
+    figures, entries = {}, {}
     for name, found in results.items():
-        statistic = STATS[name]
-        page[name] = dict(title=statistic.title, caption=statistic.caption,
-                          definition=statistic.definition, results=found, missing=missing[name])
-        if statistic.says:
-            page[name]["verdicts"] = {run_name: statistic.says(result, runs[run_name])
-                                      for run_name, result in found.items()}
-        if statistic.draw and found:
-            try:
-                png, inches = draw.as_png(statistic, found, colors)
-            except Exception as error:   # It may be a statistic of your own.
-                refuse(f"{name}: draw={statistic.draw!r} can't draw what it returned ({error!r}); "
-                       "the top of analyze.py, and draw.py, say what to return")
+        entries[name] = entry_of(STATS[name], found, runs) | dict(missing=missing[name])
+        if STATS[name].draw and found:
+            png, inches = drawn(STATS[name], found, colors)
             figures[f"{name}.png"] = png
-            page[name]["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
-            page[name]["width"] = 80 * inches   # in pixels of the page
+            image = "data:image/png;base64," + base64.b64encode(png).decode()
+            entries[name] |= dict(image=image, width=80 * inches)   # in pixels of the page
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # Without a <, no text ends a script.
-    report = json.dumps(dict(runs=about, statistics=page)).replace("<", "\\u003c")
+    report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
     numbers = json.dumps(dict(runs=about, statistics=results, missing=missing), indent=1)
     files = {"index.html": template.replace("REPORT", report).encode(),
              "numbers.json": numbers.encode()} | figures
     for name, content in files.items():
         write_file(out / name, lambda file: file.write(content))
+
+def entry_of(statistic, found, runs):
+    """What the page gets of a statistic. found: {run: what was found}"""
+    entry = dict(title=statistic.title, caption=statistic.caption, definition=statistic.definition,
+                 results=found)
+    if statistic.says:
+        entry["verdicts"] = {name: statistic.says(result, runs[name])
+                             for name, result in found.items()}
+    return entry
+
+def drawn(statistic, found, colors):
+    import draw
+    try:
+        return draw.as_png(statistic, found, colors)
+    except Exception as error:   # It may be a statistic of your own.
+        refuse(f"{statistic.title}: draw={statistic.draw!r} can't draw what it returned "
+               f"({error!r}); the top of analyze.py, and draw.py, say what to return")
 
 if __name__ == "__main__":
     start(main)

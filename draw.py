@@ -59,11 +59,12 @@ def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=Fals
         if log:   # like a logarithm, but it goes through 0
             axes.set_yscale("asinh", linear_width=0.01)
             axes.yaxis.set_major_formatter(
-                lambda value, _: "" if 0 < abs(value) < 0.01 else f"{value:g}")
+                lambda value, _: "" if 0 < abs(value) < 0.01 else f"{value:g}")   # These overlap.
     # What the legend shows: a thick line for each run, and a grey one for each kind of line
-    entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in found}
+    panel = grid[0]
+    entries = {run: panel.plot([], [], color=colors[run], lw=3)[0] for run in found}
     if len(names) > 1:
-        entries |= {name: axes.plot([], [], styles[name], color="0.3", ms=4)[0] for name in names}
+        entries |= {name: panel.plot([], [], styles[name], color="0.3", ms=4)[0] for name in names}
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=3, frameon=False)
     return figure
 
@@ -96,7 +97,7 @@ def draw_heat(found, colors, x="", y="", first_x=1, first_y=1, label="", cmap="v
         extent = first_x - 0.5, first_x + columns - 0.5, first_y - 0.5, first_y + rows - 0.5
         image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto", cmap=cmap,
                             interpolation="nearest", norm=PowerNorm(power, 0, largest))
-        axes.set(xlabel=x, ylabel=y, facecolor="0.85")
+        axes.set(xlabel=x, ylabel=y, facecolor="0.85")   # Where there is no number, it is grey.
         axes.set_title(f"{run}: {title}" if title else run, color=colors[run])
         axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
         if columns <= 16:

@@ -95,7 +95,7 @@ class GPTConfig:
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    repeat: str = flag("", "2:3 runs block 2 three times; 2-3:2 runs blocks 2 and 3 twice")
+    repeat: str = flag("", "2:3 runs the second block three times; 2-3:2: that and the third twice")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
@@ -233,7 +233,8 @@ class PreNorm(nn.Module):
 
     def constrain(self, module):
         """After the weights are drawn, and after each step of a training: may change the weights of
-        module. That is its attention or MLP; for `ends` it is the embedding, and then the head."""
+        module. It is called with the sublayer's module; of `ends` twice: with the embedding, and
+        with the head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -281,8 +282,7 @@ class SublayerFunction:
 #
 # PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the
 # updates that are added to it at first. The first logits have a standard deviation of about 0.8, so
-# the first loss is 0.3 above ln(V). (With --tie a token's own logit is large, because its row of
-# the head is its own embedding. So the first loss is higher.)
+# the first loss is 0.3 above ln(V).
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -328,7 +328,8 @@ def constrain_weights(model):
 
 def tie_weights(model):
     """One matrix for both embedding and head: that of the head, with its small numbers. So the
-    embedding is multiplied by a number, and starts as long as if it were not tied."""
+    embedding is multiplied by a number, and starts as long as if it were not tied. (A token's own
+    logit is large, because its row of the head is its own embedding. So the first loss is high.)"""
     model.wte.weight = model.lm_head.weight
     embedding_std, head_std = first_stds(model.config)
     model.embedding_scale = embedding_std / head_std
@@ -349,7 +350,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # of the blocks, by their numbers, 0 .. L - 1
         self.decider = make_decider(config)   # says who skips (part 3)
-        self.run_sublayer = run_sublayer      # compile_blocks puts a compiled one here (part 3).
+        self.run_sublayer = run_sublayer      # compile_blocks puts a compiled one here (part 4).
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         self.embedding_scale = 1.0
         init_weights(self)
@@ -365,7 +366,7 @@ class GPT(nn.Module):
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
-            # This is residual(stream, f), unless tokens skip (--mod) or pay (--gain_cost): part 3.
+            # This is residual(stream, f), unless tokens skip (--mod): part 3.
             stream = runner.run(place, stream, residual, f)
             yield place, before, stream
 
@@ -376,7 +377,7 @@ class GPT(nn.Module):
         if length > self.config.block_size:
             raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.begin(idx.shape[1])
+            cache.length = length
         rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -394,11 +395,15 @@ class GPT(nn.Module):
         for _, _, stream in self.walk(idx, cache, runner):
             pass   # At the end, it is the last stream.
         logits = self.head(stream)
-        return logits, None if targets is None else runner.loss(logits, targets)
+        loss = None
+        if targets is not None:
+            loss = runner.loss(logits, targets)
+        return logits, loss
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
-        x, weight = self.ends.finish(stream), self.ends.head_weight(self.lm_head.weight)
+        x = self.ends.finish(stream)
+        weight = self.ends.head_weight(self.lm_head.weight)
         with products_in(self.dtype, x):
             return F.linear(x, weight).to(x.dtype)
 
@@ -434,7 +439,7 @@ class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.past = self.length = 0   # The newest tokens are past .. length - 1.
+        self.length = 0   # how many tokens there are, with those whose walk goes on
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
@@ -442,21 +447,17 @@ class KVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=model.device)
         self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
 
-    def begin(self, n):
-        """At the beginning of each walk: n new tokens are coming."""
-        self.past = self.length
-        self.length += n
-
     def append(self, i, k, v, there=True):
         """Stores the k, v (B, T, n_head, head_size) that the i-th attention (i = 0, 1, ..) has made
-        of the new tokens. there: which tokens have a key; True, or bools (B, T) if some skip
+        of the T newest tokens. there: which of them have a key; True, or bools (B, T) if some skip
 
         -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
-        newest = slice(self.past, self.length)
+        T = k.shape[1]
+        newest = slice(self.length - T, self.length)
         self.keys[i, :, newest] = k
         self.values[i, :, newest] = v
         self.there[i, :, newest] = there
-        seen = causal(self.length - self.past, self.length, k.device)
+        seen = causal(T, self.length, k.device)
         k = self.keys[i, :, :self.length]
         v = self.values[i, :, :self.length]
         return k, v, seen & self.there[i, :, None, :self.length]

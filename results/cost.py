@@ -16,7 +16,6 @@ if it is ahead of both controls, which skip as much:
                   skipped, so it is a mix: some texts run the smaller set, the others the larger
     coins         each sublayer is skipped by as many tokens as by gain, but by random ones
 """
-import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -29,9 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import prepare
 import run
-from analyze import ALL_RUN, by_steps, flip, in_batches, mean_loss, right_by_steps
+from analyze import ALL_RUN, by_steps, coins, in_batches, mean_loss, right_by_steps
 from flags import flag, parse, start
-from model import ByFunction, ByGain, Without
+from model import ByGain, Without
 
 BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured
@@ -90,8 +89,8 @@ def measure(folder, row):
     for below in CONTROLLED:
         right = fixed_set(inspected, sets, skipped[below])
         yield line(f"a fixed set for {below}", skipped[below], right)
-        coins = ByFunction(functools.partial(flip, found[below][1]))
-        yield line(f"coins for {below}", skipped[below], right_by_steps(inspected, coins)[0])
+        right, _ = right_by_steps(inspected, coins(found[below][1]))
+        yield line(f"coins for {below}", skipped[below], right)
         for asked, share in zip(ASKED, skipped_by_steps(inspected, ByGain(model.config, below))):
             yield dict(variant=f"{row['variant']}, below {below}, {asked}", skipped=f"{share:.3f}")
 

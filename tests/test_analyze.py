@@ -91,17 +91,18 @@ def test_depth_map():
 
 @torch.no_grad()
 def test_what_skipping_costs(monkeypatch):
-    """The fixed set is of the lowest gains in other windows. Here these are said to rise with depth."""
+    """The fixed set is of those that turn least in other windows. Here angles are said to rise with depth."""
     run, asked, seen = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1))), [], []
     def mean(measure, windows=None):
         asked.append(measure)
-        return analyze.Run.mean(run, measure, windows) if windows is run.some else torch.arange(2.0 * L)
+        return analyze.Run.mean(run, measure, windows) if windows is run.quarter else torch.arange(2.0 * L)
     run.mean, skip_point = mean, analyze.skip_point
     monkeypatch.setattr(analyze, "skip_point", lambda *args: seen.append(skip_point(*args)) or seen[-1])
     lines, = analyze.skip_curve(run).values()
-    idx = analyze.every_fourth(run.batches, 2)[0][0]
-    gains = [run.model.residuals()[place - 1].gain(x).abs().mean() for place, x, _ in run.model.walk(idx)]
-    assert asked[0](idx).tolist() == pytest.approx(torch.stack(gains).tolist())
+    idx = run.other_quarter[0][0]
+    gains = [run.model.residuals()[place - 1].gain(x) for place, x, _ in run.model.walk(idx)]
+    turned = [gain.abs().atan().rad2deg().mean().item() for gain in gains]
+    assert asked[0](idx).tolist() == pytest.approx(turned, rel=1e-3)
     assert lines["by gain"][0] == pytest.approx([0, run.loss])
     skipped = [x for x, _ in lines["by gain"]]
     assert skipped == sorted(skipped) and skipped[-1] > 0.5
@@ -140,7 +141,7 @@ def test_windows_are_from_all_over_the_text():
     """Of 128 windows, window n has the tokens 2 n and 2 n + 1."""
     x = 2 * torch.arange(128)[:, None] + ids(128, 12, V=2)
     run = run_of(windows=(x, x))
-    parts = [torch.cat([idx for idx, _ in part]) for part in (run.some, analyze.every_fourth(run.batches, 2))]
+    parts = [torch.cat([idx for idx, _ in part]) for part in (run.quarter, run.other_quarter)]
     for numbers in ((part[:, 0] // 2).tolist() for part in parts):
         assert numbers == [*range(numbers[0], 128, 4)]
     assert not {*parts[0][:, 0].tolist()} & {*parts[1][:, 0].tolist()}
@@ -225,7 +226,7 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[""][0]}
     for draw, returned in (("lines", lambda x: x), ("lines", lambda x: {"a": x}), ("lines", lambda x: {"a": {"b": 3}}),
                            ("lines", lambda x: {}), ("heat", lambda x: None), ("heat", lambda x: {"a": {"b": x}})):
-        with pytest.raises(SystemExit, match=f"^mine: draw='{draw}' can't draw [^\n]* say what to return$"):
+        with pytest.raises(SystemExit, match=f"^My own: draw='{draw}' can't draw [^\n]* say what to return$"):
             measure(draw, returned)
 
 def test_a_page_of_others_stays(made, tmp_path):
