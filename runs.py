@@ -75,7 +75,7 @@ def read_settings_file(path):
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        return of_this_edition(json.loads(path.read_text(encoding="utf-8")))
+        return of_this_edition(dict(json.loads(path.read_text(encoding="utf-8"))))
 
 def of_this_edition(settings):
     """The same settings. ValueError if they are of the third edition, which had other ones"""

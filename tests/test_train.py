@@ -321,6 +321,7 @@ def test_configs():
 @pytest.mark.parametrize("text, words", [
     ('{"n_layers": 6}', "--n_layers: unknown flag, did you mean --n_layer?"),
     ('{"lr": "1e-3"}', "--lr '1e-3': must be a number"), ("{", "mine.json: can't be read"),
+    ("[1]", "mine.json: can't be read"),
     ('{"lr": true}', "--lr True: must be a number"),
     ('{"batch_size": 2.5}', "--batch_size 2.5: must be a whole number"),
     ('{"compile": "no"}', "--compile 'no': must be true or false"),
