@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 
 import prepare
+from documents import text_or_file
 from flags import flag, parse, printable, refuse, say, start
 from inside import KNOWN, WINDOWS, Inside, NotHere, ends_of_blocks, patch
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
@@ -565,7 +566,7 @@ def main(argv=None):
 def open_runs(args):
     """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
     device = pick_device(args.device)
-    text = prepare.text_or_file(args.text)
+    text = text_or_file(args.text)
     names = [Path(path).resolve().name for path in args.runs]
     runs = {}
     for path, name in zip(args.runs, names):

@@ -10,17 +10,22 @@ from pathlib import Path
 
 from flags import refuse, say
 
-def read_text(path):
+def text_of(path):
     """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
-    stays, line ends too. SystemExit if it is no text, or empty."""
+    stays, line ends too. None if it is no text, or empty"""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
-        refuse(f"{path}: is not UTF-8 text; convert it, as by iconv -f ENCODING -t UTF-8")
-    if "\0" in text:   # UTF-16 has them, and so has what is no text at all.
-        refuse(f"{path}: is not UTF-8 text, but holds NUL bytes; convert it, or name another")
-    if not text:
-        refuse(f"{path}: is empty; name another")
+        return None
+    # UTF-16 has NUL bytes, and so has what is no text at all.
+    return text if text and "\0" not in text else None
+
+def read_text(path):
+    """The same. SystemExit if there is none"""
+    text = text_of(path)
+    if text is None:
+        refuse(f"{path}: is empty, or not UTF-8 text; convert it, as by iconv -f ENCODING -t "
+               f"UTF-8, or name another")
     return text
 
 def text_or_file(value):
@@ -85,11 +90,9 @@ def own_text(config):
     seen = {os.path.realpath(config.out)}   # Our own output is no input.
     for path in map(Path, config.input):
         for file in files_in(path, seen):
-            try:
-                text = read_text(file)
-            except SystemExit:
-                if file == path:   # It was named. In a folder there may be pictures, too.
-                    raise
+            # A file that is named must be text. In a folder there may be pictures, too.
+            text = read_text(file) if file == path else text_of(file)
+            if text is None:
                 passed_over.append(file)
                 continue
             documents += json_lines(file, text, config.jsonl) if config.jsonl else [text]

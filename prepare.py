@@ -1,14 +1,14 @@
 """
 Text to tokens: makes a data set, and reads it. A data set is a folder of shards, files of tokens.
 
-    python prepare.py steps                    # lines whose depth is known; seconds, no network
+    python prepare.py steps                    # a puzzle of many steps; seconds, no network
     python prepare.py stdlib                   # the source of Python's own library; no network
     python prepare.py shakespeare              # tiny-shakespeare, 1 MB
     python prepare.py fineweb --shards 10      # GPT-2 tokens of web text, 100M (200 MB) per shard
     python prepare.py text --input PATH...     # your own files and folders; they must fit in memory
 
 Your own files have to be UTF-8 text. Each is a document; or with --jsonl FIELD each of its lines, a
-JSON object with that field. One in 20 documents is for validation. A long one is cut for both.
+JSON object with that field. One in 20 documents is for validation; of a long one, the last 5 %.
 """
 # The order of this file is the way of a text: documents, tokens, shards, the folder of a data set,
 # and windows, which a model trains on. Last comes the command.
@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
         remedy = "on Windows, use WSL"
     raise SystemExit(f"This Python has no {error.name}; {remedy}")
 
-from documents import cut, own_text, read_text, text_or_file   # the last one is for other scripts
+from documents import cut, own_text, read_text
 from flags import flag, parse, refuse, say, start
 from steps import make_puzzle, steps_text
 
@@ -211,8 +211,8 @@ def write_data_set(out, meta, train, val):
         (unfinished / "meta.json").write_text(json.dumps(meta))
         write_shard(unfinished / "train_000000.bin", train_tokens)
         write_shard(unfinished / "val_000000.bin", val_tokens)
-        # The validation shard goes first and comes last. Without it a data set is refused, so half
-        # an old one and half a new one are never taken for a whole.
+        # open_split refuses a folder without a validation shard. So the old one is deleted first,
+        # and the new one comes last: half of each is never taken for a whole.
         (out / "val_000000.bin").unlink(missing_ok=True)
         for name in "meta.json", "train_000000.bin", "val_000000.bin":
             os.replace(unfinished / name, out / name)
@@ -231,7 +231,7 @@ def fineweb(out, meta, n_shards):
                 read_shard(unfinished / name)   # SystemExit if the download is cut short
                 os.replace(unfinished / name, out / name)
         (out / "meta.json").write_text(json.dumps(meta))
-    say("NOT CHECKED: the sha256 of these shards, as none is known. Their lengths are right.")
+    say("Their lengths are right. No sha256 of these shards is known, so it was not checked.")
 
 # ----------------------------------------------------------------------------------------- windows
 
@@ -256,8 +256,9 @@ def open_split(data, split, T=0):
 def read_windows(shards, starts, T):
     """Windows of T + 1 tokens -> x, y (n, T) int64. y is x, one token later.
 
-    starts: their places, counted through all shards. No window reaches into the next shard."""
-    first = np.cumsum([0] + [len(shard) - T for shard in shards])   # where each shard begins
+    starts: numbers of windows. A shard has len - T of them, and they are numbered through all
+    shards. No window reaches into the next shard."""
+    first = np.cumsum([0] + [len(shard) - T for shard in shards])   # of each shard
     which = np.searchsorted(first, starts, side="right") - 1
     rows = [shards[i][start - first[i]:start - first[i] + T + 1] for i, start in zip(which, starts)]
     rows = torch.from_numpy(np.stack(rows).astype(np.int64))

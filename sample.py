@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 
 import prepare
+from documents import text_or_file
 from flags import flag, parse, printable, refuse, start
 from inside import WINDOWS, Inside, NotHere
 from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
@@ -63,7 +64,7 @@ class SampleConfig:
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
-    config.prompt = prepare.text_or_file(config.prompt)
+    config.prompt = text_or_file(config.prompt)
     device = pick_device(config.device)
     model, settings = open_run(config.run, device)
     if not all(p.isfinite().all() for p in model.parameters()):
