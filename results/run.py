@@ -42,50 +42,17 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 GATES = "--gate_lr 3e-3"                   # good for NAG's gains, and for queries
 PAPERS = "--optimizer adamw --init gpt2"   # the papers' regime
 OURS = "--optimizer muon"
-NAG_ON_STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd "
-                "--optimizer muon --eval_interval 500 --residual nag")
-NAG_ON_TEXT = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
-               f"--residual nag --n_layer 12 --max_iters 420 {GATES}")
 
 def deep(residual, regime):
     return ("--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 400 "
             f"--residual {residual} --n_layer 24 --max_iters 400 {regime}")
 
-def cliff(residual, n_layer, regime):
-    return ("--data data/stdlib --device cpu --n_embd 64 --eval_interval 300 "
-            f"--residual {residual} --n_layer {n_layer} --max_iters 300 {regime}")
-
 PLANS = {   # experiment -> its variants. comparisons.csv says what is compared.
-    # Does a cost for turning make skipping free and knowing? All have the FLOPs of 1,500 iterations
-    # of NAG with six blocks. Then cost.py.
-    "cost": [Plan("plain NAG, 5 blocks",
-                  f"{NAG_ON_STEPS} --n_layer 5 --max_flops 6.26629e12 {GATES}", [2e-2],
-                  range(7, 12))],
-    # Is PreNorm diluted here? Text, 24 blocks. Then ill.py.
+    # Is PreNorm diluted here? Text, 24 blocks. Then ill.py. (Three other variants have run.)
     "ill": [
-        Plan("AdamW: NAG", deep("nag", f"{GATES} {PAPERS}"), [2e-3, 6e-3], [1]),
-        Plan("AdamW: PreNorm", deep("pre", PAPERS), [2e-3], [2, 3, 4]),
-        Plan("AdamW: NAG", deep("nag", f"{GATES} {PAPERS}"), [2e-3], [2, 3, 4]),
         Plan("AdamW: Block Attention Residuals", deep("attnres:group=6", f"{GATES} {PAPERS}"),
              [2e-3], [2, 3, 4]),
-        Plan("Muon: PreNorm", deep("pre", OURS), [2e-2], [2, 3, 4]),
         Plan("Muon: NAG", deep("nag", f"{GATES} {OURS}"), [2e-2], [2, 3, 4])],
-    # Does the convex gate fail at depth? Text, 300 iterations. It fails at a depth if, in all three
-    # seeds, it ends no more than 0.05 nats (0.072 bits per byte) below 4.427 bits, what the tokens'
-    # frequencies alone reach. It trains if, in all three, it is further below.
-    "cliff": [
-        Plan("cliff: convex, 24 blocks", cliff("convex", 24, PAPERS), [5e-4, 2e-3, 6e-3], [1]),
-        Plan("cliff: convex, 24 blocks", cliff("convex", 24, PAPERS), [5e-4], [2, 3, 4]),
-        Plan("cliff: convex, bias -3, 24 blocks", cliff("convex:bias=-3", 24, PAPERS), [2e-3],
-             [2, 3, 4]),
-        Plan("cliff: review, 24 blocks", cliff("review", 24, PAPERS), [2e-3], [2, 3, 4]),
-        Plan("cliff: convex, 6 blocks", cliff("convex", 6, PAPERS), [2e-3], [2, 3, 4]),
-        Plan("cliff: review, 6 blocks", cliff("review", 6, PAPERS), [2e-3], [2, 3, 4]),
-        Plan("cliff: Muon, convex, 24 blocks", cliff("convex", 24, OURS), [2e-2], [2, 3, 4])],
-    # NAG on text once more: at lower rates, with PreNorm's FLOPs
-    "answer": [
-        Plan("FLOPs: NAG, rate 0.02", NAG_ON_TEXT, [2e-2], range(7, 15)),
-        Plan("FLOPs: NAG, rate 0.04", NAG_ON_TEXT, [4e-2], range(7, 15))],
 }
 
 def all_runs():
