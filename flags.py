@@ -215,7 +215,7 @@ def refuse_unknown(given, known):
             hint = f", did you mean {near[0]}?" if near else ""
             refuse_command_line(f"--{name}: unknown flag{hint}")
 
-# ---------------------------------------------------------------------------- options: key=value,...
+# ---------------------------------------------------------------------- options: key=value,...
 
 def option_defaults(function):
     """The keyword arguments of a function or class, with their defaults: these are its options."""

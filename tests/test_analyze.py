@@ -155,7 +155,18 @@ def test_what_the_page_says():
             ("patched", {"where the line stands": {"its own answer": [0.2, 0.5]}}, "It doesn't know these answers"),
             ("who_skips", {"sublayers that run for a digit": {"as it skips": [1.5, 3.0, 6]}},
              "Copies run 1.5 sublayers, and one step 3.0."),
-            ("turning", {"length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}}, "is 2.5 times as long")):
+            ("turning", {"length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}}, "is 2.5 times as long"),
+            ("lines_inside", {"asked": 2, "examples": [{"blocks": [None, dict(steps=0), dict(steps=2)]}]},
+             "Of two steps, a probe reads none, 0, 2, after block 0, 1"),
+            ("removal_by_steps", {"": [[1.0, 0.9, 0.1], [1.0, 0.8, 0.1], [1.0, 0.2, 0.9]]},
+             "Without block 2, 20% of the digits after one step are right."),
+            ("gain_by_steps", {"": [[30.0, 31, 90], [2.0, 9, 1]]}, "Sublayer 2 turns digits after one step by 7 degrees"),
+            ("skip_curve", {"steps learned": {"by gain": [[x / 10, 6 - x] for x in range(6)],
+                                              "coins": [[x / 10, 2 - x / 10] for x in range(6)]}},
+             "Below 0.1 (6 degrees), 30% of the sublayer runs are skipped. Steps learned: 3.00; with coins 1.70; if all "
+             "run 6.00."),
+            ("logit_lens", {"loss (nats per token)": {"after each block": [5.0, 1.2, 1.05, 1.0]}}, "After block 2, "),
+            ("removal", {"without the block": {"block": [0.1, 2.5, 0.3]}}, "Block 2 is worth most, 2.50 nats.")):
         assert words in analyze.STATS[name].says(result, run)
 
 @pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
