@@ -137,7 +137,7 @@ class Run:
         self.other_quarter = in_batches(x[2::4], y[2::4])
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
         # Nats per token, and bits per byte of text
-        self.loss, self.bits, _ = evaluate(model, x, y, token_bytes, 8)
+        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, 8)
 
     def mean(self, measure, batches=None):
         """The mean over batches of measure(idx), a tensor"""

@@ -76,7 +76,8 @@ def sentence_about(error):
     if isinstance(error, OSError):
         return str(error)
     if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
-        return "out of memory; make the model, the batch, the context or the text smaller"
+        return ("out of memory; make the model, the batch (or, with --grad_accum, its parts), the "
+                "context or the text smaller")
     if "c++ compiler" in text or "c compiler" in text:   # what torch says, and what triton says
         return "torch can't compile here; install a C compiler, or add --no-compile"
     if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and others

@@ -32,6 +32,7 @@ import analyze
 import prepare
 from flags import flag, parse, refuse, say, start
 from model import num_params
+from processes import pick_device
 from runs import open_run, read_checkpoint, read_metrics
 
 # -------------------------------------------------------------------------------------- the plans
@@ -88,10 +89,11 @@ def train(run):
     if done.returncode:
         refuse(f"{shlex.join(words)}: ended with {done.returncode}: {done.stderr.strip()[-300:]}")
 
-def inspect(folder):
-    """Run folder -> what the statistics of analyze.py take, with 512 validation windows"""
+def inspect(folder, n_windows=512):
+    """Run folder -> what the statistics of analyze.py take, with so many validation windows"""
     model, config = open_run(folder)
-    windows = prepare.windows_of(config["data"], "val", config["block_size"], 512)
+    model.to(pick_device(config["device"]))
+    windows = prepare.windows_of(config["data"], "val", config["block_size"], n_windows)
     puzzle = prepare.load_meta(config["data"]).get("steps")   # None: it is another text.
     return analyze.Run(model, config, windows, puzzle)
 
