@@ -270,7 +270,8 @@ def windows_of(data, split, T, n):
     starts = np.linspace(0, sum(len(shard) - T for shard in shards) - 1, n).astype(int)
     x, y = read_windows(shards, starts, T)
     if (largest := max(x.max(), y.max())) >= vocab_size:
-        refuse(f"--data {data}: token {largest} is not below {vocab_size}; correct its meta.json")
+        refuse(f"--data {data}: has token {largest}, beyond its tokenizer's {vocab_size}; prepare "
+               f"it anew, or correct its meta.json")
     return x, y
 
 # ------------------------------------------------------------------------------------- the command

@@ -129,6 +129,14 @@ def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
         model.load_state_dict(ckpt["model"])
     return ckpt, model
 
+def refuse_if_it_can_not_go_on(path, ckpt, fingerprint):
+    missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
+    if missing:
+        refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
+               f"--init_from begins a new one with its weights")
+    if ckpt["data"] != fingerprint:
+        refuse(f"{path}: is of other data than --data has now; put that back, or start a new run")
+
 def open_run(run, device="cpu"):
     """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
     one sentence, whatever is wrong inside"""
@@ -162,11 +170,11 @@ class RunFolder:
     is_first: of several processes, only the first one locks and writes. SystemExit if another run
     holds the lock, if the files there are not ours, or if they are a run that is neither resumed
     nor overwritten"""
-    def __init__(self, out, settings, before=None, overwrite=False, is_first=True):
-        self.out, self.settings, self.before = Path(out), settings, before
+    def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
+        self.out, self.settings, self.resume = Path(out), settings, resume
         self.is_first, self.lock_file = is_first, None
         if is_first:
-            if before is None:
+            if not resume:
                 self.refuse_if_taken(overwrite)
             self.take_lock()
 
@@ -197,8 +205,9 @@ class RunFolder:
 
     def note_changes(self, step):
         """Says what this start has changed, and adds it to config.json."""
+        before = read_settings(self.out)
         changes = {name: value for name, value in self.settings.items()
-                   if value != self.before.get(name, value)}
+                   if value != before.get(name)}
         if changes:
             settings = read_settings_file(self.out)
             settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
@@ -211,7 +220,7 @@ class RunFolder:
         one here. step: 0, or that of the checkpoint"""
         if not self.is_first:
             return
-        if self.before is None:
+        if not self.resume:
             for name in "ckpt.pt", "metrics.jsonl":
                 (self.out / name).unlink(missing_ok=True)
             write_json(self.out / "config.json", self.settings)

@@ -7,11 +7,10 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
-# Read this as nanoGPT's train.py: settings, data, evaluation, optimizers, then the loop, `train`.
-# What follows it is about beginning, resuming, and settings of earlier runs. New here: some tokens
-# may skip some sublayers, and some residuals know by how much a sublayer will change a token, its
-# gain. A decider says who skips what. A Runner notes it, and the loss and the gains of a walk
-# through the depth (both in model.py).
+# Read this as nanoGPT's train.py: settings, data, evaluation, learning rate, model and optimizers,
+# and the loop, `train`. New here: tokens may skip sublayers. A decider says who skips what. Some
+# residuals know how much a sublayer will change a token before it runs: that is its gain. A Runner
+# records one forward pass: who skipped, the loss and the gains. Both classes are in model.py.
 #
 # `processes` (processes.py): this process's rank and device, the count of all, and what they agree
 # on. `say` prints in the first one. `refuse` ends the program with a sentence (flags.py).
@@ -20,7 +19,6 @@ import contextlib
 import math
 import re
 import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,14 +31,14 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import (environment, flag, make_configs, option_defaults, read_command_line, refuse, say,
-                   start)
-from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
-                   constrain_weights, flops_per_token, num_params)
+from flags import environment, flag, make_configs, read_command_line, refuse, say, start
+from model import (GPT, GPTConfig, Runner, checkpoint_blocks, compile_blocks, constrain_weights,
+                   flops_per_token, num_params)
 from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
-from runs import (RunFolder, data_of, optimizer_state, read_checkpoint, read_settings,
-                  read_settings_file, restore_optimizers)
+from runs import (RunFolder, optimizer_state, read_checkpoint, refuse_if_it_can_not_go_on,
+                  restore_optimizers)
+from settings import FREE, gather_settings, of_the_run, refuse_other_tokens, residual_list
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -85,24 +83,31 @@ class TrainConfig:
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
-        """Every reason why this config can't be run, a sentence each"""
+        """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
         n_processes = environment("WORLD_SIZE", 1)
         n_parts = self.grad_accum * n_processes
-        rules = [
-            (not self.max_iters and not self.max_flops,
-             "--max_iters 0: this would train nothing; give some, or --max_flops"),
-            (self.resume and self.overwrite,
-             "--resume and --overwrite: contradict each other; give one"),
-            (0 < self.min_lr < 1e-3,   # So small, it is surely meant as a rate.
-             f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"),
-            (self.batch_size % n_parts,
-             f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes = "
-             f"{n_parts}")]
-        return [sentence for wrong, sentence in rules if wrong]
+        if not self.max_iters and not self.max_flops:
+            yield "--max_iters 0: this would train nothing; give some, or --max_flops"
+        if self.resume and self.overwrite:
+            yield "--resume and --overwrite: contradict each other; give one"
+        if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
+            yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
+        if self.batch_size % n_parts:
+            yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes "
+                   f"= {n_parts}")
+
+def read_configs(argv=None):
+    """The command line -> model_config, config. What is not typed, an earlier run may say."""
+    classes = GPTConfig, TrainConfig
+    typed = read_command_line(classes, argv, __doc__, epilog=residual_list())
+    if "vocab_size" in typed:
+        refuse("--vocab_size: the data say it; leave it out")
+    defaults = asdict(GPTConfig()) | asdict(TrainConfig())
+    return make_configs(classes, gather_settings(typed, defaults))
 
 # --------------------------------------------------------------------------------------------- data
 
-def open_data(config, model_config, processes):
+def open_data(config, block_size, processes):
     """-> what a run reads: shards of training tokens, and val, windows (x, y) for validation"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
@@ -110,26 +115,24 @@ def open_data(config, model_config, processes):
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first process may still be writing the data.
     meta = prepare.load_meta(folder)
-    data = SimpleNamespace(
-        folder=folder, meta=meta,
-        shards=prepare.open_split(folder, "train", model_config.block_size),
-        val=prepare.windows_of(folder, "val", model_config.block_size, config.eval_windows),
+    # This reads windows all over the training text, only to refuse tokens of another tokenizer.
+    prepare.windows_of(folder, "train", block_size, config.eval_windows)
+    return SimpleNamespace(
+        meta=meta,
+        shards=prepare.open_split(folder, "train", block_size),
+        val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
         token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
         # --resume refuses if meta.json, or a shard's name or size, has changed.
         fingerprint=prepare.fingerprint(folder, meta))
-    get_batch(data, model_config, config.batch_size, step=0)   # refuses now what can't be read
-    return data
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
     part only, so there is no random state to save: any number of processes, and a run that is
-    resumed, see the same batches. data: see open_data"""
+    resumed, see the same batches. data: see open_data; device: its name"""
     T = model_config.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
     x, y = prepare.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
-    if max(x.max(), y.max()) >= data.meta["vocab_size"]:
-        refuse(f"--data {data.folder}: has a token beyond its tokenizer's; prepare it anew")
     if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
         x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
     return x, y
@@ -138,13 +141,13 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
-    """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that were
-    skipped. token_bytes (V,): how many bytes each token stands for. decider: says who skips, in
-    place of model.decider"""
+    """x, y (n, T) -> nats per token; bits per byte of text; of all sublayer runs (each token runs
+    each sublayer once) the share that was skipped. token_bytes (V,): how many bytes each token
+    stands for; decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     with torch_as_it_was(model.device):
-        torch.manual_seed(0)   # Coins, if --mod draws some, are the same each time.
+        torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
             runner = Runner(model, decider)
             share = len(xi) / len(x)
@@ -152,41 +155,10 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
             nats += runner.cross_entropy.item() * share
             skipped += runner.skipped() * share
     model.train(was_training)
-    n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
-    bytes_per_token = n_bytes / y.numel()
+    bytes_per_token = token_bytes[y].sum().item() / y.numel()
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
-# -------------------------------------------------------------------------- optimizers and schedule
-
-def make_optimizers(model, config):
-    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
-    blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
-    own_lr, have the learning rate gate_lr."""
-    gate_set = {p for residual in model.residuals() for name, p in residual.named_parameters()
-                if name in residual.own_lr}
-    in_blocks = {*model.blocks.parameters()}
-    gates, vectors, matrices, for_muon = [], [], [], []
-    for p in model.parameters():
-        if p in gate_set:
-            gates.append(p)
-        elif p.dim() < 2:
-            vectors.append(p)
-        elif config.optimizer == "muon" and p in in_blocks and p.dim() == 2:
-            for_muon.append(p)
-        else:
-            matrices.append(p)
-    betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
-    # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
-    groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
-              dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
-              dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
-    if config.optimizer == "sgd":
-        return [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]   # It ignores betas.
-    optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
-    if for_muon:
-        groups = [dict(params=for_muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
-        optimizers.append(Muon(groups, config.lr))
-    return optimizers
+# ----------------------------------------------------------------------- learning rate, gradients
 
 def progress_of(config, step, flops):
     """How much of the run is done: 0 to 1, or, with --max_flops, a little more"""
@@ -219,59 +191,134 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(wanted / norm.clamp_min(1e-30))
 
+# ---------------------------------------------------------------------------- model and optimizers
+
+def begin_or_resume(model_config, config, data, out):
+    """-> the checkpoint to go on from, or None if this is a new run; and the model"""
+    if config.resume:
+        ckpt, model = read_checkpoint(out / "ckpt.pt", model_config)
+        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, data.fingerprint)
+        return ckpt, model
+    if config.init_from:
+        refuse_other_tokens(config.init_from, config.data, data.meta["tokenizer"])
+        path = Path(config.init_from) / "ckpt.pt"
+        _, model = read_checkpoint(path, model_config, may_differ=FREE)
+        return None, model
+    return None, GPT(model_config)
+
+def make_ready(model, config, processes):
+    """Brings the model to its device, sets the type of its products, and compiles it, if need be ->
+    what training calls: the model itself, or, for several processes, its DDP wrapper"""
+    model.to(processes.device)
+    if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere, 2020
+        # The model computes its products in this type, as autocast would. Weights stay float32.
+        model.dtype = torch.bfloat16
+    if config.compile:
+        compile_blocks(model)
+    if config.checkpoint_blocks:
+        checkpoint_blocks(model)
+    if processes.count == 1:
+        return model
+    # It may be that no token of this process runs some sublayer.
+    return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
+
+def make_optimizers(model, config):
+    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
+    blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
+    own_lr, have the learning rate gate_lr."""
+    named_in_own_lr = set()
+    for residual in model.residuals():
+        for name, p in residual.named_parameters():
+            if name in residual.own_lr:
+                named_in_own_lr.add(p)
+    in_blocks = set(model.blocks.parameters())
+    gates, vectors, matrices, for_muon = [], [], [], []
+    for p in model.parameters():
+        if p in named_in_own_lr:
+            gates.append(p)
+        elif p.dim() < 2:
+            vectors.append(p)
+        elif config.optimizer == "muon" and p in in_blocks and p.dim() == 2:
+            for_muon.append(p)
+        else:
+            matrices.append(p)
+    betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
+    # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
+    groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
+              dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
+              dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
+    if config.optimizer == "sgd":   # It has one momentum for all, and no use for betas.
+        return [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
+    optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
+    if for_muon:
+        groups = [dict(params=for_muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
+        optimizers.append(Muon(groups, config.lr))
+    return optimizers
+
 # ----------------------------------------------------------------------------------------- the loop
 
-def forward_and_backward(model, call_model, config, data, step, processes):
+def seed_draws(seed, step, part):
+    """What deciders draw depends on seed, step and part only, as a batch does."""
+    state = np.random.SeedSequence((seed, step, part)).generate_state(1)
+    torch.manual_seed(int(state[0]))
+
+def record(runner):
+    """What is reported of a forward pass. The loss is the cross entropy, without what --mod or
+    --gain_cost adds to it. (With --deep_supervision, it is a mean over the blocks.)"""
+    found = dict(loss=runner.cross_entropy.detach(), skip_rate=runner.skipped())
+    gain = runner.mean_gain()
+    if gain is not None:   # A decider or --gain_cost has asked for it.
+        found["mean_gain"] = gain.detach()
+    return found
+
+def forward_and_backward(model, wrapped, config, data, step, processes):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> means over these parts: loss, skip_rate, flops (of the forward pass, per
-    token) and, if a decider or --gain_cost has asked for gains, mean_gain. call_model: see
-    compile_and_wrap"""
-    found = []
+    the parameters -> means over these parts: of what `record` finds, and of the forward pass's
+    FLOPs per token. wrapped: see make_ready"""
+    records, flops = [], 0.0
     n_parts = config.grad_accum * processes.count
-    for micro in range(config.grad_accum):
-        part = micro * processes.count + processes.rank
+    for i in range(config.grad_accum):
+        part = i * processes.count + processes.rank
         x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
                          processes.device)
-        # What LayerDrop and coins draw depends on seed, step and part only, as the batch does.
-        seed = np.random.SeedSequence((model.config.seed, step, part)).generate_state(1)
-        torch.manual_seed(int(seed[0]))
+        seed_draws(model.config.seed, step, part)
         if processes.count > 1:   # They exchange gradients once a step, in the last part.
-            call_model.require_backward_grad_sync = micro == config.grad_accum - 1
+            wrapped.require_backward_grad_sync = i == config.grad_accum - 1
         runner = Runner(model)
-        _, loss = call_model(x, y, runner=runner)
+        _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
-        # Reported is the cross entropy, without what --mod or --gain_cost adds to it. (With
-        # --deep_supervision, it is a mean over the blocks.)
-        values = dict(loss=runner.cross_entropy.detach(), skip_rate=runner.skipped(),
-                      flops=flops_per_token(model, runner=runner))
-        gain = runner.mean_gain()
-        if gain is not None:
-            values["mean_gain"] = gain.detach()
-        found.append(values)
-    return {name: sum(each[name] for each in found) / len(found) for name in found[0]}
+        records.append(record(runner))
+        flops += flops_per_token(model, runner=runner)
+    means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
+    return means, flops / len(records)
 
 def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
 
     model_config, config: the settings of the model and of its training; data: see open_data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    model, call_model, optimizers, step, flops = set_up(model_config, config, data, folder.out,
-                                                        processes)
+    ckpt, model = begin_or_resume(model_config, config, data, folder.out)
+    wrapped = make_ready(model, config, processes)
+    optimizers = make_optimizers(model, config)
+    step, flops = 0, 0.0
+    if ckpt:
+        restore_optimizers(model, optimizers, ckpt["optimizers"])
+        step, flops = ckpt["step"], ckpt["flops"]
     tokens_per_step = config.batch_size * model_config.block_size
-    end = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
+    goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {end} of "
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
-    folder.begin(step)   # From here on, files are written, and a run that is replaced is gone.
+    folder.begin(step)   # Until here, files were only read. Now a run that is replaced is deleted.
     clock, clock_step = time.perf_counter(), step
 
     while True:
         # If any process has got a signal, all of them stop at this step. (0: none has.)
         signal = processes.highest(signals[0] if signals else 0)
-        ends = bool(signal) or progress_of(config, step, flops) >= 1
+        is_last = bool(signal) or progress_of(config, step, flops) >= 1
 
         # --- Evaluate and save. Each process evaluates all windows, because it is short.
-        if ends or step % config.eval_interval == 0:
+        if is_last or step % config.eval_interval == 0:
             refuse_if_not_finite(step, folder, model)
             if not signal:
                 part_size = config.batch_size // (config.grad_accum * processes.count)
@@ -280,16 +327,16 @@ def train(model_config, config, data, folder, processes, signals):
                 folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped)
                 say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
                     f"{skipped:.1%} skipped")
-            # This is all that a run needs to go on. Batches, coins and rates follow from it.
+            # This is all that a run needs to go on. Batches, draws and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
                              data=data.fingerprint))
             clock, clock_step = time.perf_counter(), step
-        if ends:
+        if is_last:
             break
 
         # --- From a batch to gradients
-        means = forward_and_backward(model, call_model, config, data, step, processes)
+        means, forward_flops = forward_and_backward(model, wrapped, config, data, step, processes)
         grads, block_norms = block_gradients(model)
         if config.equalize_grads:
             equalize(grads, block_norms)
@@ -298,8 +345,8 @@ def train(model_config, config, data, folder, processes, signals):
         # --- From gradients to weights. A step has the rate at its end: that at the beginning of a
         # warmup is 0.
         step += 1
-        forward_flops = tokens_per_step * processes.mean(means.pop("flops"))
-        flops += 3 * forward_flops   # The backward pass costs as much as two forward passes.
+        # The backward pass costs as much as two forward passes.
+        flops += 3 * (tokens_per_step * processes.mean(forward_flops))
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -321,8 +368,14 @@ def train(model_config, config, data, folder, processes, signals):
             say_report(step, report)
 
     processes.wait()   # Nobody leaves while another one is still writing.
-    say_end(step, shlex.quote(str(folder.out)), signal)
-    return 128 + signal if signal else 0
+    out = shlex.quote(str(folder.out))
+    if signal:
+        say(f"stopped at iteration {step}, all is saved; go on with: "
+            f"python train.py --out {out} --resume")
+        return 128 + signal
+    say(f"done: {out} holds the run\n"
+        f"next: python sample.py {out}   or: python analyze.py {out}")
+    return 0
 
 def refuse_if_not_finite(step, folder, model, number=0.0):
     """SystemExit if a weight, or a number, is not finite any more: such weights are never saved."""
@@ -337,146 +390,7 @@ def say_report(step, report):
         f"{report['grad_norm']:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
         f"{report['tok_s']:,.0f} tokens/s")
 
-def say_end(step, out, signal):
-    if signal:
-        say(f"stopped at iteration {step}, all is saved; go on with: "
-            f"python train.py --out {out} --resume")
-    else:
-        say(f"done: {out} holds the run\n"
-            f"next: python sample.py {out}   or: python analyze.py {out}")
-
-# ---------------------------------------------------------------------------- beginning, resuming
-
-def set_up(model_config, config, data, out, processes):
-    """-> model; what training calls, see compile_and_wrap; optimizers; and how far the run is: its
-    steps and FLOPs"""
-    ckpt, model = begin_or_resume(model_config, config, data, out)
-    call_model = compile_and_wrap(model, config, processes)
-    optimizers = make_optimizers(model, config)
-    if not ckpt:
-        return model, call_model, optimizers, 0, 0.0
-    restore_optimizers(model, optimizers, ckpt["optimizers"])
-    return model, call_model, optimizers, ckpt["step"], ckpt["flops"]
-
-# Settings that may differ from those of the run in --init_from: they change no weights. (A router
-# has weights of its own. So it can't be added to a model, or taken from it.)
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-
-def begin_or_resume(model_config, config, data, out):
-    """-> the checkpoint to go on from, {} if this is a new run, and the model"""
-    if config.resume:
-        ckpt, model = read_checkpoint(out / "ckpt.pt", model_config)
-        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, data)
-        return ckpt, model
-    if config.init_from:
-        tokenizer = read_settings(config.init_from).get("tokenizer")
-        if tokenizer != data.meta["tokenizer"]:
-            refuse(f"--init_from {config.init_from}: its tokens are those of {tokenizer}, and "
-                   f"--data {data.folder} has {data.meta['tokenizer']}; prepare that with "
-                   f"--tokenizer {tokenizer}")
-        path = Path(config.init_from) / "ckpt.pt"
-        _, model = read_checkpoint(path, model_config, may_differ=FREE)
-        return {}, model
-    return {}, GPT(model_config)
-
-def refuse_if_it_can_not_go_on(path, ckpt, data):
-    missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
-    if missing:
-        refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
-               f"--init_from begins a new one with its weights")
-    if ckpt["data"] != data.fingerprint:
-        refuse(f"{path}: is of other data than --data has now; put that back, or start a new run")
-
-def compile_and_wrap(model, config, processes):
-    """Brings the model to its device, and compiles it, if need be -> what training calls: the
-    model, or, for several processes, its DDP wrapper"""
-    model.to(processes.device)
-    if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere, 2020
-        # The model computes its products in this type, as autocast would. Weights stay float32.
-        model.dtype = torch.bfloat16
-    if config.compile:
-        compile_blocks(model)
-    if config.checkpoint_blocks:
-        checkpoint_blocks(model)
-    if processes.count == 1:
-        return model
-    # It may be that no token of this process runs some sublayer.
-    return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
-
-# ------------------------------------------------------------------------ where settings come from
-
-# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
-RATES = dict(muon=TrainConfig.lr, adamw=6e-3, sgd=0.1)
-
-def read_configs(argv=None):
-    """The command line -> model_config, config"""
-    classes = GPTConfig, TrainConfig
-    given = read_command_line(classes, argv, __doc__, epilog=residual_list())
-    return make_configs(classes, earlier_settings(given) | given)
-
-def earlier_settings(given):
-    """-> values for flags that are not typed: those of the run to resume, or of --config or
-    --init_from. given: what is typed, a dict"""
-    values = {}
-    if "vocab_size" in given:   # `main` sets it.
-        refuse("--vocab_size: the data say it; leave it out")
-    if given.get("resume"):
-        values = settings_to_resume(given)
-    elif "config" in given:
-        values = all_flags(read_settings_file(given["config"]))
-        if changes := values.pop("changes", {}):
-            say(f"--config {given['config']}: begins as that run did; it changed later, at "
-                f"iteration: {changes}", file=sys.stderr)
-    source = given.get("init_from") or values.get("init_from")
-    if source and not given.get("resume"):
-        values |= model_of(source, values)
-    optimizer, usual = given.get("optimizer"), values.get("optimizer", TrainConfig.optimizer)
-    if "optimizer" in given and optimizer != usual and "lr" not in given:
-        refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
-               f"{RATES[optimizer]}")
-    return values
-
-def model_of(source, values):
-    """The settings of the model of --init_from. What is FREE stays as --config says it."""
-    saved = read_settings(source)
-    model = {name: saved.get(name, default) for name, default in asdict(GPTConfig()).items()}
-    return model | {name: values[name] for name in FREE if name in values}
-
-def settings_to_resume(given):
-    """The settings of the run in --out. SystemExit if a flag beside --resume can't be changed.
-    (read_checkpoint refuses changed flags of the model.)"""
-    if "out" not in given or "config" in given or "init_from" in given:
-        refuse("--resume: continues the run in --out with its own settings; give --out, and "
-               "neither --config nor --init_from")
-    values = all_flags(read_settings(given["out"]))
-    # Another one would change batches or moments, or make losses that can't be compared.
-    for name in "batch_size", "optimizer", "eval_windows":
-        if given.get(name, values[name]) != values[name]:
-            refuse(f"--{name} {given[name]}: a run can't change it, and this one has "
-                   f"{values[name]}; leave that, or start a new run")
-    if "data" not in given and values["data"] != TrainConfig.data:
-        data_of(given["out"], values)   # refuses, if they aren't here
-    return values
-
-# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
-NOT_SAVED = "out", "config", "resume", "overwrite"
-
-def all_flags(settings):
-    """Settings of a run, or of a file such as configs/gpt2.json -> a value for each flag, a dict"""
-    values = asdict(GPTConfig()) | asdict(TrainConfig()) | settings
-    no_flags = *NOT_SAVED, "tokenizer"
-    return {name: value for name, value in values.items() if name not in no_flags}
-
 # --------------------------------------------------------------------------------------------- main
-
-def residual_list():
-    """For --help: all residuals with their options"""
-    lines = ["residuals, with their options:"]
-    for name in RESIDUALS:
-        defaults = option_defaults(RESIDUALS[name]).items()
-        options = ",".join(f"{key}={default}" for key, default in defaults)
-        lines.append(f"  {name}:{options}".rstrip(":"))
-    return "\n".join(lines)
 
 def default_out(residual):
     """attnres:group=4 -> runs/attnres-group4"""
@@ -492,14 +406,13 @@ def main(argv=None):
     processes = join_processes(config)
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
         pick_threads(model_config, processes.device)
-        data = open_data(config, model_config, processes)
+        data = open_data(config, model_config.block_size, processes)
         # The rows of embedding and head: multiples of 64 are fast.
         model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
-        settings = asdict(model_config) | asdict(config) | dict(tokenizer=data.meta["tokenizer"])
-        settings = {name: value for name, value in settings.items() if name not in NOT_SAVED}
+        settings = of_the_run(asdict(model_config) | asdict(config))
+        settings["tokenizer"] = data.meta["tokenizer"]
         out = config.out or default_out(model_config.residual)
-        before = all_flags(read_settings(out)) if config.resume else None
-        folder = RunFolder(out, settings, before, config.overwrite, processes.rank == 0)
+        folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
 

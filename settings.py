@@ -1,0 +1,100 @@
+"""
+Where the settings of a training come from. For each flag, the first of these that names it counts:
+
+    what is typed
+    --resume              the run in --out, with all that was changed since it began
+    --config runs/pre     how that run began; or a file such as configs/gpt2.json
+    --init_from runs/pre  the model of that run
+    defaults              those of GPTConfig and TrainConfig
+
+(--resume goes with neither --config nor --init_from.) `typed`, `settings` and `defaults` are dicts:
+names of flags, and their values. What can't be ends the program with a sentence: `refuse`.
+"""
+import sys
+from dataclasses import asdict
+
+from flags import option_defaults, refuse, say
+from model import GPTConfig, RESIDUALS
+from runs import data_of, read_settings, read_settings_file
+
+# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+
+# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
+OF_ONE_START = "out", "config", "resume", "overwrite"
+
+# Settings that may differ from those of the run in --init_from: they change no weights.
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+
+def of_the_run(settings):
+    """Those that a run keeps, and that are flags. (Its config.json also says the tokenizer of the
+    data. That is no flag.)"""
+    others = *OF_ONE_START, "tokenizer"
+    return {name: value for name, value in settings.items() if name not in others}
+
+def gather_settings(typed, defaults):
+    """-> a value for each flag"""
+    if typed.get("resume"):
+        return defaults | settings_to_resume(typed, defaults) | typed
+    settings = settings_to_repeat(typed["config"]) if "config" in typed else {}
+    source = typed.get("init_from") or settings.get("init_from")
+    if source:
+        settings |= settings_of_model(source, settings)
+    usual = defaults | settings
+    refuse_rate_of_another_optimizer(typed, usual["optimizer"])
+    return usual | typed
+
+def settings_to_resume(typed, defaults):
+    """The settings of the run in --out. Beside --resume, some flags can't be changed. (train.py
+    refuses those of the model when it reads the checkpoint.)"""
+    if "out" not in typed or "config" in typed or "init_from" in typed:
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    settings = defaults | of_the_run(read_settings(typed["out"]))
+    # Another one would change batches or moments, or make losses that can't be compared.
+    for name in "batch_size", "optimizer", "eval_windows":
+        if name in typed and typed[name] != settings[name]:
+            refuse(f"--{name} {typed[name]}: a run can't change it, and this one has "
+                   f"{settings[name]}; leave that, or start a new run")
+    # If the default data are gone, train.py makes them anew.
+    if "data" not in typed and settings["data"] != defaults["data"]:
+        data_of(typed["out"], settings)   # refuses, if they are gone
+    return settings
+
+def settings_to_repeat(path):
+    """How a run began, or what a file says. If the run was changed later, that is only told."""
+    settings = read_settings_file(path)
+    changes = settings.pop("changes", None)
+    if changes:
+        say(f"--config {path}: begins as that run did; it changed later, at iteration: {changes}",
+            file=sys.stderr)
+    return of_the_run(settings)
+
+def settings_of_model(source, settings):
+    """The settings of the model in the run `source`. What is FREE stays as `settings` say it."""
+    model_settings = asdict(GPTConfig()) | read_settings(source)
+    names = [name for name in asdict(GPTConfig()) if name not in FREE or name not in settings]
+    return {name: model_settings[name] for name in names}
+
+def refuse_rate_of_another_optimizer(typed, usual):
+    """usual: the optimizer that runs if none is typed. Its rate is no good for another one."""
+    optimizer = typed.get("optimizer", usual)
+    if optimizer != usual and "lr" not in typed:
+        refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
+               f"{RATES[optimizer]}")
+
+def refuse_other_tokens(source, data, tokenizer):
+    """source: the run in --init_from; tokenizer: that of the data"""
+    learned = read_settings(source).get("tokenizer")
+    if learned != tokenizer:
+        refuse(f"--init_from {source}: its tokens are those of {learned}, and --data {data} has "
+               f"{tokenizer}; prepare that with --tokenizer {learned}")
+
+def residual_list():
+    """For --help: all residuals with their options"""
+    lines = ["residuals, with their options:"]
+    for name in RESIDUALS:
+        defaults = option_defaults(RESIDUALS[name]).items()
+        options = ",".join(f"{key}={default}" for key, default in defaults)
+        lines.append(f"  {name}:{options}".rstrip(":"))
+    return "\n".join(lines)
