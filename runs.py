@@ -5,11 +5,11 @@ Run folders: how they are written, opened as a model, and gone on with.
                      and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, data (a hash of meta.json and of the shards' sizes)
+                     flops, data (its fingerprint: another one shows that the data have changed)
     lock             held by the process that trains here; the system frees it when that ends
 
-People pass such folders on. So no code in one is run, and through a link no other file is changed.
-What is wrong gets one sentence: `refuse` in flags.py raises SystemExit with it.
+People pass such folders on, so no code in one is run. What is missing, broken or can't be written
+ends the program with one sentence: `refuse` in flags.py raises SystemExit with it.
 """
 import contextlib
 import fcntl
@@ -29,13 +29,13 @@ from model import GPT, GPTConfig
 def write_file(path, write):
     """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
     `path`. So a kill or a full disk leaves the old file; and if that was a link, what it leads to
-    stays as it is. SystemExit, with a sentence, if it can't be written"""
+    stays as it is."""
     path = Path(path)
     unfinished = path.with_name(".unfinished-" + path.name)
     with explain_write_errors(path):
         unfinished.unlink(missing_ok=True)   # of a run that was killed
         try:
-            with open(unfinished, "xb") as f:
+            with open(unfinished, "xb") as f:   # x: it must be new
                 write(f)
                 f.flush()
                 os.fsync(f.fileno())
@@ -59,7 +59,7 @@ def explain_write_errors(path):
 
 @contextlib.contextmanager
 def explain_read_errors(path):
-    """with explain_read_errors(path): what is wrong inside of that file is told in a sentence."""
+    """with explain_read_errors(path): what fails to be read there ends with a sentence."""
     try:
         yield
     except Exception as error:   # There are many ways in which a file can be broken.
@@ -70,36 +70,38 @@ def explain_read_errors(path):
 
 def read_settings_file(path):
     """A run folder's config.json, or a file such as configs/gpt2.json -> the settings there, a
-    dict. If it has `changes`, they are left as they are. SystemExit if it is missing or broken"""
+    dict: those at the beginning of the run, and `changes`, if there were some"""
     path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     if not path.is_file():
         refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
     with explain_read_errors(path):
-        return of_this_edition(dict(json.loads(path.read_text(encoding="utf-8"))))
-
-def of_this_edition(settings):
-    """The same settings. ValueError if they are of the third edition, which had other ones"""
-    if "mod_rate" in settings:
-        raise ValueError("it is of the third edition; git checkout 7cf98d5 reads it")
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("it must be a JSON object")
+    refuse_third_edition(path, settings)
     return settings
 
-def read_settings(path):
-    """The same, as --resume has changed them: without `changes`"""
-    settings = read_settings_file(path)
+def refuse_third_edition(path, settings):
+    if "mod_rate" in settings:
+        refuse(f"{path}: is of the third edition; git checkout 7cf98d5 reads it")
+
+def read_settings(run):
+    """Run folder -> its settings after all changes, a dict"""
+    settings = read_settings_file(run)
     for changed in settings.pop("changes", {}).values():
         settings |= changed
     return settings
 
 def data_of(run, settings):
-    """The data folder of a run, as its settings name it. SystemExit if it isn't there"""
+    """The data folder that the settings of a run name. It must be there."""
     data = settings["data"]
     if not Path(data).is_dir():
         refuse(f"{run}: config.json names {data} as its data, and that isn't here; such a path "
                f"begins in the folder where the training began, so go there")
     return data
 
-def load_checkpoint(path):
-    """-> the checkpoint, a dict, and the config of its model. SystemExit if missing or broken"""
+def read_checkpoint(path):
+    """-> what a ckpt.pt holds, a dict, and the config of its model"""
     if not Path(path).is_file():
         refuse(f"{path}: no checkpoint there; train that run first")
     with explain_read_errors(path):
@@ -107,43 +109,40 @@ def load_checkpoint(path):
             raise ValueError("it is damaged")
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        return ckpt, GPTConfig(**of_this_edition(ckpt["model_config"]))
+        refuse_third_edition(path, ckpt["model_config"])
+        return ckpt, GPTConfig(**ckpt["model_config"])
 
-def read_checkpoint(path, wanted=None, may_differ=("kernels",)):
-    """-> the checkpoint, a dict, and its model. wanted: the config that this model is to have;
-    may_differ: settings that may be others in the checkpoint. SystemExit if any other differs, or
-    if the checkpoint is missing or broken"""
-    ckpt, config = load_checkpoint(path)
-    if wanted is None:   # kernels on: it was trained with Triton, but has to open without it.
-        wanted = replace(config, kernels="auto")
-    differ = [f"{name} {value} there, {getattr(wanted, name)} here"
-              for name, value in asdict(config).items()
-              if value != getattr(wanted, name) and name not in may_differ]
-    if differ:
-        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
-    problems = wanted.problems()   # A residual of your own may be gone, or have other options.
+def make_model(path, ckpt, config):
+    """A model of this config, with the weights of a checkpoint. path: where that comes from"""
+    problems = config.problems()   # A residual of your own may be gone, or have other options.
     if problems:
         refuse(f"{path}: {problems[0]}")
-    model = GPT(wanted)
+    model = GPT(config)
     with explain_read_errors(path):
         model.load_state_dict(ckpt["model"])
-    return ckpt, model
+    return model
 
-def refuse_if_it_can_not_go_on(path, ckpt, fingerprint):
-    missing = {"optimizers", "step", "flops", "data"} - ckpt.keys()
-    if missing:
-        refuse(f"{path}: has no {', '.join(sorted(missing))}, so a training can't go on from it; "
-               f"--init_from begins a new one with its weights")
-    if ckpt["data"] != fingerprint:
-        refuse(f"{path}: is of other data than --data has now; put that back, or start a new run")
+def read_model(path, wanted, may_differ):
+    """-> the checkpoint, a dict, and a model of the config `wanted` with its weights. may_differ:
+    names of those settings that may be others in the checkpoint"""
+    ckpt, saved = read_checkpoint(path)
+    differ = []
+    for name, value in asdict(saved).items():
+        if name not in may_differ and value != getattr(wanted, name):
+            differ.append(f"{name} {value} there, {getattr(wanted, name)} here")
+    if differ:
+        refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
+    return ckpt, make_model(path, ckpt, wanted)
 
 def open_run(run, device="cpu"):
-    """Run folder -> its model in eval mode, and its settings as a dict. Only reads. SystemExit with
-    one sentence, whatever is wrong inside"""
-    _, model = read_checkpoint(Path(run) / "ckpt.pt")
-    return model.to(device).eval(), read_settings(run) | asdict(model.config)
+    """Run folder -> its model in eval mode, and its settings, a dict. Nothing is written."""
+    path = Path(run) / "ckpt.pt"
+    ckpt, config = read_checkpoint(path)
+    config = replace(config, kernels="auto")   # "on" would refuse a machine without Triton.
+    model = make_model(path, ckpt, config)
+    return model.to(device).eval(), read_settings(run) | asdict(config)
 
-def read_lines(run):
+def read_metric_lines(run):
     """metrics.jsonl -> a list of dicts, one a line"""
     path, lines = Path(run) / "metrics.jsonl", []
     if path.is_file():
@@ -155,21 +154,18 @@ def read_lines(run):
 def read_metrics(run):
     """{step: what metrics.jsonl says about it}"""
     metrics = {}
-    for line in read_lines(run):
+    for line in read_metric_lines(run):
         metrics.setdefault(line["step"], {}).update(line)
     return metrics
 
 # ----------------------------------------------------------------------------- writing a run folder
 
 class RunFolder:
-    """The folder that a run writes to. RunFolder(...) takes hold of it, as open() does of a file:
-    it checks that no files would be lost, and locks the folder until close(). begin(step) then
-    writes the first files, and log(...) and save(...) the others, many times.
+    """The folder that a run writes to. RunFolder(...) only checks that no files would be lost, and
+    locks it until close(). begin(step) writes the first files, log(...) and save(...) the others.
 
-    settings: those of this start, a dict; before: those of the run that is resumed, or None;
-    is_first: of several processes, only the first one locks and writes. SystemExit if another run
-    holds the lock, if the files there are not ours, or if they are a run that is neither resumed
-    nor overwritten"""
+    settings: those of this start, a dict; resume: it goes on with the run that is there;
+    overwrite: it replaces that; is_first: of several processes, only the first one writes"""
     def __init__(self, out, settings, resume=False, overwrite=False, is_first=True):
         self.out, self.settings, self.resume = Path(out), settings, resume
         self.is_first, self.lock_file = is_first, None
@@ -182,12 +178,13 @@ class RunFolder:
         ours = "config.json", "ckpt.pt", "metrics.jsonl"
         if not any((self.out / name).exists() for name in ours):   # Other files don't matter.
             return
-        config = self.out / "config.json"   # Other programs have one, too.
-        if not config.is_file() or '"residual"' not in config.read_text(errors="replace"):
+        # Other programs have a config.json, too, but no residuals.
+        config_path = self.out / "config.json"
+        if not config_path.is_file() or '"residual"' not in config_path.read_text(errors="replace"):
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
         # A run that was killed before its first evaluation has nothing to lose.
-        has_begun = (self.out / "ckpt.pt").exists() or read_lines(self.out)
+        has_begun = (self.out / "ckpt.pt").exists() or read_metric_lines(self.out)
         if has_begun and not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
@@ -203,38 +200,39 @@ class RunFolder:
         except OSError:
             pass   # Some file systems have no locks.
 
-    def note_changes(self, step):
-        """Says what this start has changed, and adds it to config.json."""
-        before = read_settings(self.out)
-        changes = {name: value for name, value in self.settings.items()
-                   if value != before.get(name)}
-        if changes:
-            settings = read_settings_file(self.out)
-            settings.setdefault("changes", {}).setdefault(str(step), {}).update(changes)
-            write_json(self.out / "config.json", settings)
-            what = ", ".join(f"{name} {value}" for name, value in changes.items())
-            say(f"from iteration {step} on: {what}")
-
     def begin(self, step):
         """Once, just before the first step, when all checks have passed. A new run deletes the old
         one here. step: 0, or that of the checkpoint"""
         if not self.is_first:
             return
-        if not self.resume:
+        if self.resume:
+            self.note_changes(step)
+        else:
             for name in "ckpt.pt", "metrics.jsonl":
                 (self.out / name).unlink(missing_ok=True)
             write_json(self.out / "config.json", self.settings)
-        else:
-            self.note_changes(step)
         # Lines after the checkpoint go: the run takes those steps again.
-        kept = [line for line in read_lines(self.out) if line["step"] <= step]
+        kept = [line for line in read_metric_lines(self.out) if line["step"] <= step]
         write_text(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+
+    def note_changes(self, step):
+        """Says which settings this start has changed, and adds them to config.json."""
+        before = read_settings(self.out)
+        changed = {name: value for name, value in self.settings.items()
+                   if name not in before or value != before[name]}
+        if changed:
+            settings = read_settings_file(self.out)
+            changes = settings.setdefault("changes", {})
+            changes[str(step)] = changes.get(str(step), {}) | changed   # two starts at one step
+            write_json(self.out / "config.json", settings)
+            what = ", ".join(f"{name} {value}" for name, value in changed.items())
+            say(f"from iteration {step} on: {what}")
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""
         if self.is_first:
             path = self.out / "metrics.jsonl"
-            with explain_write_errors(path), open(path, "a") as f:
+            with explain_write_errors(path), open(path, "a") as f:   # `begin` has made it: no link
                 f.write(json.dumps(values) + "\n")
 
     def save(self, state):
@@ -249,17 +247,18 @@ class RunFolder:
 # -------------------------------------------------------------------------- moments of optimizers
 
 def optimizer_state(model, optimizers):
-    """A list: for each optimizer, {name of a parameter: its moments}"""
+    """A list: for each optimizer, {name of a parameter: its moments}. torch would number parameters
+    by their order, and then a class could not declare them in another order any more."""
     names = {p: name for name, p in model.named_parameters()}
     return [{names[p]: dict(moments) for p, moments in optimizer.state.items()}
             for optimizer in optimizers]
 
 def restore_optimizers(model, optimizers, saved):
-    """Gives optimizers the moments that optimizer_state has saved, whatever they are. Parameters
-    that never had a gradient have none. Rates and decay stay as the flags say."""
+    """Gives optimizers the moments that optimizer_state has saved. Parameters that never had a
+    gradient have none. Rates and decay stay as the flags say."""
     names = {p: name for name, p in model.named_parameters()}
-    for optimizer, moments in zip(optimizers, saved, strict=True):
+    for optimizer, by_name in zip(optimizers, saved, strict=True):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
-        state["state"] = {i: moments[names[p]] for i, p in enumerate(params) if names[p] in moments}
+        state["state"] = {i: by_name[names[p]] for i, p in enumerate(params) if names[p] in by_name}
         optimizer.load_state_dict(state)

@@ -36,8 +36,7 @@ from model import (GPT, GPTConfig, Runner, checkpoint_blocks, compile_blocks, co
                    flops_per_token, num_params)
 from muon import Muon
 from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
-from runs import (RunFolder, optimizer_state, read_checkpoint, refuse_if_it_can_not_go_on,
-                  restore_optimizers)
+from runs import RunFolder, optimizer_state, read_model, restore_optimizers
 from settings import FREE, gather_settings, of_the_run, refuse_other_tokens, residual_list
 from trial import look_for_mistakes
 
@@ -196,13 +195,16 @@ def equalize(grads, norms):
 def begin_or_resume(model_config, config, data, out):
     """-> the checkpoint to go on from, or None if this is a new run; and the model"""
     if config.resume:
-        ckpt, model = read_checkpoint(out / "ckpt.pt", model_config)
-        refuse_if_it_can_not_go_on(out / "ckpt.pt", ckpt, data.fingerprint)
+        path = out / "ckpt.pt"
+        ckpt, model = read_model(path, model_config, may_differ=["kernels"])
+        if ckpt["data"] != data.fingerprint:
+            refuse(f"{path}: is of other data than --data has now; put that back, or start a new "
+                   f"run")
         return ckpt, model
     if config.init_from:
         refuse_other_tokens(config.init_from, config.data, data.meta["tokenizer"])
         path = Path(config.init_from) / "ckpt.pt"
-        _, model = read_checkpoint(path, model_config, may_differ=FREE)
+        _, model = read_model(path, model_config, may_differ=FREE)
         return None, model
     return None, GPT(model_config)
 
