@@ -29,12 +29,13 @@ import torch.nn.functional as F
 
 import prepare
 from documents import text_or_file
-from flags import flag, parse, printable, refuse, say, start
+from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, ends_of_blocks, patch
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
                    sublayers_of, who_ran, why_not)
-from processes import pick_device, pick_threads
+from processes import pick_device, set_threads
 from runs import data_of, explain_write_errors, open_run, write_file
+from sentences import printable, refuse, say, start
 from steps import answers, in_words, lines_that_ask, solve, some_digits, spelled, steps_asked
 from train import evaluate
 
@@ -571,7 +572,7 @@ def open_runs(args):
     runs = {}
     for path, name in zip(args.runs, names):
         model, config = open_run(path, device)
-        pick_threads(model.config, device)
+        set_threads(model.config.n_embd, device)
         data = data_of(path, config)
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(data, "val", config["block_size"], n)

@@ -8,7 +8,7 @@ import json
 import os
 from pathlib import Path
 
-from flags import refuse, say
+from sentences import refuse, say
 
 def text_of(path):
     """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else

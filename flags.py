@@ -1,5 +1,5 @@
 """
-Sentences for the user, and command lines that are made from dataclasses. This file knows no model.
+Command lines that are made from dataclasses. This file knows no model.
 
 A field of a dataclass is a flag. `flag` says its default, its help, and which values are allowed:
 
@@ -11,86 +11,24 @@ A field of a dataclass is a flag. `flag` says its default, its help, and which v
 
     [config] = parse([Config])      # reads --size 7 --kind b
 
-A value may have options of its own, as in --residual hyper:kind=mhc,n=2: see read_options.
+The last part is about options, as in --residual hyper:kind=mhc,n=2: a flag whose value is a name,
+and then values for what has this name.
 """
 import argparse
 import dataclasses
 import difflib
 import inspect
-import os
 import re
 import sys
 from typing import get_args
 
-# ------------------------------------------------------------------------- sentences for the user
-
-def refuse(*sentences):
-    """Ends the program with sentences for the user, a line each. `start` prints them."""
-    raise SystemExit("\n".join(sentences))
-
-def environment(name, default):
-    """A number that torchrun puts into the environment. RANK is 0 in the first process."""
-    return int(os.environ.get(name, default))
-
-def say(text, file=None):
-    """Prints, in the first of several processes."""
-    if environment("RANK", 0) == 0:
-        try:
-            print(text, file=file, flush=True)
-        except OSError:   # stdout is closed or full. That is no reason to end a training.
-            mute_stdout()
-
-def mute_stdout():
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-def printable(text):
-    """No character that could do something to a terminal"""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-def start(main):
-    """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence. A
-    mistake in the code shows its traceback."""
-    if sys.stdout:   # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
-    try:
-        status = main() or 0
-    except KeyboardInterrupt:
-        status = 130   # what shells expect of Ctrl-C
-    except SystemExit as end:
-        status = end.code or 0   # a number, or the sentences of `refuse`
-    except BrokenPipeError:   # A reader of stdout, such as head, has had enough.
-        mute_stdout()
-        status = 0
-    except (OSError, MemoryError, RuntimeError) as error:
-        status = f"{script()}: {sentence_about(error)}"
-    if isinstance(status, str):
-        print(status, file=sys.stderr, flush=True)
-        status = 1
-    if "RANK" in os.environ:   # A tidy exit may abort in a thread of torch, though all is saved.
-        os._exit(status)
-    sys.exit(status)
-
-def sentence_about(error):
-    """What a user can do about an error that is no mistake in the code. All others are raised."""
-    text = f"{type(error).__name__} {error}".lower()
-    if isinstance(error, OSError):
-        return str(error)
-    if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
-        return ("out of memory; make the model, the batch (or, with --grad_accum, its parts), the "
-                "context or the text smaller")
-    if "c++ compiler" in text or "c compiler" in text:   # what torch says, and what triton says
-        return "torch can't compile here; install a C compiler, or add --no-compile"
-    if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and others
-        why = str(error).partition("\n")[0]
-        return (f"another process of this run has ended, or can't be reached ({why}); see what it "
-                f"says, or give torchrun another --master_port")
-    raise error
+from sentences import refuse, script
 
 # ---------------------------------------------------------------------------- fields of a dataclass
 
 def flag(default, help="", low=None, high=None, group=None):
-    """A field of a config. low, high: the range of a number; group: with this flag, --help begins a
-    section of this name"""
+    """A field of a config. low, high: the range of a number, both or neither; group: the title of a
+    section of --help, which begins with this flag"""
     about = dict(help=help, low=low, high=high, group=group)
     return dataclasses.field(default=default, metadata=about)
 
@@ -107,8 +45,8 @@ def field_problems(config):
     return bad
 
 def problem_of(field, value):
-    """Why a field can't have this value, or None if it can. A value from a file of settings may be
-    of any type."""
+    """Why a field can't have this value, or None if it can. The value may be of any type: perhaps
+    it comes from a config.json that somebody has written."""
     choices = get_args(field.type)   # of a Literal; other types have none
     low, high = field.metadata.get("low"), field.metadata.get("high")
     if choices:
@@ -118,25 +56,93 @@ def problem_of(field, value):
         return f"must be {KINDS[field.type]}"
     if low is not None and not low <= value <= high:   # This also finds nan.
         return f"must be from {low:g} to {high:g}"
+    return None
+
+def names_of(classes):
+    return {field.name for each in classes for field in dataclasses.fields(each)}
 
 # ------------------------------------------------------------------------------------ command line
 
 def parse(classes, argv=None, doc=None, positional=()):
-    """Command line -> an instance of each config class. SystemExit, with a sentence for each
-    problem. positional: names of fields that are no flags but words; doc: for --help"""
+    """Command line -> an instance of each config class. What can't be is refused, with a sentence
+    for each problem.
+
+    argv: the words, without it those that are typed; doc: for --help; positional: names of fields
+    that are given without --"""
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> what is typed, a dict; what isn't typed is not in it"""
+    """-> what is typed, a dict; what isn't typed is not in it. epilog: the end of --help. (train.py
+    adds settings of an earlier run to this, before it calls make_configs.)"""
     words = sys.argv[1:] if argv is None else argv
     parser = make_parser(classes, doc, positional, epilog)
     # Misspelt flags come first: argparse would complain of the words that they leave over.
     refuse_unknown(names_among(words), names_of(classes) | {"help"})
     return vars(parser.parse_args(words))
 
+def names_among(words):
+    """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
+    found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
+    return [match[1] for match in found if match]
+
+def refuse_unknown(given, known):
+    """Refuses a name that is given and not known."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            refuse_command_line(f"--{name}: unknown flag{hint}")
+
+def refuse_command_line(message):
+    refuse(f"{script()}: {message}; {script()} --help lists the flags")
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse_command_line(message)
+
+def make_parser(classes, doc, positional, epilog):
+    parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    section = parser
+    for each in classes:
+        for field in dataclasses.fields(each):
+            title = field.metadata.get("group")
+            if title:
+                section = parser.add_argument_group(title)
+            name = field.name if field.name in positional else f"--{field.name}"
+            # SUPPRESS: what is not typed is not among the results.
+            section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
+                                 **how_to_read(field.type))
+    return parser
+
+def help_text(field):
+    text, low = field.metadata.get("help", ""), field.metadata.get("low")
+    if low is not None:
+        text = f"[{low:g}, {field.metadata['high']:g}] {text}"
+    if field.default is not False and field.default not in ("", None):
+        text += f" (default {field.default})"
+    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
+
+def how_to_read(field_type):
+    """What argparse has to know about a flag of this type"""
+    choices = get_args(field_type)
+    if choices:
+        return dict(choices=choices)
+    if field_type is bool:
+        return dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
+    if field_type is list:
+        return dict(nargs="+", action="extend")
+    return dict(type=not_empty if field_type is str else field_type)
+
+def not_empty(word):
+    """`--out "$RUN"` gives an empty word if the shell has no variable RUN."""
+    if not word:
+        raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
+    return word
+
 def make_configs(classes, values):
-    """A dict, of which a part may come from a file -> an instance of each class. SystemExit if that
-    can't be: field_problems says why, or the config's own method `problems`."""
+    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
+    refused: field_problems says why, or the config's own method `problems`."""
     refuse_unknown(values, names_of(classes))
     made, bad = [], []
     for config_class in classes:
@@ -151,72 +157,14 @@ def make_configs(classes, values):
         refuse(*(f"{script()}: {sentence}" for sentence in bad))
     return made
 
-def names_of(classes):
-    return {field.name for each in classes for field in dataclasses.fields(each)}
+# -------------------------------------------------------------------------- options: name:key=value
 
-def script():
-    """The name of the file that is run, such as train.py"""
-    return os.path.basename(sys.argv[0])
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse_command_line(message)
-
-def refuse_command_line(message):
-    refuse(f"{script()}: {message}; {script()} --help lists the flags")
-
-def make_parser(classes, doc, positional, epilog):
-    parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    group = parser
-    for each in classes:
-        for field in dataclasses.fields(each):
-            if title := field.metadata.get("group"):
-                group = parser.add_argument_group(title)
-            name = field.name if field.name in positional else f"--{field.name}"
-            # SUPPRESS: what is not typed is not among the results.
-            group.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
-                               **how_to_read(field.type))
-    return parser
-
-def help_text(field):
-    text, low = field.metadata.get("help", ""), field.metadata.get("low")
-    if low is not None:
-        text = f"[{low:g}, {field.metadata['high']:g}] {text}"
-    if field.default is not False and field.default not in ("", None):
-        text += f" (default {field.default})"
-    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
-
-def how_to_read(kind):
-    """What argparse has to know about a flag of this type"""
-    if choices := get_args(kind):
-        return dict(choices=choices)
-    if kind is bool:
-        return dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
-    if kind is list:
-        return dict(nargs="+", action="extend")
-    return dict(type=not_empty if kind is str else kind)
-
-def not_empty(word):
-    """`--out "$RUN"` gives an empty word if the shell has no variable RUN."""
-    if not word:
-        raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
-    return word
-
-def names_among(words):
-    """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
-    found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
-    return [match[1] for match in found if match]
-
-def refuse_unknown(given, known):
-    """SystemExit if a name that is given is not among the known ones"""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            refuse_command_line(f"--{name}: unknown flag{hint}")
-
-# ---------------------------------------------------------------------- options: key=value,...
+# Of --residual hyper:kind=mhc,n=2, model.py finds the class by the name hyper, and calls
+#
+#     read_options("kind=mhc,n=2", defaults=dict(kind="lite", n=4),
+#                  allowed=dict(kind=("lite", "mhc"), n=(1, 64)))
+#
+# Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. There the defaults are, too.
 
 def option_defaults(function):
     """The keyword arguments of a function or class, with their defaults: these are its options."""
@@ -224,31 +172,37 @@ def option_defaults(function):
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 def read_options(text, defaults, allowed):
-    """"kind=mhc,n=2" -> dict(kind="mhc", n=2). ValueError, with a sentence, if that can't be.
-
-    defaults: option -> its default, whose type the value gets; allowed: option -> its lowest and
-    its highest value, or its choices if these are words"""
+    """See above. A value gets the type of its default. allowed: the choices of a word, or the
+    lowest and the highest number. ValueError, with a sentence, if that can't be"""
     found = {}
-    for option in text.split(",") if text else []:
+    if not text:
+        return found
+    for option in text.split(","):
         key, _, word = option.partition("=")
         if key not in defaults:
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
             raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
-        found[key] = option_value(key, word, defaults[key], allowed.get(key))
+        found[key] = option_value(key, word, defaults[key])
+        if key in allowed:
+            check_option(key, found[key], allowed[key])
     return found
 
-def option_value(key, word, default, limits):
-    """The value that a word stands for. limits: that of `allowed`, or None"""
+TRUTH = {"0": False, "false": False, "1": True, "true": True}
+
+def option_value(key, word, default):
+    """"2" -> 2, if the default is a whole number. ValueError if the word stands for no such value"""
     kind = type(default)
     try:
-        if kind is bool:
-            value = {"0": False, "false": False, "1": True, "true": True}[word.lower()]
-        else:
-            value = kind(word)
+        return TRUTH[word.lower()] if kind is bool else kind(word)
     except (KeyError, ValueError):
         raise ValueError(f"option {key} must be {KINDS[kind]}, such as {default}") from None
-    if limits and kind is str and value not in limits:
-        raise ValueError(f"option {key}={value} must be one of {', '.join(limits)}")
-    if limits and kind is not str and not limits[0] <= value <= limits[1]:
-        raise ValueError(f"option {key}={value} must be from {limits[0]} to {limits[1]}")
-    return value
+
+def check_option(key, value, allowed):
+    """ValueError if the value is not among the choices, or not in the range"""
+    if isinstance(value, str):
+        if value not in allowed:
+            raise ValueError(f"option {key}={value} must be one of {', '.join(allowed)}")
+        return
+    low, high = allowed
+    if not low <= value <= high:
+        raise ValueError(f"option {key}={value} must be from {low} to {high}")

@@ -371,5 +371,5 @@ def main():
         check("cpu", [(7, 123, 5), (16, 256, 40)])
 
 if __name__ == "__main__":
-    from flags import start
+    from sentences import start
     start(main)

@@ -39,7 +39,8 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"This Python has no {error.name}; {remedy}")
 
 from documents import cut, own_text, read_text
-from flags import flag, parse, refuse, say, start
+from flags import flag, parse
+from sentences import refuse, say, start
 from steps import make_puzzle, steps_text
 
 # --------------------------------------------------------------------------------------- documents

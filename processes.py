@@ -8,7 +8,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from flags import environment, refuse
+from sentences import from_torchrun, refuse
 
 # ------------------------------------------------------------------------------ device and threads
 
@@ -18,18 +18,18 @@ def pick_device(name):
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
-def pick_threads(config, device):
+def set_threads(n_embd, device):
     """Small models are faster with one thread of the CPU, much so if other programs are busy.
     OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)"""
-    if "OMP_NUM_THREADS" not in os.environ and device == "cpu" and config.n_embd < 512:
+    if "OMP_NUM_THREADS" not in os.environ and device == "cpu" and n_embd < 512:
         torch.set_num_threads(1)
 
 @contextlib.contextmanager
 def torch_as_it_was(device):
     """After the with-block, torch has the threads and random numbers of before it. (For notebooks,
-    in which other work goes on.)"""
+    in which other work goes on.) device: its name"""
     threads = torch.get_num_threads()
-    gpus = [] if str(device) == "cpu" else [device]
+    gpus = [] if device == "cpu" else [device]
     try:
         with torch.random.fork_rng(gpus):   # It gives the random numbers back.
             yield
@@ -40,18 +40,18 @@ def torch_as_it_was(device):
 
 def join_processes(config):
     """-> Processes. torchrun has started them, and says in the environment which one this is."""
-    rank, count = environment("RANK", 0), environment("WORLD_SIZE", 1)
+    rank, count = from_torchrun("RANK", 0), from_torchrun("WORLD_SIZE", 1)
     device = pick_device(config.device)
     if device == "cuda":
-        device = f"cuda:{environment('LOCAL_RANK', 0)}"
+        device = f"cuda:{from_torchrun('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-    if count > 1:   # gloo carries what is on the CPU, nccl what is on GPUs.
+    if count > 1:   # gloo carries what is on the CPU, as in `highest`; nccl gradients on GPUs.
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     return Processes(device, rank, count)
 
 class Processes:
-    """All processes of this run, and which one this is: its device, its rank (0 is the first), and
-    their count. Each calls the same methods at the same time. One alone has nobody to ask."""
+    """All processes of this run, and which one this is: its device (cpu, cuda:0, ..), its rank (0
+    is the first), and their count. Each calls the same methods at the same time."""
     def __init__(self, device, rank, count):
         self.device, self.rank, self.count = device, rank, count
         self.on_cuda = device != "cpu"
@@ -62,27 +62,27 @@ class Processes:
             dist.barrier()
 
     def highest(self, number):
-        """Each process says a number -> the highest. So they agree that one of them has to stop."""
+        """Each process says a whole number -> the highest"""
         if self.count == 1:
             return number
-        number = torch.tensor(number)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        return number.item()
+        highest = torch.tensor(number)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return highest.item()
 
     def mean(self, number):
         """Each process says a number -> their mean"""
         if self.count == 1:
             return number
-        number = torch.tensor(number, dtype=torch.float64)
-        dist.all_reduce(number)   # their sum
-        return number.item() / self.count
+        total = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item() / self.count
 
 # ----------------------------------------------------------------------------------------- signals
 
 @contextlib.contextmanager
 def noted_signals():
-    """with noted_signals() as signals: Ctrl-C or a kill ends nothing at first. Its number gets into
-    this list, so that the run can save and stop. The second time, it does what it always does."""
+    """with noted_signals() as signals: Ctrl-C or a kill only adds its number to this list, so that
+    the run can save and stop. A second one acts as usual."""
     signals, usual = [], {}
 
     def note(number, frame):

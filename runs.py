@@ -9,7 +9,7 @@ Run folders: how they are written, opened as a model, and gone on with.
     lock             held by the process that trains here; the system frees it when that ends
 
 People pass such folders on, so no code in one is run. What is missing, broken or can't be written
-ends the program with one sentence: `refuse` in flags.py raises SystemExit with it.
+ends the program with one sentence: `refuse` in sentences.py raises SystemExit with it.
 """
 import contextlib
 import fcntl
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from flags import refuse, say
 from model import GPT, GPTConfig
+from sentences import refuse, say
 
 # ------------------------------------------------------------------------------------------- files
 

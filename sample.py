@@ -23,11 +23,12 @@ import torch
 
 import prepare
 from documents import text_or_file
-from flags import flag, parse, printable, refuse, start
+from flags import flag, parse
 from inside import WINDOWS, Inside, NotHere
 from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
-from processes import pick_device, pick_threads
+from processes import pick_device, set_threads
 from runs import data_of, open_run
+from sentences import printable, refuse, start
 from steps import in_words
 
 @dataclass
@@ -70,7 +71,7 @@ def main(argv=None):
     if not all(p.isfinite().all() for p in model.parameters()):
         refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
                f"with a lower --lr")
-    pick_threads(model.config, device)
+    set_threads(model.config.n_embd, device)
     model.decider = pick_decider(model, config)
     if config.inside:
         show_inside(model, data_of(config.run, settings), config.prompt.strip())

@@ -13,9 +13,10 @@ names of flags, and their values. What can't be ends the program with a sentence
 import sys
 from dataclasses import asdict
 
-from flags import option_defaults, refuse, say
+from flags import option_defaults
 from model import GPTConfig, RESIDUALS
 from runs import data_of, read_settings, read_settings_file
+from sentences import refuse, say
 
 # Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)

@@ -13,7 +13,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 # records one forward pass: who skipped, the loss and the gains. Both classes are in model.py.
 #
 # `processes` (processes.py): this process's rank and device, the count of all, and what they agree
-# on. `say` prints in the first one. `refuse` ends the program with a sentence (flags.py).
+# on. `say` prints in the first one. `refuse` ends the program with a sentence (sentences.py).
 
 import contextlib
 import math
@@ -31,12 +31,13 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import environment, flag, make_configs, read_command_line, refuse, say, start
+from flags import flag, make_configs, read_command_line
 from model import (GPT, GPTConfig, Runner, checkpoint_blocks, compile_blocks, constrain_weights,
                    flops_per_token, num_params)
 from muon import Muon
-from processes import join_processes, noted_signals, pick_threads, torch_as_it_was
+from processes import join_processes, noted_signals, set_threads, torch_as_it_was
 from runs import RunFolder, optimizer_state, read_model, restore_optimizers
+from sentences import from_torchrun, refuse, say, start
 from settings import FREE, gather_settings, of_the_run, refuse_other_tokens, residual_list
 from trial import look_for_mistakes
 
@@ -83,7 +84,7 @@ class TrainConfig:
 
     def problems(self):
         """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
-        n_processes = environment("WORLD_SIZE", 1)
+        n_processes = from_torchrun("WORLD_SIZE", 1)
         n_parts = self.grad_accum * n_processes
         if not self.max_iters and not self.max_flops:
             yield "--max_iters 0: this would train nothing; give some, or --max_flops"
@@ -145,7 +146,7 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     stands for; decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
-    with torch_as_it_was(model.device):
+    with torch_as_it_was(str(model.device)):
         torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
             runner = Runner(model, decider)
@@ -407,7 +408,7 @@ def main(argv=None):
         refuse(f"train.py: {error}")
     processes = join_processes(config)
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
-        pick_threads(model_config, processes.device)
+        set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)
         # The rows of embedding and head: multiples of 64 are fast.
         model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64

@@ -30,8 +30,9 @@ sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import prepare
 import run
 from analyze import ALL_RUN, by_steps, coins, in_batches, mean_loss, right_by_steps
-from flags import flag, parse, start
+from flags import flag, parse
 from model import ByGain, Without
+from sentences import start
 
 BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured

@@ -41,9 +41,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import run
 from analyze import mean_loss
-from flags import flag, parse, start
+from flags import flag, parse
 from model import GPT, Without, sublayers_of
 from runs import read_metrics
+from sentences import start
 
 COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
 

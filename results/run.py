@@ -30,10 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import analyze
 import prepare
-from flags import flag, parse, refuse, say, start
+from flags import flag, parse
 from model import num_params
 from processes import pick_device
 from runs import open_run, read_checkpoint, read_metrics
+from sentences import refuse, say, start
 
 # -------------------------------------------------------------------------------------- the plans
 

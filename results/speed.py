@@ -26,8 +26,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import prepare
-from flags import flag, parse, refuse, say, start
+from flags import flag, parse
 from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
+from sentences import refuse, say, start
 from train import get_batch
 
 B, T, V = 16, 128, 320   # sequences, tokens, vocabulary

@@ -30,8 +30,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import ill
 from cost import ASKED, BELOW, CONTROLLED
 from draw import COLORS
-from flags import parse, refuse, say, start
+from flags import parse
 from run import read_runs
+from sentences import refuse, say, start
 
 UNITS = dict(steps="steps", bits="bits per byte", skipped="of the sublayer runs")
 # What a sure gap is called, if A has more, and if A has less

@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-import flags
 import processes
 import runs
 import sample
+import sentences
 import train
 from conftest import ROOT
 from model import GPT, GPTConfig
@@ -48,7 +48,7 @@ def test_moments_go_by_name():
     for name, moment in saved[0].items():
         assert torch.equal(of_other[name]["exp_avg"], moment["exp_avg"]), name
 
-# ------------------------------------------------------------------------------- flags.start
+# ------------------------------------------------------------------------------- sentences.start
 
 def raises(error):
     def main():
@@ -64,7 +64,7 @@ def raises(error):
     (OSError(28, "No space left on device"), "No space left")])
 def test_what_a_user_can_mend_is_one_sentence(error, words, capsys):
     with pytest.raises(SystemExit, match="^1$"):
-        flags.start(raises(error))
+        sentences.start(raises(error))
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == 1
 
@@ -73,12 +73,12 @@ def test_what_a_user_can_mend_is_one_sentence(error, words, capsys):
                                   "BackendCompilerFailed"])
 def test_a_mistake_in_the_code_has_its_traceback(text):
     with pytest.raises(RuntimeError, match=text):
-        flags.start(raises(RuntimeError(text)))
+        sentences.start(raises(RuntimeError(text)))
 
 def test_a_reader_that_has_had_enough_is_no_failure():
     """python sample.py runs/nag | head"""
-    code = ("import flags, sys\ndef main():\n    for _ in range(9999):\n        print('text', flush=True)\n"
-            "flags.start(main)")
+    code = ("import sentences, sys\ndef main():\n    for _ in range(9999):\n        print('text', flush=True)\n"
+            "sentences.start(main)")
     words = f"{sys.executable} -c \"$CODE\" | head -n 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], cwd=ROOT, env=dict(CODE=code, PATH="/usr/bin:/bin"),
                           capture_output=True, text=True)
@@ -104,7 +104,7 @@ def test_threads(monkeypatch):
             if variable:
                 monkeypatch.setenv("OMP_NUM_THREADS", variable)
             torch.set_num_threads(4)
-            processes.pick_threads(GPTConfig(n_embd=n_embd), "cpu")
+            processes.set_threads(n_embd, "cpu")
             assert torch.get_num_threads() == n_threads
     finally:
         torch.set_num_threads(before)

@@ -175,7 +175,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
             run.main(["staircase", "--dry", "--out", str(tmp_path / name)])
     monkeypatch.setattr(run, "train_and_measure", lambda *args: pytest.fail("too late"))
     for name in ".", "a/b":
-        with pytest.raises(OSError, match=f"{tmp_path}"):   # flags.start makes a sentence of it.
+        with pytest.raises(OSError, match=f"{tmp_path}"):   # sentences.start makes a sentence of it.
             run.main(["staircase", "--out", str(tmp_path / name)])
     (tmp_path / "comparisons.csv").write_text("a,b,measure\n1,2,stpes\n")
     with pytest.raises(SystemExit, match="stpes is no measure; choose from steps, bits, skipped"):

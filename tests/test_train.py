@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 import numpy as np
-import flags, model as model_file, prepare, processes, pytest, runs, sample, torch, train
+import model as model_file, prepare, processes, pytest, runs, sample, sentences, torch, train
 from conftest import ROOT, TINY
 from model import GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, flops_per_token
 
@@ -41,7 +41,7 @@ def resume(out, *flags):
     return train.main([str(word) for word in ("--out", out, "--resume", *flags)])
 
 def refused(*words, call=train.main):
-    """What flags.start would print: a sentence"""
+    """What sentences.start would print: a sentence"""
     with pytest.raises((SystemExit, OSError)) as refusal:
         call([str(word) for word in words])
     sentence = str(refusal.value)
@@ -690,7 +690,7 @@ def test_a_dead_stdout_ends_no_run(data, tmp_path):
 def test_signals():
     """The first one is noted, the second one does what it always does, and nohup is heard."""
     with pytest.raises(SystemExit, match="^130$"):
-        flags.start(lambda: signal.raise_signal(signal.SIGINT))
+        sentences.start(lambda: signal.raise_signal(signal.SIGINT))
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)   # nohup
     with processes.noted_signals() as signals:
