@@ -28,9 +28,8 @@ OF_ONE_START = "out", "config", "resume", "overwrite"
 FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def of_the_run(settings):
-    """Those that a run keeps, and that are flags. (Its config.json also says the tokenizer of the
-    data. That is no flag.)"""
-    others = *OF_ONE_START, "tokenizer"
+    """The flags among them that belong to the run. (config.json also has the tokenizer: no flag)"""
+    others = OF_ONE_START + ("tokenizer",)
     return {name: value for name, value in settings.items() if name not in others}
 
 def gather_settings(typed, defaults):

@@ -261,7 +261,8 @@ def make_optimizers(model, config):
 # ----------------------------------------------------------------------------------------- the loop
 
 def seed_draws(seed, step, part):
-    """What deciders draw depends on seed, step and part only, as a batch does."""
+    """Some deciders draw at random who skips. That depends on seed, step and part only, as batches
+    do."""
     state = np.random.SeedSequence((seed, step, part)).generate_state(1)
     torch.manual_seed(int(state[0]))
 
@@ -312,7 +313,7 @@ def train(model_config, config, data, folder, processes, signals):
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
-    folder.begin(step)   # Until here, files were only read. Now a run that is replaced is deleted.
+    folder.begin(step)   # The first files are written. A run that is replaced is deleted only now.
     clock, clock_step = time.perf_counter(), step
 
     while True:
