@@ -80,16 +80,16 @@ def after_blocks(model, idx):
 @torch.no_grad()
 def vectors_of(model, idx, window, column, cells):
     """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. The i-th line
-    begins at column[i] of idx[window[i]]; idx (n, T). All tensors are on the CPU."""
+    begins at column[i] of idx[window[i]]; idx (n, T). All are on the CPU, wherever the model is."""
     begin, cell = column[:, None], torch.arange(cells)
     columns = {"line": begin + 1 + cell,             # each (lines, cells), as in the picture
                "answer": begin + cells + 2 + cell}
     vectors = {}
     for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
         # A stream may be several tensors: as_tensor makes one of them, (n, T, C).
-        all_vectors = unit(model.ends.as_tensor(stream)).cpu()
+        of_tokens = unit(model.ends.as_tensor(stream)).cpu()
         for where in columns:
-            vectors[where, block] = all_vectors[window[:, None], columns[where]].flatten(0, 1)
+            vectors[where, block] = of_tokens[window[:, None], columns[where]].flatten(0, 1)
     return vectors
 
 def vectors_and_digits(model, puzzle, x, y, k):

@@ -144,7 +144,7 @@ class Printer:
         show(text, ran if self.in_colours else None)
 
     def show_prompt(self, prompt, runner):
-        """prompt: tokens; runner: that of the walk that has read them, or the end of a long prompt"""
+        """prompt: tokens; runner: that of the walk that has read them, or the end of too many"""
         ran = who_ran(runner).float().mean(0)[0].tolist()   # The mean is over all sublayers.
         # Nobody has predicted the first token that was read, nor those before it.
         unknown = [None] * (len(prompt) - len(ran) + 1)

@@ -41,7 +41,7 @@ def make_table(symbols, rows, rng):
     to two classes: 3 becomes an odd digit after an even one, say, and an even one after an odd one.
     So who does not know the neighbour can't even tell odd from even."""
     by_class = np.zeros((rows, symbols), int)   # by the class of the neighbour
-    # The class of what each symbol becomes, if its neighbour has class 0
+    # To which class row 0 sends each symbol. The next row sends it one class further, and so on.
     in_row_0 = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     for row in range(rows):
         for to in range(rows):
