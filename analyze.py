@@ -30,13 +30,15 @@ import torch.nn.functional as F
 import prepare
 from documents import text_or_file
 from flags import flag, parse
-from inside import KNOWN, WINDOWS, Inside, NotHere, ends_of_blocks, patch
+from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
                    sublayers_of, who_ran, why_not)
+from patch import patch
 from processes import pick_device, set_threads
 from runs import data_of, explain_write_errors, open_run, write_file
 from sentences import printable, refuse, say, start
-from steps import answers, in_words, lines_that_ask, solve, some_digits, spelled, steps_asked
+from steps import (answers, find_lines, in_words, solve, some_digits, spelled,
+                   steps_of_targets)
 from train import evaluate
 
 @dataclass
@@ -221,7 +223,7 @@ def by_steps(run, measure):
     cells = run.puzzle["cells"]
     values, steps = [], []
     for idx, targets in run.batches:
-        asked, cell = steps_asked(idx, targets, cells)
+        asked, cell = steps_of_targets(idx, targets, cells)
         steps.append(torch.where(cell >= cells // 2, asked, -1))
         values.append(measure(idx, targets).double())
     values, steps = torch.cat(values, 1), torch.cat(steps)
@@ -279,7 +281,7 @@ def lines_inside(run):
     windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
-    _, _, lines = lines_that_ask(idx.cpu(), targets.cpu(), k, run.puzzle)
+    _, _, lines = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)
     examples = [chr(ord("a") + k) + digits
                 for digits in [some_digits(run.puzzle), *map(spelled, lines[:4])]]
     return dict(asked=k, line=inside.share_by_block("line"),
@@ -302,7 +304,9 @@ def patched(run):
     400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
     above; the right half of their answers' digits. Chance is 1 / symbols. Before the line is
     fetched, one share stands higher, because the answer so far is still fed in."""
-    return patch(run.model, run.puzzle, run.most_known)
+    found = patch(run.model, run.puzzle, run.most_known)
+    return {"where the line stands": found["line"],
+            "where the answer is predicted": found["answer"]}
 
 @patched.verdict
 def which_block_fetches(result, run):
@@ -517,7 +521,7 @@ def logit_lens(run):
     logit lens, as in arXiv:2505.13898."""
     losses = torch.zeros(len(run.model.order) + 1)
     for idx, targets in run.batches:
-        for i, stream in enumerate(ends_of_blocks(run.model, idx)):
+        for i, stream in enumerate(after_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[i] += loss.item() / len(run.batches)
     return {"loss (nats per token)": {"after each block": losses}}

@@ -3,9 +3,9 @@ A GPT in which the residual connection is a part that you can swap.
 
 A Transformer is a chain of sublayers: attention, MLP, attention, MLP, and so on. Each reads one
 vector per token and adds something to it. This running sum is called the stream. The rule by which
-a sublayer reads the stream and writes to it is the residual connection. Papers have proposed many
-rules. Here each rule is one small class, and everything else is shared, so that you can read them
-side by side and compare them fairly.
+a sublayer reads the stream and writes to it is the residual connection. Here each rule is one small
+class, and everything else is shared, so that you can read them side by side and compare them
+fairly.
 
 The whole model is this loop:
 
@@ -15,7 +15,7 @@ The whole model is this loop:
     logits = head(stream)
 
 There are B sequences of T tokens. A token has C = n_embd numbers in the stream, and there are
-V = vocab_size different tokens. The following words have one meaning each, in all files:
+V = vocab_size different tokens. Our words, in all files:
 
     stream     what flows through the depth. Its form is up to the residual: one tensor (B, T, C) in
                PreNorm, and a tuple of several things in some others
@@ -65,18 +65,12 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
-#     Runner(model)    is there for tokens that skip. If none does, its run(place, stream, residual,
-#                      f) is residual(stream, f), and its loss(logits, targets) the cross entropy.
-#     make_decider     makes what says who skips. Here it says that nobody does.
-#     run_sublayer     is what a Runner calls: residual(stream, f)
-#     config_problems  finds none
-#
-# EPS, 1e-6, keeps norms from dividing by 0.
+#     Runner(model)    runs the sublayers. All tokens run all of them; see GPT.walk
 
 @dataclass
 class GPTConfig:
     """flag(default, help, lowest, highest) declares a field of a dataclass, which is also a flag of
-    train.py. Some help texts use words of parts 2 and 3, which you need not know yet."""
+    train.py. You need the first half of them now."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -85,12 +79,13 @@ class GPTConfig:
     vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag("rms", "of the stream")
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
+        "rms", "of the stream: make_norm, part 4")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # Leave the following as they are at first.
+    # What follows is for parts 2 to 4.
     taper: Literal["none", "linear", "cosine"] = flag(
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
@@ -133,11 +128,13 @@ def rotate(x, rotation):
 # head size, as the usual scale does for heads of 128.
 SHARPNESS = 128 ** 0.5
 
-def attend(q, k, v, seen=None):
-    """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> what the queries find, shaped
-    like q. seen: bools (B or 1, Q, S), True where a query sees a key. None: the causal mask"""
+def attend(q, k, v, mask=None):
+    """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> for each query a mean of the
+    values, shaped like q. mask: bools (B or 1, Q, S), True where a query sees a key; None: it sees
+    those up to its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
-    mask = None if seen is None else seen[:, None]
+    if mask is not None:
+        mask = mask[:, None]   # the same for all heads
     scale = SHARPNESS / q.shape[-1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
@@ -149,7 +146,7 @@ class Attention(nn.Module):
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # nGPT, in part 2, puts learned factors in the place of these, and of MLP.scale.
+        # One residual, nGPT, has learned factors here, and in MLP. All others: none
         self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
     def qkv(self, x, rotation):
@@ -161,13 +158,13 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(self, x, rotation, append=None):
-        """x (B, T, C) -> (B, T, C). append(k, v), only in sampling: KVCache.append of this
-        attention. It stores k and v, and returns those of all tokens so far, and `seen`."""
+        """x (B, T, C) -> (B, T, C). append(k, v), only in sampling: puts k and v into the cache,
+        and returns those of all tokens so far, and a mask as in attend."""
         q, k, v = self.qkv(x, rotation)
-        seen = None
+        mask = None
         if append:
-            k, v, seen = append(k, v)
-        return self.c_proj(attend(q, k, v, seen).flatten(-2))
+            k, v, mask = append(k, v)
+        return self.c_proj(attend(q, k, v, mask).flatten(-2))
 
 class MLP(nn.Module):
     def __init__(self, config, hidden):
@@ -194,38 +191,35 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class PreNorm(nn.Module):
-    """The rule of GPT-2 and of most models since: stream + f(norm(stream)). Other rules replace
-    some of these methods.
+    """The rule of GPT-2 and of most models since.
 
     Sublayer l has residual l, with l = 1 .. 2L. A model has one more residual, `ends`, number
     2L + 1, which has no sublayer. It makes the first stream (start), and closes the last one
     (finish): its norm is what GPT-2 calls ln_f."""
-    def __init__(self, config, l):   # PreNorm is the same for each l. Some other rules are not.
+    def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.norm = make_norm(config)
 
-    def start(self, x):
+    def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
-        return x
+        return embedding
 
-    def forward(self, x, f):
+    def forward(self, stream, f):
         """A stream, and a sublayer f as a function -> the next stream. A rule treats each token by
-        itself. Only f looks at other tokens, if it is an attention."""
-        return x + f(self.norm(x))
+        itself; f may look at others."""
+        return stream + f(self.norm(stream))
 
-    def finish(self, x):
+    def finish(self, stream):
         """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(x)
+        return self.norm(stream)
 
     @torch.no_grad()
     def init_sublayer(self, module):
         """Once, after the weights are drawn: may rescale those of module, an attention or MLP."""
-        # As in GPT-2. c_proj is the last matrix of each sublayer. The updates of 2L sublayers are
-        # added up, so each starts with a variance that is 2L times smaller.
+        # As in GPT-2: the updates of 2L sublayers are added up, so each starts with a variance that
+        # is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    # The next two do nothing here. NAG and nGPT use them.
 
     def head_weight(self, weight):
         """The weight of the head -> the matrix (V, C) that makes the logits"""
@@ -233,8 +227,7 @@ class PreNorm(nn.Module):
 
     def constrain(self, module):
         """After the weights are drawn, and after each step of a training: may change the weights of
-        module. It is called with the sublayer's module; of `ends` twice: with the embedding, and
-        with the head."""
+        module, an attention or MLP. `ends` gets the embedding, and then the head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -253,7 +246,7 @@ class Block(nn.Module):
 
 def products_in(dtype, x):
     """Under `with products_in(dtype, x):` matrix products are computed in dtype, on the device of
-    x. If dtype is None, nothing changes."""
+    x. None: as they are"""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, dtype=dtype)
@@ -263,7 +256,8 @@ class SublayerFunction:
     attention, nothing for an MLP.
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
-    head are computed in it. The stream stays float32: its rounding errors would add up."""
+    head are computed in it. The stream stays float32: its rounding errors would add up. (It is a
+    class, because part 3 looks into it.)"""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -273,20 +267,19 @@ class SublayerFunction:
 
 # ---------------------------------------------------------------------------------- first weights
 
-# The weights of nn.Linear and nn.Embedding are drawn from Gaussians. Their standard deviations:
+# The standard deviations of the weights of nn.Linear and nn.Embedding:
 #
 #                  --init width            --init gpt2
 #     embedding    3                       0.02
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# PreNorm then divides each c_proj by sqrt(2L). With `width`, an embedding is longer than the
-# updates that are added to it at first. The first logits have a standard deviation of about 0.8, so
-# the first loss is 0.3 above ln(V).
+# With `width`, an embedding is longer than the updates that are added to it at first. The first
+# logits have a standard deviation of about 0.8, so the first loss is 0.3 above ln(V).
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
-    """-> the first standard deviations of embedding and head"""
+    """-> those of embedding and head"""
     if config.init == "gpt2":
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
@@ -319,7 +312,7 @@ def init_weights(model):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Calls constrain of each residual. train.py does it after each step, too."""
+    """Calls constrain of each residual"""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
@@ -328,8 +321,7 @@ def constrain_weights(model):
 
 def tie_weights(model):
     """One matrix for both embedding and head: that of the head, with its small numbers. So the
-    embedding is multiplied by a number, and starts as long as if it were not tied. (A token's own
-    logit is large, because its row of the head is its own embedding. So the first loss is high.)"""
+    embedding is multiplied by a number, and starts as long as if it were not tied."""
     model.wte.weight = model.lm_head.weight
     embedding_std, head_std = first_stds(model.config)
     model.embedding_scale = embedding_std / head_std
@@ -358,10 +350,8 @@ class GPT(nn.Module):
             tie_weights(self)
 
     def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth: training, sampling and all measurements go through it. After
-        each sublayer it yields (place, stream before, stream after). The place counts 1, 2, ..
-        It is l, unless --repeat runs blocks again. `forward` uses the last stream only, and
-        analyze.py all of them."""
+        """The one loop over the depth. After each sublayer it yields (place, stream before, stream
+        after). The place counts 1, 2, .. It is l, unless --repeat runs blocks again."""
         runner = runner or Runner(self)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
@@ -376,8 +366,6 @@ class GPT(nn.Module):
         length = past + idx.shape[1]
         if length > self.config.block_size:
             raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
-        if cache is not None:
-            cache.length = length
         rotation = self.rotation[past:length]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
@@ -387,10 +375,12 @@ class GPT(nn.Module):
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
+        if cache is not None:
+            cache.length = length
 
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
-        (None without targets). In training, the runner may add to it."""
+        (None without targets). In training, --gain_cost and others add to it."""
         runner = runner or Runner(self)
         for _, _, stream in self.walk(idx, cache, runner):
             pass   # At the end, it is the last stream.
@@ -422,7 +412,7 @@ class GPT(nn.Module):
 # --------------------------------------------------------------------------------------- sampling
 
 def pick(logits, temperature=1.0, top_k=None, generator=None):
-    """Draws a token id (B, 1) from logits (B, V). At temperature 0 it is the likeliest one."""
+    """Draws a token id (B, 1) from logits (B, V)"""
     if temperature < 1e-6:
         return logits.argmax(-1, keepdim=True)
     logits = logits / temperature
@@ -431,50 +421,48 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def causal(n, length, device):
-    """The causal mask of the n last of `length` tokens: (1, n, length)"""
+def causal_mask(n, length, device):
+    """Of the n last of `length` tokens: bools (1, n, length), True where a token sees another"""
     return torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)[None]
 
 class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens there are, with those whose walk goes on
+        self.length = 0   # how many tokens have gone through all blocks
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
         self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
         self.values = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.there = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+        # False where a token has skipped this attention (part 3)
+        self.has_key = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
 
-    def append(self, i, k, v, there=True):
-        """Stores the k, v (B, T, n_head, head_size) that the i-th attention (i = 0, 1, ..) has made
-        of the T newest tokens. there: which of them have a key; True, or bools (B, T) if some skip
-
-        -> k, v of all S tokens so far, and seen (B, T, S): which of them a new token sees"""
-        T = k.shape[1]
-        newest = slice(self.length - T, self.length)
-        self.keys[i, :, newest] = k
-        self.values[i, :, newest] = v
-        self.there[i, :, newest] = there
-        seen = causal(T, self.length, k.device)
-        k = self.keys[i, :, :self.length]
-        v = self.values[i, :, :self.length]
-        return k, v, seen & self.there[i, :, None, :self.length]
+    def append(self, i, k, v, has_key=True):
+        """k, v (B, n, n_head, head_size): what the i-th attention (i = 0, 1, ..) has made of the n
+        newest tokens -> k, v of all S tokens so far, and a mask (B, n, S) as in attend. has_key:
+        True, or bools (B, n) if some skip"""
+        n = k.shape[1]
+        end = self.length + n
+        self.keys[i, :, self.length:end] = k
+        self.values[i, :, self.length:end] = v
+        self.has_key[i, :, self.length:end] = has_key
+        mask = causal_mask(n, end, k.device) & self.has_key[i, :, None, :end]
+        return self.keys[i, :, :end], self.values[i, :, :end], mask
 
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                decider=None, n_vocab=None):
-    """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the Runner
-    that knows who skipped what for it. decider: says who skips; None: model.decider does. n_vocab:
-    how many tokens the tokenizer has. (The head may have more rows: train.py rounds up.)"""
+    """Continues idx (B, T). Yields each new token (B, 1), and the Runner that knows who skipped
+    what for it. decider: says who skips; None: model.decider does. n_vocab: how many tokens the
+    tokenizer has. (The head may have more rows: train.py rounds up.)"""
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
     cache = KVCache(model, len(idx), size)
     missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
     for _ in range(max_new_tokens):
         runner = Runner(model, decider)
         logits, _ = model(missing, cache=cache, runner=runner)
-        logits = logits[:, -1, :n_vocab]   # of the next token; None: of the whole vocabulary
+        logits = logits[:, -1, :n_vocab]   # of the next token
         token = pick(logits, temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
         yield token, runner
@@ -1543,7 +1531,7 @@ def heads(attn, x, rows):
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 
 def keys_of_all(f, x):
-    """x (B, T, C), what an attention f gets -> keys, values and seen: see with_older"""
+    """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
     attn, (rotation, append) = f.module, f.others
     with products_in(f.dtype, x):
         k, v = heads(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
@@ -1563,16 +1551,16 @@ def attention_of_kept(f, x, tokens, keys):
             q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(append, k, v, there=True):
-    """k, v (B, T, n_head, head_size) of the newest tokens, and there, which of them have any: True,
-    or bools (B, T) -> k, v of all S tokens so far, and seen (B or 1, T, S), who sees whom"""
+def with_older(append, k, v, has_key=True):
+    """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
+    bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
     if append:
-        return append(k, v, there)
-    seen = causal(k.shape[1], k.shape[1], k.device)
-    return k, v, seen if there is True else seen & there[:, None]
+        return append(k, v, has_key)
+    mask = causal_mask(k.shape[1], k.shape[1], k.device)
+    return k, v, mask if has_key is True else mask & has_key[:, None]
 
-def attend_kept(q, k, v, seen, tokens):
-    """`attend` for the queries of kept tokens (N, n_head, head_size). seen: (B or 1, T, S)"""
+def attend_kept(q, k, v, mask, tokens):
+    """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
     # It is one call for all sequences. For this they need a rectangle, with a row per sequence and
     # padding at its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with
     # none, a softmax is nan), and what comes out of it is not used.
@@ -1581,8 +1569,8 @@ def attend_kept(q, k, v, seen, tokens):
     column = torch.cat([torch.arange(count, device=q.device) for count in tokens.count])
     longest = max(tokens.count)
     queries = q.new_zeros(B, longest, *q.shape[1:]).index_put((sequence, column), q)
-    rows = seen.new_ones(B, longest, k.shape[1])
-    rows = rows.index_put((sequence, column), seen.expand(B, -1, -1)[sequence, tokens.position])
+    rows = mask.new_ones(B, longest, k.shape[1])
+    rows = rows.index_put((sequence, column), mask.expand(B, -1, -1)[sequence, tokens.position])
     return attend(queries, k, v, rows)[sequence, column]
 
 # ==================================================================================== part 4: tools

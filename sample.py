@@ -1,11 +1,12 @@
 """
-Writes text with a trained run: to stdout, token by token. At the end it says, on stderr, how many
-of the sublayer runs were skipped. Tokens skip as in training, or as a flag asks for:
+Writes text with a trained run: to stdout, token by token. Each token runs the sublayers of the
+model, two a block, or skips some. At the end it says, on stderr, which share of all these runs was
+skipped. A token skips as it did in training, or as a flag asks for:
 
     python sample.py runs/code --prompt "def " --temperature 0.6 --top_k 50
-    python sample.py runs/nag --skip_below 0.1     # a token skips what would turn it by < 6 degrees
-    python sample.py runs/pre --exit 0.9           # it stops at the block where the head is sure
-    python sample.py runs/pre --remove 9,10        # all do without the blocks 9 and 10
+    python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
+    python sample.py runs/pre --exit 0.9           # stops at the block where the head is sure
+    python sample.py runs/pre --remove 9,10        # all tokens skip the blocks 9 and 10
     python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
 
 With --inside it samples nothing. On the steps text, it shows what a probe reads after each block:
@@ -13,7 +14,6 @@ With --inside it samples nothing. On the steps text, it shows what a probe reads
     python sample.py runs/steps-pre --prompt f314159265358 --inside
 """
 import codecs
-import re
 import sys
 import time
 from dataclasses import dataclass
@@ -24,12 +24,11 @@ import torch
 import prepare
 from documents import text_or_file
 from flags import flag, parse
-from inside import WINDOWS, Inside, NotHere
+from inside import show_inside
 from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
 from processes import pick_device, set_threads
 from runs import data_of, open_run
 from sentences import printable, refuse, start
-from steps import in_words
 
 @dataclass
 class SampleConfig:
@@ -60,134 +59,101 @@ class SampleConfig:
     def problems(self):
         if self.skip_below >= 0 and self.exit < 1:
             yield "--skip_below and --exit: each decides by itself who runs; give one of them"
-        if any("\ud800" <= letter <= "\udfff" for letter in self.prompt):
-            yield "--prompt: is not UTF-8 text; convert it first"
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     config.prompt = text_or_file(config.prompt)
     device = pick_device(config.device)
     model, settings = open_run(config.run, device)
-    if not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"{config.run}: some of its weights are no numbers, so it can't write; train it "
-               f"with a lower --lr")
     set_threads(model.config.n_embd, device)
     model.decider = pick_decider(model, config)
     if config.inside:
         show_inside(model, data_of(config.run, settings), config.prompt.strip())
         return
     tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    generator = torch.Generator(model.device).manual_seed(config.seed)
-    torch.manual_seed(config.seed)   # --mod coins draws from torch's own generator.
+    torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
     skipped, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        skipped += sample(model, tokenizer, config, generator)
+        skipped += sample(model, tokenizer, config)
     speed = len(skipped) / (time.perf_counter() - begin)
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
 
 def pick_decider(model, config):
-    """-> who runs what: as the flags ask for it. SystemExit if the model can't do so."""
-    asked, decider = None, model.decider   # as trained
+    """-> the decider, which says which tokens run the next sublayer: as the flags ask for it.
+    SystemExit if the model can't do so"""
+    decider = model.decider   # as trained
     if config.exit < 1:
-        asked, decider = "--exit", EarlyExit(config.exit)
+        decider = EarlyExit(config.exit)
+        refuse_misfit("--exit", decider, model)
     elif config.skip_below >= 0:
-        asked, decider = "--skip_below", ByGain(model.config, config.skip_below)
-    if asked and (why := why_not(decider, model.config)):
-        refuse(f"{asked}: {why}")
-    if asked and model.decider.needs_tensor:
-        refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another "
-               f"run")
+        decider = ByGain(model.config, config.skip_below)
+        refuse_misfit("--skip_below", decider, model)
     return Without(places_to_remove(model, config.remove), decider)
+
+def refuse_misfit(asked, decider, model):
+    """SystemExit if the model can't have this decider, which a flag asks for"""
+    why = why_not(decider, model.config)
+    if why:
+        refuse(f"{asked}: {why}")
+    if model.decider.needs_tensor:   # Its blocks can't do without their routers.
+        mod = model.config.mod
+        refuse(f"{asked}: the run's own --mod {mod} decides who skips; use another run")
 
 def places_to_remove(model, blocks):
     """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
-    numbers = {str(number + 1): number for number in range(len(model.blocks))}
-    named = {*blocks.split(",")} if blocks else set()
-    if not named < numbers.keys():
-        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {len(numbers)}, such as "
-               f"1,2")
-    return {place for name in named for place in sublayers_of(model, numbers[name])}
+    n_blocks = len(model.blocks)
+    known = [str(number) for number in range(1, n_blocks + 1)]
+    words = blocks.split(",") if blocks else []
+    if not all(word in known for word in words) or len({*words}) == n_blocks:
+        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
+    return {place for word in words for place in sublayers_of(model, int(word) - 1)}
 
 # ----------------------------------------------------------------------------------------- sampling
 
-def sample(model, tokenizer, config, generator):
-    """Prints a sample -> the share of the sublayers that was skipped for each of its tokens"""
+def sample(model, tokenizer, config):
+    """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                        generator, n_vocab=tokenizer.n_vocab)
-    # A character may be several tokens: the decoder holds back bytes that don't make a whole one.
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    def text_of(token):
-        return decoder.decode(tokenizer.decode_single_token_bytes(token))
-
-    skipped = []
-    if not config.depth:
-        show(config.prompt)
+                        n_vocab=tokenizer.n_vocab)
+    printer, skipped = Printer(tokenizer, config.depth), []
     try:
-        for token, runner in tokens:
-            if config.depth and not skipped:   # The first walk has read the prompt.
-                show_prompt([text_of(each) for each in prompt], runner)
+        # Each token comes with the runner of the walk that predicted it, which knows who skipped.
+        for number, (token, runner) in enumerate(tokens):
+            if number == 0:   # The first walk has read the prompt.
+                printer.show_prompt(prompt, runner)
             skipped.append(runner.skipped(last=True))   # for the last token it has read
-            token = token.item()
-            if token == tokenizer.eot_token:
+            if token.item() == tokenizer.eot_token:
                 break
-            show(text_of(token), ran=1 - skipped[-1] if config.depth else None)
+            printer.show_token(token.item(), ran=1 - skipped[-1])
     finally:   # also after Ctrl-C
-        show(decoder.decode(b"", final=True) + "\n")
+        printer.end()
     return skipped
 
-def show_prompt(texts, runner):
-    """Shows a prompt in colours. texts: those of its tokens; runner: that of the walk that has read
-    them. (A long prompt is cut to its end, so of the first ones the depth is not known.)"""
-    ran = who_ran(runner).float().mean(0)[0].tolist()   # the share of the sublayers, by token
-    # A token gets the depth of the one before it, which predicts it.
-    first = len(texts) - len(ran) + 1   # the first one whose depth is known
-    show("".join(texts[:first]))
-    for text, share in zip(texts[first:], ran):
-        show(text, share)
+class Printer:
+    """Prints tokens. With --depth, each has the colour of its depth. This is the share of the
+    sublayers that ran for the token before it, because there it was predicted."""
+    def __init__(self, tokenizer, in_colours):
+        self.tokenizer, self.in_colours = tokenizer, in_colours
+        # A character may be several tokens. Bytes that make no whole one wait for the next token.
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-# --------------------------------------------------------------------------------- the lines inside
+    def show_token(self, token, ran):
+        """ran: the share for its colour; None: it isn't known"""
+        text = self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
+        show(text, ran if self.in_colours else None)
 
-def show_inside(model, data, line):
-    """Shows what a probe reads in the stream, block by block, and then the answer: see inside.py.
-    data: the folder of the steps text; line: such as f314159265358"""
-    puzzle = prepare.load_meta(data).get("steps")
-    if not puzzle:
-        refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
-    k, cells = steps_that_line_asks(line, puzzle), puzzle["cells"]
-    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
-    try:
-        found = Inside(model, puzzle, windows, k).example(line)
-    except NotHere as why:
-        refuse(f"--inside: {why}")
-    print(f"\n{line}")
-    print(f"{line[0]} asks for the line after {in_words(k)}. The text never shows the lines "
-          f"between.")
-    print("A probe reads them in the stream (%: how often it is right, on other lines):\n")
-    for block, read in enumerate(found["blocks"][1:], 1):   # without the embedding
-        if read:
-            digits = marked(read["digits"], read["true"])
-            says = f"{in_words(read['steps']):<12}{read['share']:>5.0%}  in the {read['where']}"
-        else:
-            digits, says = ". " * cells, "nothing to be read yet"
-        print(f"  after block {block:<3} {digits} {says}")
-    wrong = sum(digit != right for digit, right in zip(found["answer"], found["true"]))
-    verdict = f"{wrong} of {cells} digits are wrong" if wrong else f"right, all {cells} digits"
-    print(f"\n  the answer      {marked(found['answer'], found['true'])} {verdict}\n")
+    def show_prompt(self, prompt, runner):
+        """prompt: tokens; runner: that of the walk that has read them, or the end of too many"""
+        ran = who_ran(runner).float().mean(0)[0].tolist()   # The mean is over all sublayers.
+        # Nobody has predicted the first token that was read, nor those before it.
+        unknown = [None] * (len(prompt) - len(ran) + 1)
+        for token, share in zip(prompt, unknown + ran):
+            self.show_token(token, share)
 
-def steps_that_line_asks(line, puzzle):
-    """f314159265358 -> 5. SystemExit if this is no line of the text"""
-    last_letter, last_digit = chr(ord("a") + puzzle["most"]), len(puzzle["table"]) - 1
-    if not re.fullmatch(f"[a-{last_letter}][0-{last_digit}]{{{puzzle['cells']}}}", line):
-        refuse(f"--inside: needs a --prompt of one line: a letter from a to {last_letter}, and "
-               f"{puzzle['cells']} digits from 0 to {last_digit}")
-    return ord(line[0]) - ord("a")
-
-def marked(digits, true):
-    """314 -> "3 1 4 ". A wrong digit has a ! behind it."""
-    return "".join(digit + (" " if digit == right else "!") for digit, right in zip(digits, true))
+    def end(self):
+        show(self.decoder.decode(b"", final=True) + "\n")
 
 # --------------------------------------------------------------------------------------- a terminal
 

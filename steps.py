@@ -1,5 +1,6 @@
 """
-The steps text: lines whose depth is known. README.md explains it by hand, under "The puzzle".
+The steps text: each line follows from the one before, in none, one, two or more steps. README.md
+does some by hand, under "The puzzle".
 
     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
     d108515848740     asks for three steps
@@ -7,7 +8,8 @@ The steps text: lines whose depth is known. README.md explains it by hand, under
 
 In a step, each digit becomes another one, all at once: table[its left neighbour][itself]. We know
 how many steps lead to each digit, and so we see how many steps a model has learned. The place of a
-digit in its line is called its cell. The leftmost one is cell 0.
+digit in its line is called its cell. The leftmost one is cell 0. A token is one character, and its
+number is that of the byte; 256 comes after each document.
 """
 import numpy as np
 import torch
@@ -38,13 +40,14 @@ def make_table(symbols, rows, rng):
     Each row holds each symbol once, so nothing is lost in a step. Rows of two classes send a symbol
     to two classes: 3 becomes an odd digit after an even one, say, and an even one after an odd one.
     So who does not know the neighbour can't even tell odd from even."""
-    size = symbols // rows
-    in_row_0 = rng.permutation(np.repeat(np.arange(rows), size))   # the class that each goes to
-    table = np.zeros((rows, symbols), int)
+    by_class = np.zeros((rows, symbols), int)   # by the class of the neighbour
+    # To which class row 0 sends each symbol. The next row sends it one class further, and so on.
+    in_row_0 = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     for row in range(rows):
         for to in range(rows):
-            table[row, (in_row_0 + row) % rows == to] = to + rows * rng.permutation(size)
-    return table[np.arange(symbols) % rows]
+            goes_there = (in_row_0 + row) % rows == to
+            by_class[row, goes_there] = rng.permutation(np.arange(to, symbols, rows))
+    return by_class[np.arange(symbols) % rows]
 
 # ----------------------------------------------------------------------------------------- the text
 
@@ -61,53 +64,54 @@ def steps_text(config):
 def make_documents(config, split):
     n, table = DOCUMENTS[split], make_puzzle(config)["table"]
     rng = np.random.default_rng((config.table, SEEDS[split]))
-    odds = 0.85 ** np.arange(config.most + 1)   # Lines that ask for few steps are more frequent.
-    asked = rng.choice(config.most + 1, (n, LINES), p=odds / odds.sum())
-    digits = rng.integers(config.symbols, size=(n, config.cells))
+    weights = 0.85 ** np.arange(config.most + 1)   # Lines that ask for few steps are more frequent.
+    asked = rng.choice(config.most + 1, (n, LINES), p=weights / weights.sum())
+    digits = rng.integers(config.symbols, size=(n, config.cells))   # of the first lines
     newline = np.full((n, 1), ord("\n"))
-    columns = []   # of all documents at once
+    parts = []   # from left to right, each of all n documents at once
     for line in range(LINES):
-        asked_here = asked[:, line:line + 1]
-        columns += [ord("a") + asked_here, ord("0") + digits, newline]
-        for step in range(config.most):
-            digits = np.where(step < asked_here, next_line(digits, table), digits)
-    return [bytes(document).decode() for document in np.concatenate(columns, axis=1).astype("u1")]
+        steps = asked[:, line:line + 1]   # (n, 1)
+        parts += [ord("a") + steps, ord("0") + digits, newline]
+        for done in range(config.most):
+            digits = np.where(done < steps, next_line(digits, table), digits)
+    documents = np.concatenate(parts, axis=1).astype("u1")
+    return [bytes(document).decode() for document in documents]
 
-# ----------------------------------------------------------------------------- lines inside windows
+# ------------------------------------------------------------------------- lines in windows of text
 
-def steps_asked(idx, targets, cells):
-    """Of each target of windows idx, targets (n, T): how deep is it? ->
+def steps_of_targets(idx, targets, cells):
+    """How many steps lead to each target? idx, targets: windows (n, T). Returns two tensors (n, T):
 
-    asked (n, T): how many steps lead to this digit, as the letter of the line before says. -1 where
-    nobody can know: it is no digit, or the line before it is not in the window
-    cell (n, T): that of the digit; only of use where asked is known"""
+    steps    as the letter of the line before asks for; -1 where nobody can know: the target is
+             no digit, or the line before it is not in the window
+    cell     that of the digit; only of use where the steps are known"""
     tokens = torch.cat((idx[:, :1], targets), 1)   # the whole window, (n, T + 1)
-    column = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    column = torch.arange(tokens.shape[1], device=idx.device).expand_as(tokens)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
     letter = torch.where(is_letter, column, -1).cummax(dim=1).values   # where this line begins
     cell = column - letter - 1
     before = letter - (cells + 2)                                      # where the one before begins
-    # Between two documents stands an end-of-text, and no newline.
-    follows = (before >= 0) & (tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n"))
+    # The first line of a document follows none: in front of it stands a 256, and no newline.
+    newline = tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n")
+    known = newline & (before >= 0) & (cell >= 0) & (cell < cells)
     asked = tokens.gather(1, before.clamp_min(0)) - ord("a")
-    known = follows & (cell >= 0) & (cell < cells)
-    asked = torch.where(known, asked, -1)
-    return asked[:, 1:], cell[:, 1:]   # Targets are all tokens but the first.
+    steps = torch.where(known, asked, -1)
+    return steps[:, 1:], cell[:, 1:]   # Targets are all tokens but the first.
 
-def lines_that_ask(idx, targets, k, puzzle):
-    """All N lines that ask for k steps, and whose whole answer is in the same window. idx, targets:
-    windows (n, T); puzzle: what meta.json says of the steps text ->
+def find_lines(idx, targets, k, puzzle):
+    """Finds all N lines that ask for k steps, and whose whole answer is in the same window. idx,
+    targets: windows (n, T); puzzle: what meta.json says of the steps text. Returns
 
-    window, column (N,): the i-th line begins in idx[window[i]], with its letter, at column[i]
-    digits (N, cells): what stands in these lines"""
+    window, column (N,)   the i-th line begins in idx[window[i]], with its letter, at column[i]
+    digits (N, cells)     what stands in these lines"""
     cells = puzzle["cells"]
-    asked, cell = steps_asked(idx, targets, cells)
-    # Here the next token is the first digit of an answer, and its other digits are there, too.
-    answer_begins = (asked == k) & (cell == 0)
-    last = idx.shape[1] - cells
+    steps, cell = steps_of_targets(idx, targets, cells)
+    # An answer begins with its letter, and there the target is its first digit.
+    answer_begins = (steps == k) & (cell == 0)
+    last = idx.shape[1] - cells   # Of an answer that begins further right, some digits are missing.
     window, letter_of_answer = answer_begins[:, :last + 1].nonzero().T
     column = letter_of_answer - (cells + 2)
-    columns = column[:, None] + 1 + torch.arange(cells)
+    columns = column[:, None] + 1 + torch.arange(cells, device=idx.device)
     return window, column, idx[window[:, None], columns] - ord("0")
 
 # --------------------------------------------------------------------------- lines to type and read
@@ -123,6 +127,15 @@ def solve(line, puzzle):
     last is the right answer."""
     steps, digits = ord(line[0]) - ord("a"), [int(digit) for digit in line[1:]]
     return [spelled(each) for each in lines_after(digits, steps, puzzle["table"])]
+
+def why_no_line(line, puzzle):
+    """None if the text can have this line, or else a sentence: what its lines are"""
+    letters = [chr(ord("a") + steps) for steps in range(puzzle["most"] + 1)]
+    digits = [str(digit) for digit in range(len(puzzle["table"]))]
+    cells = puzzle["cells"]
+    if len(line) == 1 + cells and line[0] in letters and all(each in digits for each in line[1:]):
+        return None
+    return f"a letter from a to {letters[-1]}, and {cells} digits from 0 to {digits[-1]}"
 
 def answers(model, lines, puzzle):
     """What a model answers to each line, digit by digit the likeliest. (We write the answer's

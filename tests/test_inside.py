@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, inside, prepare, sample, steps, train
+import analyze, inside, patch, prepare, sample, steps, train
 from conftest import ids, make
 from model import ByGain, Decider, Runner, Without
-from steps import lines_after, lines_that_ask, solve, spelled, steps_asked
+from steps import find_lines, lines_after, solve, spelled, steps_of_targets
 
 CELLS, MOST, L = 4, 3, 3
 
@@ -41,7 +41,7 @@ def lines_of(row):
 class Known:
     """A model that does a step in each block, where the answer is predicted. Half of its stream is
     about the token, and half of it about the answer."""
-    device = "cpu"
+    device, order = "cpu", range(L)
     ends = SimpleNamespace(as_tensor=lambda stream: stream)
 
     def __init__(self, text):
@@ -63,10 +63,11 @@ class Known:
         answers = [solve(bytes(row[:CELLS + 1]).decode(), self.text)[-1] for row in idx.tolist()]
         return torch.cat((idx, torch.tensor([[*answer.encode()] for answer in answers])), 1)
 
-def test_lines_that_ask(text, windows):
+def test_find_lines(text, windows):
     x, y = windows
     for k in range(MOST + 1):
-        window, column, digits = lines_that_ask(x, y, k, text)
+        with torch.device("meta"):   # What is made stands where the windows are.
+            window, column, digits = find_lines(x, y, k, text)
         right = [(i, begin - CELLS - 2, digits, answer) for i in range(len(x))
                  for begin, answer, asked, digits in lines_of([*x[i].tolist(), y[i, -1].item()])
                  if ord(asked) - ord("a") == k]
@@ -82,7 +83,8 @@ def test_a_probe_reads_what_is_there():
     for each in digits:
         probe = inside.Probe(vectors[:500], each[:500], 10)
         assert probe.weights.shape == (25, 10)
-        assert (probe.read(vectors[500:]) == each[500:]).double().mean() == probe.share(vectors[500:], each[500:]) > 0.99
+        share = probe.how_often_right(vectors[500:], each[500:])
+        assert share == (probe.read(vectors[500:]) == each[500:]).double().mean() > 0.99
         x, wanted = inside.with_one(vectors[:500]), torch.eye(10, dtype=torch.double)[each[:500]]
         slope = x.T @ (x @ probe.weights - wanted) + probe.weights   # of half the squared error and the ridge
         assert slope.abs().max() < 1e-9
@@ -111,9 +113,9 @@ def test_controls(text, windows, monkeypatch):
     assert max(row[steps] for row in answer for steps in (1, 2, 3)) < 0.45
     assert max(row[steps] for row in line for steps in (2, 3)) < 0.5
     def shuffled(*args):
-        window, column, digits = lines_that_ask(*args)
+        window, column, digits = find_lines(*args)
         return window, column, digits[torch.randperm(len(window))]
-    monkeypatch.setattr(inside, "lines_that_ask", shuffled)
+    monkeypatch.setattr(inside, "find_lines", shuffled)
     torch.manual_seed(0)
     share = inside.Inside(Known(text), text, windows, 3).share
     assert max(map(max, share.values())) < 0.2
@@ -138,7 +140,7 @@ class Unchanged:
 
 class Answers(Known):
     """A model whose stream, where the answer is predicted, is the answer: right in the right half only"""
-    ends, order, decider, training = SimpleNamespace(stream_grows=False), range(L), Decider(), False
+    ends, decider, training = SimpleNamespace(stream_grows=False), Decider(), False
     config = SimpleNamespace(block_size=2 * CELLS + 2)
 
     def __call__(self, idx, runner):
@@ -154,8 +156,8 @@ class Answers(Known):
 
 def test_whose_answer(text):
     """A patch brings the answer of the line before, with the model's own decider. The right half counts."""
-    found = inside.patch(Answers(text), text, 2, n=40)
-    at_line, at_answer = found["where the line stands"], found["where the answer is predicted"]
+    found = patch.patch(Answers(text), text, 2, n=40)
+    at_line, at_answer = found["line"], found["answer"]
     assert at_line["its own answer"] == at_answer["the other line's answer"] == [1.0] * L
     assert max(at_answer["its own answer"]) < 0.4
 
@@ -166,8 +168,8 @@ def test_patch(text):
     model, idx = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1"), ids(4, 10)
     full = model(idx)[0]
     def patched(block, columns):
-        return model(idx, runner=inside.PatchingRunner(model, block, columns))[0]
-    walks = zip(model.walk(idx), model.walk(idx, runner=inside.PatchingRunner(model, 2, slice(None))))
+        return model(idx, runner=patch.PatchingRunner(model, block, columns))[0]
+    walks = zip(model.walk(idx), model.walk(idx, runner=patch.PatchingRunner(model, 2, slice(None))))
     other = [place for (place, _, x), (_, _, y) in walks if not torch.equal(x[0], y[0])]
     assert other == [*range(4, 2 * L + 1)]   # from the end of block 2 on
     torch.testing.assert_close(patched(L, slice(6, None))[:, 6:], full.roll(1, 0)[:, 6:])
@@ -176,7 +178,7 @@ def test_patch(text):
     assert (patched(1, slice(0, 6))[:, 6:] - full[:, 6:]).abs().max() > 1e-3
     for model, message in (make("attnres"), "no one state"), (make("pre", block_size=2 * CELLS + 1), "block_size"):
         with pytest.raises(inside.NotHere, match=message):
-            inside.patch(model, text, 2)
+            patch.patch(model, text, 2)
 
 # ---------------------------------------------------------------------------------- the statistics
 
@@ -192,7 +194,7 @@ def test_figures_by_steps_by_hand(text, windows, data):
     """Against loops over single targets"""
     run = run_of(text, windows, data)
     x, y = (part[:48] for part in windows)
-    steps, cell = steps_asked(x, y, CELLS)
+    steps, cell = steps_of_targets(x, y, CELLS)
     def means(values):
         found = [[] for _ in range(MOST + 1)]
         for row, t in (steps >= 0).nonzero().tolist():
@@ -270,7 +272,7 @@ def test_inside_on_a_terminal(trained, capsys):
     assert lines[5].startswith("  after block 1 ") and lines[6].startswith("  after block 2 ")
     assert max(map(len, lines)) <= 80
     assert re.search(r"the answer +([\d?][ !]){4} +([1-4] of 4 digits are wrong|right, all 4)", piped)
-    assert sample.marked("12", "13") == "1 2!"
+    assert inside.marked("12", "13") == "1 2!"
     assert "\033" not in piped and told("--prompt", "b3141\n") == piped
     assert told("--prompt", "b3141", "--remove", "2") != piped
     told("--prompt", "a3141")   # No steps are asked for.

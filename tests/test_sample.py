@@ -1,5 +1,5 @@
 """sample.py: its command line on real runs, in process, and what it prints of what a model says"""
-import os, re, shutil, subprocess, sys
+import os, re, subprocess, sys
 from types import SimpleNamespace
 
 import pytest, torch
@@ -64,6 +64,8 @@ def test_what_the_flags_ask_for():
         assert picked.places == places and picked.decider is repeated.decider   # as trained
     picked = sample.pick_decider(repeated, sample.SampleConfig(exit=0.9))
     assert isinstance(picked.decider, EarlyExit) and picked.decider.confidence == 0.9
+    with pytest.raises(SystemExit, match="^--exit: the run's own --mod router decides who skips"):
+        sample.pick_decider(make("pre", mod="router"), sample.SampleConfig(exit=0.9))
 
 def test_depth(main):
     """A letter has the colour of its depth, and without the colours it is the same text."""
@@ -85,21 +87,14 @@ def test_colours(capsys):
     assert capsys.readouterr().out == sample.painted("a", 0.5) + " \nb"
 
 @pytest.mark.parametrize("name, flags, message", [
-    ("nag", "--temperature nan", "must be from"), ("nag", "--prompt \udcff", "UTF-8"),
+    ("nag", "--temperature nan", "must be from"), ("nag", "--remove 0", "blocks 1 to 3"),
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
     ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "blocks 1 to 3"),
-    ("nag", "--remove 1,2,3", "blocks 1 to 3"), ("nag", "--skip 0.3", "did you mean --skip_below")])
+    ("nag", "--remove 1,2,3", "blocks 1 to 3"), ("nag", "--remove 1,x", "blocks 1 to 3"),
+    ("nag", "--skip 0.3", "did you mean --skip_below")])
 def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())
-
-def test_weights_that_are_no_numbers(runs, tmp_path):
-    shutil.copytree(runs / "pre", tmp_path / "run")
-    ckpt = torch.load(tmp_path / "run/ckpt.pt")
-    ckpt["model"]["blocks.1.mlp.c_fc.weight"][0, 0] = torch.nan
-    torch.save(ckpt, tmp_path / "run/ckpt.pt")
-    with pytest.raises(SystemExit, match="^[^\n]*/run: some of its weights are no numbers[^\n]*$"):
-        sample.main([str(tmp_path / "run")])
 
 RUNNER = SimpleNamespace(skipped=lambda last: 0.25 if last else None, keeps=[None, False], shape=(1, 1),
                          model=SimpleNamespace(device="cpu"))   # of stand-ins for a model
@@ -115,7 +110,7 @@ def say(capsys, monkeypatch):
         monkeypatch.setattr(sample, "new_tokens", new_tokens)
         model = SimpleNamespace(device="cpu")
         config = sample.SampleConfig(**settings)
-        found = sample.sample(model, prepare.get_tokenizer("bytes"), config, None)
+        found = sample.sample(model, prepare.get_tokenizer("bytes"), config)
         return found, capsys.readouterr().out, calls[0], [token.item() for token, _ in tokens]
     return call
 

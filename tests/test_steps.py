@@ -19,7 +19,7 @@ def simulated(text, puzzle):
 
 @pytest.mark.parametrize("symbols, rows, cells, most, table", [(10, 2, 4, 9, 0), (6, 6, 4, 2, 3)])
 def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, table):
-    """... is what the simulation says, and steps_asked finds just that."""
+    """... is what the simulation says, and steps_of_targets finds just that."""
     monkeypatch.setattr(steps, "DOCUMENTS", dict(train=60, val=20))
     flags = f"--symbols {symbols} --rows {rows} --cells {cells} --most {most} --table {table}"
     prepare.main(["steps", "--out", str(tmp_path), *flags.split()])
@@ -30,7 +30,7 @@ def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, ta
     assert letters == pytest.approx(share / share.sum(), abs=0.04)
     x, y = prepare.windows_of(tmp_path, "val", 80, 40)
     window = torch.cat((x[:, :1], y), dim=1)
-    asked, cell = steps.steps_asked(x, y, cells)
+    asked, cell = steps.steps_of_targets(x, y, cells)
     for i, row in enumerate(window.tolist()):
         text = "".join("|" if token == 256 else chr(token) for token in row)
         places = (asked[i] >= 0).nonzero()[:, 0].tolist()
@@ -58,5 +58,9 @@ def test_lines():
     assert lines.shape == (3, 2, 5) and lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
     assert steps.solve("c30201", puzzle) == ["30201", "00211", "33220"] and steps.solve("a3", puzzle) == ["3"]
     assert steps.spelled(torch.tensor([0, 9, 10, -1])) == "09??"
+    last = dict(cells=3, most=2, table=range(4))   # The text has lines from a000 to c333.
+    for line, is_one in ("a000", True), ("c333", True), ("d000", False), ("a004", False), ("a00", False), (
+            "a0000", False), ("", False), ("0000", False), ("a00\n", False), ("A000", False), ("a00²", False):
+        assert steps.why_no_line(line, last) == (None if is_one else "a letter from a to c, and 3 digits from 0 to 3")
     assert [len(steps.some_digits(dict(table=range(n), cells=100))) for n in (6, 10)] == [100, 100]
     assert [steps.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]

@@ -1,0 +1,82 @@
+"""
+Does the answer need what is inside? A probe (inside.py) sees that digits are there, but not that
+the model uses them. So we change what is there: after one block, the stream of another line takes
+the place of this one's. Whose answer comes out? analyze.py shows it.
+
+The words and the picture of a window are those of inside.py.
+"""
+import torch
+
+from inside import NotHere
+from model import Runner
+from steps import lines_after
+
+class PatchingRunner(Runner):
+    """Runs the sublayers of a walk. After one block, some columns of each window get the stream of
+    the window before it, and those of the first get that of the last."""
+    def __init__(self, model, block, columns):
+        super().__init__(model)
+        self.block, self.columns = block, columns
+
+    def run(self, place, stream, residual, f):
+        """A walk calls it for each sublayer, at the places 1, 2, 3, .. -> the stream after it. The
+        Runner of model.py returns residual(stream, f), for the tokens that don't skip."""
+        stream = super().run(place, stream, residual, f)
+        block_ends_here = place == 2 * self.block   # A block is two sublayers.
+        return self.patched(stream) if block_ends_here else stream
+
+    def patched(self, stream):
+        """stream: (n, T, ...), or a tuple of such tensors"""
+        if isinstance(stream, tuple):
+            return tuple(self.patched(part) for part in stream)
+        stream = stream.clone()
+        stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
+        return stream
+
+def random_windows(puzzle, k, n):
+    """n windows as in the picture, whose digits are random, without the last column. Returns idx
+    (n, T), and the right answers (n, cells), as tokens. The answers are in idx, too: so a model
+    says each digit after the right ones before it."""
+    cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
+    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
+    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
+    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
+    any_letter = torch.full((n, 1), ord("a"))   # The text draws the answer's letter at random.
+    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
+    return idx, answer
+
+def share_in_right_half(said, answer):
+    """said, answer (n, cells) -> the share that is equal, from the middle of the line on. (No digit
+    looks to its right. So on the left it depends on few digits, and the model may have learned the
+    cases by heart.)"""
+    middle = said.shape[1] // 2
+    return (said == answer)[:, middle:].float().mean().item()
+
+@torch.no_grad()
+def patch(model, puzzle, k, n=400):
+    """In n windows, we patch either the line or the answer, after one block. Is what the model says
+    its own answer, or that of the window from which the patch came? Returns a dict of dicts:
+
+    {where: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
+
+    NotHere if this model's stream can't be patched, or its windows are too short"""
+    if model.ends.stream_grows:
+        raise NotHere("its stream has a part for each block, so there is no one state to patch")
+    cells = puzzle["cells"]
+    if 2 * cells + 2 > model.config.block_size:
+        raise NotHere("a line and its answer don't fit into its --block_size")
+    idx, answer = (tokens.to(model.device) for tokens in random_windows(puzzle, k, n))
+    other_answer = answer.roll(1, dims=0)
+    columns = {"line": slice(0, cells + 2),        # from its letter to its newline
+               "answer": slice(cells + 2, None)}   # from its letter on
+    found = {}
+    for where in columns:
+        own, other = [], []
+        for block in range(1, len(model.order) + 1):
+            runner = PatchingRunner(model, block, columns[where])
+            logits, _ = model(idx, runner=runner)   # (n, T, vocab)
+            said = logits[:, -cells:].argmax(-1)    # The last columns predict the answer.
+            own.append(share_in_right_half(said, answer))
+            other.append(share_in_right_half(said, other_answer))
+        found[where] = {"its own answer": own, "the other line's answer": other}
+    return found
