@@ -109,8 +109,7 @@ def skipping(args):
     """A nag of 12 x 256 that pays for gain, where half is skipped: how much of the saving that
     FLOPs predict can be measured"""
     model = make("nag", 12, 256, gain_cost=0.1)
-    data = SimpleNamespace(shards=prepare.open_split(args.data, "train", T),
-                           meta=prepare.load_meta(args.data))
+    data = SimpleNamespace(shards=prepare.open_split(args.data, "train", T))
     train_step = trainer(model)
     for step in range(60):
         x, y = get_batch(data, model.config, B, step)

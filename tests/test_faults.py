@@ -1,4 +1,5 @@
 """What a user can mend is told in a sentence; older runs and changed classes go on; machines differ."""
+import json
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     words = "--config", copy / "config.json", "--out", tmp_path / "new", "--max_iters", 1
     assert train.main([str(word) for word in words]) == 0
     assert resume(copy, "--max_iters", 10) == 0
+    changes = json.loads((copy / "config.json").read_text())["changes"]   # What it lacked is noted.
+    assert changes.keys() == {"8"} and changes["8"].keys() == {name, "max_iters"}
 
 def test_moments_go_by_name():
     """A class that declares its parameters in another order gets its own moments back."""

@@ -139,7 +139,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
 
 def test_batches_depend_on_seed_and_step_only():
     shards = [np.arange(100, 200, dtype=np.uint16), np.arange(220, 250, dtype=np.uint16)]
-    data = SimpleNamespace(shards=shards, meta=dict(vocab_size=257))
+    data = SimpleNamespace(shards=shards)
     def batches(n_parts=1, step=3, seed=1):
         gpt = GPTConfig(**TINY | dict(block_size=8, seed=seed, vocab_size=320))
         return [train.get_batch(data, gpt, 12, step, part, n_parts) for part in range(n_parts)]
@@ -210,7 +210,7 @@ def test_steps_by_hand(data, tmp_path):
     go(data, tmp_path, *flags.split(), "--grad_accum", 2, "--max_iters", 6, "--log_interval", 1)
     ckpt = load(tmp_path)
     model = GPT(GPTConfig(**ckpt["model_config"]))
-    text = SimpleNamespace(shards=prepare.open_split(data, "train", 32), meta=dict(vocab_size=257))
+    text = SimpleNamespace(shards=prepare.open_split(data, "train", 32))
     for step in range(6):
         model.zero_grad()
         model(*train.get_batch(text, model.config, 4, step))[1].backward()
