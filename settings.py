@@ -3,11 +3,11 @@ Where the settings of a training come from. For each flag, the first of these th
 
     what is typed
     --resume              the run in --out, with all that was changed since it began
+    --init_from runs/pre  the model of that run. But --config decides on what is FREE, see below
     --config runs/pre     how that run began; or a file such as configs/gpt2.json
-    --init_from runs/pre  the model of that run
     defaults              those of GPTConfig and TrainConfig
 
-(--resume goes with neither --config nor --init_from.) `typed`, `settings` and `defaults` are dicts:
+--resume goes with neither --init_from nor --config. `typed`, `settings` and `defaults` are dicts:
 names of flags, and their values. What can't be ends the program with a sentence: `refuse`.
 """
 import sys
@@ -33,9 +33,9 @@ def of_the_run(settings):
     return {name: value for name, value in settings.items() if name not in others}
 
 def gather_settings(typed, defaults):
-    """-> a value for each flag"""
+    """-> a value for each flag, a dict"""
     if typed.get("resume"):
-        return defaults | settings_to_resume(typed, defaults) | typed
+        return settings_to_resume(typed, defaults) | typed
     settings = settings_to_repeat(typed["config"]) if "config" in typed else {}
     source = typed.get("init_from") or settings.get("init_from")
     if source:
@@ -45,8 +45,8 @@ def gather_settings(typed, defaults):
     return usual | typed
 
 def settings_to_resume(typed, defaults):
-    """The settings of the run in --out. Beside --resume, some flags can't be changed. (train.py
-    refuses those of the model when it reads the checkpoint.)"""
+    """-> all settings of the run in --out. Some flags beside --resume are refused. (Those of the
+    model are refused later, when train.py reads the checkpoint.)"""
     if "out" not in typed or "config" in typed or "init_from" in typed:
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
                "neither --config nor --init_from")
