@@ -1,18 +1,24 @@
 """
-How analyze.py draws what its statistics have found. Each drawing gets found, {run: what a statistic
-returned}, and colors, {run: colour}, and returns a figure. Its other keywords are what stands in
-@stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of rows, the lowest first, and
-None in it is grey.
+How analyze.py draws what its statistics have found, and makes a page of it. Each drawing gets
+found, {run: what a statistic returned}, and colors, {run: colour}, and returns a figure. Its other
+keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of
+rows, the lowest first, and None in it is grey.
 """
+import base64
 import io
 import itertools
+import json
 import math
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure   # not pyplot: a notebook keeps the backend that it has chosen
 from matplotlib.ticker import MaxNLocator
+
+from model import flops_per_token, num_params
+from runs import write_file, write_text
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
@@ -23,7 +29,7 @@ def new_figure(panels, panels_a_row, panel_size):
     columns = min(panels, panels_a_row)
     rows = math.ceil(panels / columns)
     width, height = panel_size
-    size = max(5.6, width * columns), height * rows + 0.6   # The rest is for a legend.
+    size = max(5.6, width * columns), height * rows + 0.6   # 0.6: room for a legend
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[panels:]:
@@ -32,11 +38,11 @@ def new_figure(panels, panels_a_row, panel_size):
 
 # ------------------------------------------------------------------------------------------- lines
 
-def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=False, log=False):
+def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
     """{panel: {name: line}} of each run. The colour says which run, the dashes which line.
 
     x, y: names of the axes (without y, the panel's name); first_x: where [y, ...] begins; share_x,
-    share_y: values are between 0 and 1; log: a logarithm of y"""
+    share_y: values are between 0 and 1; asinh: y as a logarithm has it, but through 0"""
     titles = all_keys(found.values())
     names = all_keys(panel for panels in found.values() for panel in panels.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
@@ -56,7 +62,7 @@ def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=Fals
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if share_y:
             axes.set_ylim(-0.03, 1.03)
-        if log:   # like a logarithm, but it goes through 0
+        if asinh:
             axes.set_yscale("asinh", linear_width=0.01)
             axes.yaxis.set_major_formatter(
                 lambda value, _: "" if 0 < abs(value) < 0.01 else f"{value:g}")   # These overlap.
@@ -138,10 +144,42 @@ def draw_depth_map(found, colors):
 DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "lines_inside": draw_lines_inside,
             "depth_map": draw_depth_map}
 
-def as_png(stat, found, colors):
+def as_png(statistic, found, colors):
     """-> bytes of a figure, and its width in inches"""
     png = io.BytesIO()
     with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name, or of a text.
-        figure = DRAWINGS[stat.draw](found, colors, **stat.options)
+        figure = DRAWINGS[statistic.draw](found, colors, **statistic.options)
         figure.savefig(png, format="png", dpi=130)
     return png.getvalue(), figure.get_figwidth()
+
+# ----------------------------------------------------------------------------------------- the page
+
+def write_page(out, runs, statistics, results, missing):
+    """Writes figures, numbers and page to the folder `out`. runs: {name: Run}; statistics: {name:
+    Statistic}; results, missing: see measure_all in analyze.py"""
+    colors = dict(zip(runs, itertools.cycle(COLORS)))
+    about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
+                        parameters=num_params(run.model), flops=flops_per_token(run.model))
+             for name, run in runs.items()}
+    entries = {}
+    for name, found in results.items():
+        statistic = statistics[name]
+        entry = dict(title=statistic.title, caption=statistic.caption, results=found,
+                     definition=statistic.definition, missing=missing[name])
+        if statistic.says:
+            entry["verdicts"] = {run: statistic.says(found[run], runs[run]) for run in found}
+        if statistic.draw and found:
+            png, inches = as_png(statistic, found, colors)
+            write_png(out / f"{name}.png", png)
+            entry["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
+            entry["width"] = 80 * inches   # in pixels of the page
+        entries[name] = entry
+    numbers = dict(runs=about, statistics=results, missing=missing)
+    write_text(out / "numbers.json", json.dumps(numbers, indent=1))
+    template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
+    # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
+    report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
+    write_text(out / "index.html", template.replace("REPORT", report))
+
+def write_png(path, png):
+    write_file(path, lambda file: file.write(png))

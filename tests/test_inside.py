@@ -245,7 +245,7 @@ def test_statistics_of_the_lines_inside(text, windows, data):
 
 def test_too_few_windows_for_some_steps():
     text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
-    about, windows = dict(batch_size=4, tokenizer="bytes"), ids(2, 12, 250).split(6, 1)
+    about, windows = dict(batch_size=4, tokenizer="bytes", data=""), ids(2, 12, 250).split(6, 1)
     run = analyze.Run(make("pre", vocab_size=320), about, windows, text)
     with pytest.raises(analyze.NotHere, match="--windows"):
         analyze.right_digits(run)
