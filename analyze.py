@@ -78,7 +78,7 @@ class Statistic:
     title: str
     caption: str
     definition: str
-    draw: str | None             # the name of a drawing; None: analyze.html draws it, by its name
+    draw: str | None             # the name of a drawing; None: analyze.html draws it by its name
     options: dict                # what the drawing is told
     needs_puzzle: bool           # Is it for the steps text only?
     says: Callable | None = None   # its verdict, if it has one
@@ -92,7 +92,7 @@ class Statistic:
 
     def verdict(self, says):
         """A decorator. says(result, run) -> what the figure shows of this run, in a sentence.
-        result: what the statistic has found, with lists for tensors, and None for nan"""
+        result: as in numbers.json"""
         self.says = says
         return says
 
@@ -113,12 +113,10 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 #     L             how many blocks run; one that --repeat runs twice counts twice
 #     place         the number of a sublayer, from 1 to 2L
 #     decider       says which tokens run a sublayer; the others skip it (model.py, part 3)
-#     gain          how far a sublayer turns a token's stream: the tangent of the angle. 0.05 is 3
-#                   degrees
-#     puzzle        what meta.json says of the steps text: its table, its cells, and the most steps;
-#                   None: it is another text
+#     gain          the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
+#     puzzle        what meta.json says of the steps text: table, cells, most; None: another text
 #     cell          a digit's place in its line
-#     steps asked   how many steps lead from a line to the next one; its letter says it
+#     steps asked   how many steps lead from a line to the next one, as its letter says
 
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
@@ -328,7 +326,7 @@ def lines_inside(run):
     idx, targets = run.batches[0]
     *_, of_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
     letter = chr(ord("a") + k)
-    examples = [some_digits(run.puzzle), *(spelled(digits) for digits in of_text[:4])]
+    examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in of_text[:4]]
     return dict(asked=k, line=inside.share_by_block("line"),
                 answer=inside.share_by_block("answer"),
                 examples=[inside.example(letter + digits) for digits in examples])
@@ -348,8 +346,8 @@ def patched(run):
 
     400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
     above; the right half of their answers' digits. Chance is 1 / symbols. After an early patch, the
-    line is that of one answer, and the digits so far are those of the other: so one share is a bit
-    above chance."""
+    line belongs to one answer, and the digits so far to the other: so neither comes out whole, but
+    one share is above chance."""
     found = patch(run.model, run.puzzle, run.most_known)
     return {AT_THE_LINE: found["line"], "where the answer is predicted": found["answer"]}
 
@@ -362,7 +360,7 @@ def which_block_fetches(result, run):
     return f"Block {block} fetches the line. After it, the answer no longer needs the line's place."
 
 @stat("What breaks without a block", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="block left out (0: none)", first_y=0, label="share of right digits", share=True)
+      y="block left out (0: none)", first_y=0, label=RIGHT, share=True)
 def removal_by_steps(run):
     """Right digits without one block. The lowest row is the whole model. If another row is as
     bright, the model hardly needs that block.
@@ -373,18 +371,18 @@ def removal_by_steps(run):
     for block in range(len(run.model.blocks)):
         without = Without(sublayers_of(run.model, block), run.model.decider)
         rows.append(right_by_steps(run, without))
-    return {"": rows}
+    return rows
 
 @removal_by_steps.verdict
 def which_block_is_needed(result, run):
     most = run.most_known
-    right_without = {block: row[most] for block, row in enumerate(result[""]) if block > 0}
+    right_without = {block: row[most] for block, row in enumerate(result) if block > 0}
     block = min(right_without, key=right_without.get)
     return (f"Block {block} is missed most. Without it, {right_without[block]:.0%} of the digits "
             f"after {in_words(most)} are right.")
 
 @stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="sublayer", label="mean angle (degrees)", cmap="Blues")
+      y="sublayer", label="mean angle (degrees)")
 def gain_by_steps(run):
     """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
@@ -393,12 +391,12 @@ def gain_by_steps(run):
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips.
     NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the figure of the steps
     learned."""
-    return {"": by_steps(run, lambda idx, targets: run.degrees(idx))}
+    return by_steps(run, lambda idx, targets: run.degrees(idx))
 
 @gain_by_steps.verdict
 def which_sublayer_works_for_them(result, run):
     most = run.most_known
-    more = {place: row[most] - row[0] for place, row in enumerate(result[""], 1)}
+    more = {place: row[most] - row[0] for place, row in enumerate(result, 1)}
     place = max(more, key=more.get)
     return (f"Sublayer {place} turns digits after {in_words(most)} by {more[place]:.0f} degrees "
             f"more than copies.")
@@ -431,7 +429,7 @@ def how_many_sublayers(result, run):
 # ======================================================================================= any text
 
 def share_that_ran(run, decider, batches=None):
-    """-> the share of all tokens that ran each sublayer (2L,)"""
+    """-> the share of the tokens that ran each sublayer (2L,)"""
     def share(idx):
         _, ran = run.forward(idx, decider)
         return ran.float().mean((1, 2))
@@ -441,7 +439,7 @@ def coins(ran):
     """-> a decider that tosses a coin for each token. ran (2L,): the share that is to run each
     sublayer"""
     def decide(runner):
-        # shape: (B, T); place: that of the sublayer that comes next
+        # runner.shape is (B, T), and runner.place that of the sublayer that comes next, from 1.
         return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
     return ByFunction(decide)
 
@@ -633,8 +631,8 @@ def refuse_if_taken(out):
             refuse(f"--out {out}: has a page that is none of ours; take another folder")
 
 def measure_all(runs, wanted):
-    """-> results, {statistic: {run: what was found}}; missing, {statistic: {run: why it can't have
-    it}}. Both have the order of the page."""
+    """-> results, {statistic: {run: result}}; missing, {statistic: {run: why it can't have it}}.
+    Both have the order of the page."""
     results = {name: {} for name in STATS if name in wanted}
     missing = {name: {} for name in results}
     for run_name, run in runs.items():

@@ -86,32 +86,38 @@ def x_and_y(line, first_x):
 
 # ----------------------------------------------------------------------------------------- matrices
 
-def draw_heat(found, colors, x="", y="", first_x=1, first_y=1, label="", cmap="viridis",
-              share=False, power=1, panels_a_row=2):
-    """{panel: matrix} of each run: numbers as colours. A matrix with few columns has its numbers.
+def draw_heat(found, colors, **options):
+    """A matrix of each run. options: those of draw_matrices"""
+    figure, _ = draw_matrices([(run, colors[run], found[run]) for run in found], **options)
+    return figure
 
-    x, y: names of the axes; first_x, first_y: where they begin; label, cmap: of the scale of
-    colours; share: it goes to 1; power: 0.5 makes small numbers differ, too"""
-    matrices = [(run, title, np.array(matrix, dtype=float))   # None becomes nan.
-                for run, panels in found.items() for title, matrix in panels.items()]
+def draw_matrices(panels, x="", y="", first_x=1, first_y=1, label="", share=False, power=1,
+                  panels_a_row=2):
+    """Numbers as colours -> a figure, and the axes of its panels. panels: [(title, colour of the
+    title, matrix), ...]. A matrix with few columns has its numbers.
+
+    x, y: names of the axes; first_x, first_y: where they begin; label: what the numbers are; share:
+    they go to 1; power: 0.5 makes small numbers differ, too"""
+    matrices = [np.array(matrix, dtype=float) for *_, matrix in panels]   # None becomes nan.
     # All panels have one scale.
-    largest = 1 if share else max(np.nanmax(matrix, initial=0) for *_, matrix in matrices)
-    figure, grid = new_figure(len(matrices), panels_a_row, (4.6, 3.6))
-    for axes, (run, title, matrix) in zip(grid, matrices):
+    largest = 1 if share else max(np.nanmax(matrix, initial=0) for matrix in matrices)
+    figure, grid = new_figure(len(panels), panels_a_row, (4.6, 3.6))
+    for axes, (title, color, _), matrix in zip(grid, panels, matrices):
         rows, columns = matrix.shape
         # The middles of its cells have whole numbers.
         extent = first_x - 0.5, first_x + columns - 0.5, first_y - 0.5, first_y + rows - 0.5
-        image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto", cmap=cmap,
-                            interpolation="nearest", norm=PowerNorm(power, 0, largest))
+        image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto",
+                            cmap="viridis" if share else "Blues", interpolation="nearest",
+                            norm=PowerNorm(power, 0, largest))
         axes.set(xlabel=x, ylabel=y, facecolor="0.85")   # Where there is no number, it is grey.
-        axes.set_title(f"{run}: {title}" if title else run, color=colors[run])
+        axes.set_title(title, color=color)
         axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
         if columns <= 16:
             axes.set_xticks(range(first_x, first_x + columns))
             for (row, column), value in np.ndenumerate(matrix):
                 write(axes, first_x + column, first_y + row, value, image, share)
     figure.colorbar(image, ax=list(grid), label=label)
-    return figure
+    return figure, grid
 
 def write(axes, x, y, value, image, share):
     """A number in its cell: .73 for a share, and 12 for degrees"""
@@ -123,20 +129,23 @@ def write(axes, x, y, value, image, share):
 
 def draw_lines_inside(found, colors):
     """What a probe reads: where the line stands, and where the answer is predicted"""
-    panels = {run: {"where the line stands": result["line"],
-                    "where the answer is predicted": result["answer"]}
-              for run, result in found.items()}
-    return draw_heat(panels, colors, x="the line after so many steps", first_x=0, y="blocks run",
-                     first_y=0, label="share of digits read", share=True)
+    panels = []
+    for run, result in found.items():
+        panels += [(f"{run}: where the line stands", colors[run], result["line"]),
+                   (f"{run}: where the answer is predicted", colors[run], result["answer"])]
+    figure, _ = draw_matrices(panels, x="the line after so many steps", first_x=0, y="blocks run",
+                              first_y=0, label="share of digits read", share=True)
+    return figure
 
 def draw_depth_map(found, colors):
     """A column per token, with the tokens below"""
-    panels = {run: {"": result["degrees"]} for run, result in found.items()}
-    figure = draw_heat(panels, colors, x="token (grey: it skips)", y="sublayer", cmap="Blues",
-                       label="angle (degrees)", power=0.5, panels_a_row=1)
+    panels = [(run, colors[run], result["degrees"]) for run, result in found.items()]
+    figure, grid = draw_matrices(panels, x="token (grey: it skips)", y="sublayer", power=0.5,
+                                 label="angle (degrees)", panels_a_row=1)
     figure.set_figwidth(12)
-    for axes, result in zip(figure.axes, found.values()):
-        tokens = [repr(token)[1:-1].replace("\\n", "↵") for token in result["tokens"]]
+    for axes, result in zip(grid, found.values()):
+        # repr writes a tab as '\t'. We leave its quotes out.
+        tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in result["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
                         rotation=90 if max(map(len, tokens)) > 2 else 0)
     return figure

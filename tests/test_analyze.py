@@ -164,9 +164,9 @@ def test_what_the_page_says():
             ("turning", {"length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}}, "is 2.5 times as long"),
             ("lines_inside", {"asked": 2, "examples": [{"blocks": [None, dict(steps=0), dict(steps=2)]}]},
              "After block 0, 1, .. a probe reads up to step none, 0, 2, of 2."),
-            ("removal_by_steps", {"": [[1.0, 0.9, 0.1], [1.0, 0.8, 0.1], [1.0, 0.2, 0.9]]},
+            ("removal_by_steps", [[1.0, 0.9, 0.1], [1.0, 0.8, 0.1], [1.0, 0.2, 0.9]],
              "Block 2 is missed most. Without it, 20% of the digits after one step are right."),
-            ("gain_by_steps", {"": [[30.0, 31, 90], [2.0, 9, 1]]}, "Sublayer 2 turns digits after one step by 7 degrees"),
+            ("gain_by_steps", [[30.0, 31, 90], [2.0, 9, 1]], "Sublayer 2 turns digits after one step by 7 degrees"),
             ("skip_curve", {"steps learned": {"by gain": [[x / 10, 6 - x] for x in range(6)],
                                               "coins": [[x / 10, 2 - x / 10] for x in range(6)]}},
              "Below 0.1 (6 degrees), 30% of the sublayer runs are skipped. Steps learned: 3.00; with coins 1.70; if all "
@@ -234,14 +234,14 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     found = measure("lines", lambda turned: {"a panel": {"turned": turned, "lacks": [torch.nan, 1]}})
     assert len(found["a panel"]["turned"]) == 4 and found["a panel"]["lacks"] == [None, 1]
     assert analyze.STATS["mine"].caption == "My own"
-    found = measure("heat", lambda turned: {"": turned[None]}, "One\n    paragraph")
-    assert len(found[""][0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
+    found = measure("heat", lambda turned: turned[None], "One\n    paragraph")
+    assert len(found[0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
     example = inspect.getsource(analyze).split("# a whole one:\n#\n")[1].split("\n#\n# The page")[0]
     exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
     analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path), "--only", "turned"])
     numbers = json.loads((tmp_path / "numbers.json").read_text())["statistics"]
-    assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[""][0]}
-    assert f"At most by {max(found[''][0]):.0f} degrees." in (tmp_path / "index.html").read_text()
+    assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[0]}
+    assert f"At most by {max(found[0]):.0f} degrees." in (tmp_path / "index.html").read_text()
     with pytest.raises(AttributeError, match="items"):
         measure("lines", lambda turned: {"a panel": turned})
 
