@@ -32,8 +32,7 @@ from model import (ByFunction, ByGain, Decider, Routers, Runner, Without, sublay
 from patch import patch
 from processes import pick_device, pick_threads
 from runs import data_of, explain_write_errors, open_run
-from steps import (answers, find_lines, in_words, solve, some_digits, spelled,
-                   steps_of_targets)
+from steps import answers, find_lines, in_words, solve, some_digits, spelled, steps_of_targets
 from train import evaluate
 
 @dataclass
@@ -261,8 +260,9 @@ def by_steps(run, measure):
     """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
     digits that are 0, 1, .. steps away from the line before: rows of numbers.
 
-    Only digits of the right half of a line count. On the left, digits repeat soon, and can be
-    guessed. And the line before must be in the window: without it, nobody can know them."""
+    Only digits of the right half of a line count. Those on the left depend on few others, so a
+    model may have learned them by heart. And the line before must be in the window, or nobody can
+    know them."""
     cells = run.puzzle["cells"]
     values, asked = [], []
     for idx, targets in run.batches:
@@ -298,9 +298,9 @@ def steps_learned(right, guess):
 def right_digits(run):
     """The further right a line falls, the more steps the model can do.
 
-    Digits of the right half of a line, whose line before is in the window: each can be known. On
-    the left, digits repeat soon, and can be guessed. Steps learned: the sum over 1, 2, .. steps of
-    how far a share is above guessing, which is 1 / symbols."""
+    Digits of the right half of a line, whose line before is in the window: each can be known. Those
+    on the left depend on few others, and may be learned by heart. Steps learned: the sum over 1, 2,
+    .. steps of how far a share is above guessing, which is 1 / symbols."""
     guessing = [run.guess] * len(run.right)
     return {RIGHT: {"measured": run.right, "guessing": guessing}}
 
