@@ -623,12 +623,13 @@ def open_runs(args):
     return runs
 
 def refuse_if_taken(out):
-    """Makes the folder. SystemExit if it can't, or if others have made the page that is there"""
+    """Makes the folder. SystemExit if it can't, or if it has files, but no page of ours"""
     page = out / "index.html"
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        if page.exists() and 'id="report"' not in page.read_text(errors="replace"):
-            refuse(f"--out {out}: has a page that is none of ours; take another folder")
+        is_ours = page.exists() and 'id="report"' in page.read_text(errors="replace")
+        if any(out.iterdir()) and not is_ours:
+            refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
 def measure_all(runs, wanted):
     """-> results, {statistic: {run: result}}; missing, {statistic: {run: why it can't have it}}.

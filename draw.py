@@ -170,7 +170,7 @@ def write_page(out, runs, statistics, results, missing):
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
-    entries = {}
+    entries, pngs = {}, {}
     for name, found in results.items():
         statistic = statistics[name]
         entry = dict(title=statistic.title, caption=statistic.caption, results=found,
@@ -178,17 +178,18 @@ def write_page(out, runs, statistics, results, missing):
         if statistic.says:
             entry["verdicts"] = {run: statistic.says(found[run], runs[run]) for run in found}
         if statistic.draw and found:
-            png, inches = as_png(statistic, found, colors)
-            write_png(out / f"{name}.png", png)
-            entry["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
+            pngs[name], inches = as_png(statistic, found, colors)
+            entry["image"] = "data:image/png;base64," + base64.b64encode(pngs[name]).decode()
             entry["width"] = 80 * inches   # in pixels of the page
         entries[name] = entry
-    numbers = dict(runs=about, statistics=results, missing=missing)
-    write_text(out / "numbers.json", json.dumps(numbers, indent=1))
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
     write_text(out / "index.html", template.replace("REPORT", report))
+    numbers = dict(runs=about, statistics=results, missing=missing)
+    write_text(out / "numbers.json", json.dumps(numbers, indent=1))
+    for name, png in pngs.items():
+        write_png(out / f"{name}.png", png)
 
 def write_png(path, png):
     write_file(path, lambda file: file.write(png))

@@ -247,7 +247,7 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
 
 def test_a_page_of_others_stays(made, tmp_path):
     (tmp_path / "index.html").write_text("mine")
-    with pytest.raises(SystemExit, match="that is none of ours"):
+    with pytest.raises(SystemExit, match="no page of ours"):
         analyze.main([f"{made}/a$x^$b", "--only", "turning", "--out", str(tmp_path)])
     assert (tmp_path / "index.html").read_text() == "mine"
 
