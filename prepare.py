@@ -75,8 +75,8 @@ def stdlib(config):
         if skip.isdisjoint(below_root.parts) and path.stat().st_size:
             # 5 % are for validation: by hash, so that a file stays there when others come or go.
             digest = hashlib.sha256(bytes(below_root)).digest()
-            for_val = int.from_bytes(digest[:8], "big") < 0.05 * 2**64
-            texts = val if for_val else train
+            is_for_val = int.from_bytes(digest[:8], "big") < 0.05 * 2**64
+            texts = val if is_for_val else train
             texts.append(read_text(path))
     return train, val
 
@@ -113,12 +113,14 @@ def encode(texts, tokenizer_name):
     return tokens
 
 def token_bytes(meta, vocab_size):
-    """How many bytes of text each token stands for: (vocab_size,) int64. End-of-text, and numbers
-    that are no tokens, have 0."""
+    """How many bytes of text each token stands for: (vocab_size,) int64. End-of-text has 0, and so
+    has what is no token: a model's vocab_size may be larger than the tokenizer's. meta: as load_meta
+    has it; only its tokenizer counts."""
     tokenizer = get_tokenizer(meta["tokenizer"])
     sizes = torch.zeros(vocab_size, dtype=torch.long)
-    for token in set(range(tokenizer.n_vocab)) - {tokenizer.eot_token}:
-        sizes[token] = len(tokenizer.decode_single_token_bytes(token))
+    for token in range(tokenizer.n_vocab):
+        if token != tokenizer.eot_token:
+            sizes[token] = len(tokenizer.decode_single_token_bytes(token))
     return sizes
 
 # ------------------------------------------------------------------------------------------ shards
@@ -269,7 +271,7 @@ def windows_of(data, split, T, n):
 DATA_SETS = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
 NAMES = (*DATA_SETS, "fineweb")   # fineweb is made of shards that are ready, and not of texts.
 TOKENIZERS = dict(steps=["bytes"], fineweb=["gpt2"])   # All others can have any.
-OWN_FLAGS = dict(text=TextConfig, fineweb=FinewebConfig, steps=StepsConfig)
+OWN_FLAGS = dict(text=TextConfig, fineweb=FinewebConfig, steps=StepsConfig)   # beside those of all
 
 @dataclass
 class PrepareConfig:
