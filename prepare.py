@@ -114,8 +114,8 @@ def encode(texts, tokenizer_name):
 
 def token_bytes(meta, vocab_size):
     """How many bytes of text each token stands for: (vocab_size,) int64. End-of-text has 0, and so
-    has what is no token: a model's vocab_size may be larger than the tokenizer's. meta: as load_meta
-    has it; only its tokenizer counts."""
+    has what is no token: a model's vocab_size may be larger than the tokenizer's. Of meta, only the
+    tokenizer counts."""
     tokenizer = get_tokenizer(meta["tokenizer"])
     sizes = torch.zeros(vocab_size, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
