@@ -6,18 +6,14 @@ What each layer of one or several runs does: a page of figures that opens in any
     python analyze.py runs/nag --only removal,skip_curve            # some statistics
     python analyze.py --list                                        # their names and titles
 
-Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have the numbers 1 .. 2L in
-the order in which they run: odd ones are attention, even ones MLP. Windows and loss are those of
+Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have the numbers 1 .. 2L (L
+blocks in running order): odd ones are attention, even ones MLP. Windows and loss are those of
 train.py, so a checkpoint has one loss everywhere. A model that was trained to skip skips here, too.
 """
-import base64
 import codecs
 import functools
 import inspect
-import itertools
-import json
 import math
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,14 +27,13 @@ import prepare
 from documents import text_or_file
 from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
-from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
-                   sublayers_of, who_ran, why_not)
+from model import (ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, who_ran,
+                   why_not)
 from patch import patch
 from processes import pick_device, set_threads
-from runs import data_of, explain_write_errors, open_run, write_file
+from runs import data_of, explain_write_errors, open_run
 from sentences import printable, refuse, say, start
-from steps import (answers, find_lines, in_words, solve, some_digits, spelled,
-                   steps_of_targets)
+from steps import answers, find_lines, in_words, solve, some_digits, spelled, steps_of_targets
 from train import evaluate
 
 @dataclass
@@ -64,9 +59,16 @@ class AnalyzeConfig:
 #         The angle between the stream before and after, a mean over all tokens."""
 #         return {"degrees": {"all tokens": run.mean(lambda idx: run.degrees(idx).mean((1, 2)))}}
 #
-# The page shows the title, the first paragraph and a figure, and, if one clicks, the rest: how it
-# is defined. Without another draw=, what it returns is drawn as lines: {panel: {name: line}}. A
-# line is a list or a tensor of numbers, or of pairs [x, y]. The other drawings are in draw.py.
+#     @turned.verdict
+#     def how_far_at_most(result, run):
+#         return f"At most by {max(result['degrees']['all tokens']):.0f} degrees."
+#
+# The page shows the title, the first paragraph, a figure and the verdict, if there is one. The
+# second paragraph, how it is defined, opens if one clicks.
+#
+# Without another draw=, what a statistic returns is drawn as lines: {panel: {name: line}}. A line
+# is a list or a tensor of numbers, or of pairs [x, y]. The other drawings are in draw.py. A verdict
+# gets the same as `result`, but as it is in numbers.json: with lists, and None for nan.
 
 STATS = {}   # name -> Statistic, in the order of the page
 
@@ -76,7 +78,7 @@ class Statistic:
     title: str
     caption: str
     definition: str
-    draw: str | None             # the name of a drawing; None: it is only a table of the page
+    draw: str | None             # the name of a drawing; None: analyze.html draws it by its name
     options: dict                # what the drawing is told
     needs_puzzle: bool           # Is it for the steps text only?
     says: Callable | None = None   # its verdict, if it has one
@@ -89,7 +91,8 @@ class Statistic:
         return self.measure(run)
 
     def verdict(self, says):
-        """A decorator. says(result, run) -> what the figure shows of this run, in a sentence"""
+        """A decorator. says(result, run) -> what the figure shows of this run, in a sentence.
+        result: as in numbers.json"""
         self.says = says
         return says
 
@@ -104,6 +107,16 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
     return add
 
 # =========================================================================== what a statistic gets
+
+# The words, in all that follows:
+#
+#     L             how many blocks run; one that --repeat runs twice counts twice
+#     place         the number of a sublayer, from 1 to 2L
+#     decider       says which tokens run a sublayer; the others skip it (model.py, part 3)
+#     gain          the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
+#     puzzle        what meta.json says of the steps text: table, cells, most; None: another text
+#     cell          a digit's place in its line
+#     steps asked   how many steps lead from a line to the next one, as its letter says
 
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
@@ -130,7 +143,8 @@ class Run:
         """windows: x, y (n, T)"""
         self.model = model             # in eval mode
         self.config = config           # of the run folder
-        self.puzzle = puzzle           # its table, cells and most steps; None: it's another text
+        self.data = config["data"]     # the folder of its text
+        self.puzzle = puzzle
         self.text = text               # --text
         self.skip_below = skip_below   # --skip_below
         x, y = (part.to(model.device) for part in windows)
@@ -153,35 +167,37 @@ class Run:
         logits, _ = self.model(idx, runner=runner)
         return logits, who_ran(runner)
 
-    def streams(self, idx, decider=None):
-        """The stream before each sublayer and at the end, as vectors: (2L + 1, B, T, C)"""
-        streams = []
+    def watch(self, idx, decider=None):
+        """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
+        ran each sublayer, bools (2L, B, T)"""
+        runner, streams = Runner(self.model, decider), []
         # A walk yields the stream before and after each sublayer. It may be several tensors:
         # as_tensor makes one of them.
-        for _, before, after in self.model.walk(idx, runner=Runner(self.model, decider)):
+        for _, before, after in self.model.walk(idx, runner=runner):
             streams.append(self.model.ends.as_tensor(before))
         streams.append(self.model.ends.as_tensor(after))
-        return torch.stack(streams)
+        return torch.stack(streams), who_ran(runner)
 
     def degrees(self, idx, decider=None):
         """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
-        x = self.streams(idx, decider)
-        return angles(x[1:], x[:-1]).rad2deg()
+        streams, _ = self.watch(idx, decider)
+        return angles(streams[1:], streams[:-1]).rad2deg()
 
     @functools.cached_property
     def loss_of_quarter(self):
         return mean_loss(self.model, self.quarter)
 
-    def change_with(self, decider):
-        """By how much the loss of a quarter changes if this decider says who runs what"""
-        return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
+    def loss_with(self, decider):
+        """The loss if this decider says who runs what. To save time, we see by how much it changes
+        the loss of a quarter, and add this to the loss of all windows."""
+        return self.loss + mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
 
     # --- On the steps text
 
     @functools.cached_property
     def right(self):
         """The share of right digits by steps asked: 0, 1, .. See right_by_steps."""
-        return right_by_steps(self)[0]
+        return right_by_steps(self)
 
     @property
     def guess(self):
@@ -196,6 +212,33 @@ class Run:
             if share < KNOWN:
                 return max(1, k - 1)
         return len(self.right) - 1
+
+# --- Who runs what
+
+ALL_RUN = Decider()   # All tokens run all sublayers.
+
+def by_gain(run, below):
+    """The decider of --mod gain:below=..: who would turn by less skips. NotHere if the model knows
+    no gains"""
+    decider = ByGain(run.model.config, below)
+    if why := why_not(decider, run.model.config):
+        raise NotHere(why)
+    return decider
+
+def skipping(run):
+    """-> the decider that says who skips: as in training, or else by --skip_below"""
+    if run.model.config.mod != "all":
+        return run.model.decider
+    return by_gain(run, run.skip_below)
+
+# Panels of which a verdict speaks, or that several figures have
+LOSS = "loss (nats per token)"
+RIGHT = "share of right digits"
+STEPS_LEARNED = "steps learned"
+AT_THE_LINE = "where the line stands"
+SUBLAYERS_RUN = "sublayers that run for a digit"
+LENGTH = "length of the stream"
+WITHOUT_BLOCK = "without the block"
 
 # ================================================================================= the steps text
 
@@ -218,37 +261,37 @@ def by_steps(run, measure):
     """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
     digits that are 0, 1, .. steps away from the line before: rows of numbers.
 
-    Only digits of the right half of a line count, because on the left, digits repeat soon, and can
-    be guessed; and only where the line before is in the window, so that they can be known."""
+    Only digits of the right half of a line count. Those on the left depend on few others, so a
+    model may have learned them by heart. And the line before must be in the window, or nobody can
+    know them."""
     cells = run.puzzle["cells"]
-    values, steps = [], []
+    values, asked = [], []
     for idx, targets in run.batches:
-        asked, cell = steps_of_targets(idx, targets, cells)
-        steps.append(torch.where(cell >= cells // 2, asked, -1))
+        steps, cell = steps_of_targets(idx, targets, cells)
+        asked.append(torch.where(cell >= cells // 2, steps, -1))   # -1: It doesn't count.
         values.append(measure(idx, targets).double())
-    values, steps = torch.cat(values, 1), torch.cat(steps)
+    values, asked = torch.cat(values, 1), torch.cat(asked)
     means = []
     for k in range(run.puzzle["most"] + 1):
-        if not (steps == k).any():
+        if not (asked == k).any():
             raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; give "
                           f"it more of them, with --windows")
-        means.append(values[:, steps == k].mean(1))
+        means.append(values[:, asked == k].mean(1))
     return torch.stack(means, 1).tolist()
 
 def right_by_steps(run, decider=None):
-    """-> the share of right digits by steps asked, and the share of all tokens that ran each
-    sublayer (2L,)"""
-    ran = []
+    """-> the share of right digits by steps asked"""
     def is_right(idx, targets):
-        logits, who = run.forward(idx, decider)
-        ran.append(who.float().mean((1, 2)))
+        logits, _ = run.forward(idx, decider)
         return (logits.argmax(-1) == targets)[None]
     [right] = by_steps(run, is_right)
-    return right, sum(ran) / len(ran)
+    return right
 
 def steps_learned(right, guess):
-    """Shares of right digits by steps asked, 0, 1, .. -> how many steps have been learned: each
-    step counts by how far its share is above guessing. 3.0: three steps, and no more"""
+    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
+    digits are right, and 0 if no more are right than by guessing.
+
+    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
@@ -256,11 +299,11 @@ def steps_learned(right, guess):
 def right_digits(run):
     """The further right a line falls, the more steps the model can do.
 
-    Digits of the right half of a line, whose line before is in the window: each can be known. On
-    the left, digits repeat soon, and can be guessed. Steps learned: the sum over 1, 2, .. steps of
-    how far a share is above guessing, which is 1 / symbols."""
+    Digits of the right half of a line, whose line before is in the window: each can be known. Those
+    on the left depend on few others, and may be learned by heart. Steps learned: the sum over 1, 2,
+    .. steps of how far a share is above guessing, which is 1 / symbols."""
     guessing = [run.guess] * len(run.right)
-    return {"share of right digits": {"measured": run.right, "guessing": guessing}}
+    return {RIGHT: {"measured": run.right, "guessing": guessing}}
 
 @right_digits.verdict
 def how_many_steps(result, run):
@@ -278,22 +321,23 @@ def lines_inside(run):
     Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
     reads no such line in an untrained model, nor shuffled digits."""
     k = run.most_known
-    windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
+    # To fit probes takes many windows, whatever --windows says.
+    windows = prepare.windows_of(run.data, "val", run.model.config.block_size, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
-    _, _, lines = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)
-    examples = [chr(ord("a") + k) + digits
-                for digits in [some_digits(run.puzzle), *map(spelled, lines[:4])]]
+    *_, of_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
+    letter = chr(ord("a") + k)
+    examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in of_text[:4]]
     return dict(asked=k, line=inside.share_by_block("line"),
                 answer=inside.share_by_block("answer"),
-                examples=[inside.example(line) for line in examples])
+                examples=[inside.example(letter + digits) for digits in examples])
 
 @lines_inside.verdict
 def what_is_read(result, run):
-    blocks = result["examples"][0]["blocks"]
-    steps = [str(found["steps"]) if found else "none" for found in blocks]
-    return (f"Of {in_words(result['asked'])}, a probe reads {', '.join(steps)}, after block 0, 1 "
-            f"and so on.")
+    blocks = result["examples"][0]["blocks"]   # What can be read is the same in all examples.
+    furthest = [str(block["steps"]) if block else "none" for block in blocks]
+    return (f"After block 0, 1, .. a probe reads up to step {', '.join(furthest)}, of "
+            f"{result['asked']}.")
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
@@ -302,44 +346,44 @@ def patched(run):
     out? At some block, the answer stops needing the place where the line stands.
 
     400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
-    above; the right half of their answers' digits. Chance is 1 / symbols. Before the line is
-    fetched, one share stands higher, because the answer so far is still fed in."""
+    above; the right half of their answers' digits. Chance is 1 / symbols. After an early patch, the
+    line belongs to one answer, and the digits so far to the other: so neither comes out whole, but
+    one share is above chance."""
     found = patch(run.model, run.puzzle, run.most_known)
-    return {"where the line stands": found["line"],
-            "where the answer is predicted": found["answer"]}
+    return {AT_THE_LINE: found["line"], "where the answer is predicted": found["answer"]}
 
 @patched.verdict
 def which_block_fetches(result, run):
-    own = result["where the line stands"]["its own answer"]   # after block 1, 2, ..
+    own = result[AT_THE_LINE]["its own answer"]   # after block 1, 2, ..
     if own[-1] < KNOWN:
         return "It doesn't know these answers, so a patch shows nothing."
     block = next(block for block, share in enumerate(own, 1) if share >= 0.95 * own[-1])
     return f"Block {block} fetches the line. After it, the answer no longer needs the line's place."
 
 @stat("What breaks without a block", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="block left out (0: none)", first_y=0, label="share of right digits", share=True)
+      y="block left out (0: none)", first_y=0, label=RIGHT, share=True)
 def removal_by_steps(run):
-    """Right digits without one block. The lowest row is the whole model: it hardly needs a block
-    whose row is as bright.
+    """Right digits without one block. The lowest row is the whole model. If another row is as
+    bright, the model hardly needs that block.
 
     The stream passes a removed block unchanged; nothing is trained after it. Digits as in the
     figure of the steps learned."""
     rows = [run.right]
     for block in range(len(run.model.blocks)):
         without = Without(sublayers_of(run.model, block), run.model.decider)
-        rows.append(right_by_steps(run, without)[0])
-    return {"": rows}
+        rows.append(right_by_steps(run, without))
+    return rows
 
 @removal_by_steps.verdict
 def which_block_is_needed(result, run):
     most = run.most_known
-    shares = [row[most] for row in result[""][1:]]   # without block 1, 2, ..
-    block = shares.index(min(shares)) + 1
-    return (f"Without block {block}, {min(shares):.0%} of the digits after {in_words(most)} are "
-            f"right.")
+    right_without = {block: row[most] for block, row in enumerate(result) if block > 0}
+    block = min(right_without, key=right_without.get)
+    return (f"Block {block} is missed most. Without it, {right_without[block]:.0%} of the digits "
+            f"after {in_words(most)} are right.")
 
 @stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="sublayer", label="mean angle (degrees)", cmap="Blues")
+      y="sublayer", label="mean angle (degrees)")
 def gain_by_steps(run):
     """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
@@ -348,31 +392,15 @@ def gain_by_steps(run):
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips.
     NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the figure of the steps
     learned."""
-    return {"": by_steps(run, lambda idx, targets: run.degrees(idx))}
+    return by_steps(run, lambda idx, targets: run.degrees(idx))
 
 @gain_by_steps.verdict
 def which_sublayer_works_for_them(result, run):
     most = run.most_known
-    more = [row[most] - row[0] for row in result[""]]
-    sublayer = more.index(max(more)) + 1
-    return (f"Sublayer {sublayer} turns digits after {in_words(most)} by {max(more):.0f} degrees "
+    more = {place: row[most] - row[0] for place, row in enumerate(result, 1)}
+    place = max(more, key=more.get)
+    return (f"Sublayer {place} turns digits after {in_words(most)} by {more[place]:.0f} degrees "
             f"more than copies.")
-
-ALL_RUN = Decider()   # All tokens run all sublayers.
-
-def by_gain(run, below):
-    """The decider of --mod gain:below=..: who would turn by less skips. NotHere if the model knows
-    no gains"""
-    decider = ByGain(run.model.config, below)
-    if why := why_not(decider, run.model.config):
-        raise NotHere(why)
-    return decider
-
-def skipping(run):
-    """-> the decider that says who skips: as in training, or else by --skip_below"""
-    if run.model.config.mod != "all":
-        return run.model.decider
-    return by_gain(run, run.skip_below)
 
 @stat("Who skips", needs_puzzle=True, x="steps asked for", first_x=0)
 def who_skips(run):
@@ -382,41 +410,37 @@ def who_skips(run):
     was trained. Counted where the digit is predicted. Digits as in the figure of the steps
     learned."""
     decider = skipping(run)
-    if decider.needs_tensor:
-        raise NotHere("without its routers, which would show what skipping costs, it is another "
-                      "model")
+    if isinstance(decider, Routers):
+        raise NotHere("a router also scales what its block adds, so if all tokens run, without "
+                      "routers, it is another model")
     def ran_and_right(idx, targets):
-        logits, who = run.forward(idx, decider)
-        return torch.stack((who.float().mean(0), logits.argmax(-1) == targets))
-    ran, right = by_steps(run, ran_and_right)
-    full, _ = right_by_steps(run, ALL_RUN)
+        logits, ran = run.forward(idx, decider)
+        return torch.stack((ran.float().mean(0), logits.argmax(-1) == targets))
+    shares, right = by_steps(run, ran_and_right)
     n_sublayers = 2 * len(run.model.order)
-    return {"sublayers that run for a digit": {"as it skips": [n_sublayers * x for x in ran]},
-            "share of right digits": {"as it skips": right, "if all run": full}}
+    return {SUBLAYERS_RUN: {"as it skips": [n_sublayers * share for share in shares]},
+            RIGHT: {"as it skips": right, "if all run": right_by_steps(run, ALL_RUN)}}
 
 @who_skips.verdict
 def how_many_sublayers(result, run):
-    ran = result["sublayers that run for a digit"]["as it skips"]
-    most = run.most_known
-    return f"Copies run {ran[0]:.1f} sublayers, and {in_words(most)} {ran[most]:.1f}."
+    sublayers, most = result[SUBLAYERS_RUN]["as it skips"], run.most_known
+    return (f"A copied digit runs {sublayers[0]:.1f} sublayers, and one after {in_words(most)} "
+            f"{sublayers[most]:.1f}.")
 
 # ======================================================================================= any text
 
-def skip_point(run, decider):
-    """If this decider says who skips: -> [share skipped, steps learned or loss], and the share of
-    the tokens that ran each sublayer (2L,)"""
-    if run.puzzle:
-        right, ran = right_by_steps(run, decider)
-        value = steps_learned(right, run.guess)
-    else:
-        ran = run.mean(lambda idx: run.forward(idx, decider)[1].float().mean((1, 2)), run.quarter)
-        value = run.loss + run.change_with(decider)
-    return [1 - ran.mean().item(), value], ran
+def share_that_ran(run, decider, batches=None):
+    """-> the share of the tokens that ran each sublayer (2L,)"""
+    def share(idx):
+        _, ran = run.forward(idx, decider)
+        return ran.float().mean((1, 2))
+    return run.mean(share, batches)
 
 def coins(ran):
     """-> a decider that tosses a coin for each token. ran (2L,): the share that is to run each
     sublayer"""
     def decide(runner):
+        # runner.shape is (B, T), and runner.place that of the sublayer that comes next, from 1.
         return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
     return ByFunction(decide)
 
@@ -429,37 +453,46 @@ def skip_curve(run):
     is as near as whole sublayers can be.
 
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
-    Coins: each sublayer is skipped by as many tokens as by gain, but by random ones. As trained: a
-    model that skipped in training, as it did there. It was trained for none of the others. Steps
-    learned as in their own figure."""
+    Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
+    trained: as the model skipped in training. It was trained for none of the others. Steps learned
+    as in their own figure."""
     deciders = [by_gain(run, below) for below in BELOW]
     # The fixed set is chosen by other windows than those on which it is measured.
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    lines = {"by gain": [], "a fixed set": [], "coins": []}
-    def add(name, decider):
-        point, ran = skip_point(run, decider)
-        lines.setdefault(name, []).append(point)
-        return point[0], ran
+    if run.puzzle:
+        what, batches = STEPS_LEARNED, run.batches
+        def measure(decider):
+            return steps_learned(right_by_steps(run, decider), run.guess)
+    else:
+        what, batches, measure = LOSS, run.quarter, run.loss_with
+    gain_line, coins_line, fixed_line = [], [], []
     for decider in deciders:
-        skipped, ran = add("by gain", decider)
-        weakest = weakest_first[:round(skipped * len(ran))]
-        if weakest:
-            add("a fixed set", Without(weakest, ALL_RUN))
-        add("coins", coins(ran))
+        ran = share_that_ran(run, decider, batches)
+        skipped = 1 - ran.mean().item()
+        gain_line.append([skipped, measure(decider)])
+        coins_line.append([skipped, measure(coins(ran))])
+        n_removed = round(skipped * len(ran))
+        if n_removed > 0:
+            fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
+            fixed_line.append([n_removed / len(ran), measure(fixed_set)])
+    lines = {"by gain": gain_line, "a fixed set": fixed_line, "coins": coins_line}
     if run.model.config.mod != "all":
-        add("as trained", run.model.decider)
-    return {"steps learned" if run.puzzle else "loss (nats per token)": lines}
+        as_trained = run.model.decider
+        skipped = 1 - share_that_ran(run, as_trained, batches).mean().item()
+        lines["as trained"] = [[skipped, measure(as_trained)]]
+    return {what: lines}
 
 @skip_curve.verdict
 def what_it_costs_below_a_tenth(result, run):
-    [(what, lines)] = result.items()
-    at = BELOW.index(0.1)
-    skipped, value = lines["by gain"][at]
-    with_coins, all_run = lines["coins"][at][1], lines["by gain"][0][1]
+    what = STEPS_LEARNED if run.puzzle else LOSS
+    lines, at = result[what], BELOW.index(0.1)
+    skipped, by_gains = lines["by gain"][at]
+    _, by_coins = lines["coins"][at]
+    _, if_all_run = lines["by gain"][0]
     return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
-            f"{what.capitalize()}: {value:.2f}; with coins {with_coins:.2f}; if all run "
-            f"{all_run:.2f}.")
+            f"{what.capitalize()}: {by_gains:.2f}; with coins {by_coins:.2f}; if all run "
+            f"{if_all_run:.2f}.")
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
@@ -480,10 +513,8 @@ def depth_map(run):
     except NotHere:
         decider = ALL_RUN
     idx = torch.tensor([tokens], device=run.model.device)
-    torch.manual_seed(0)   # --mod coins: both walks have the same ones.
-    degrees = run.degrees(idx, decider)[:, 0]
-    torch.manual_seed(0)
-    _, ran = run.forward(idx, decider)
+    streams, ran = run.watch(idx, decider)
+    degrees = angles(streams[1:], streams[:-1]).rad2deg()[:, 0]
     degrees[~ran[:, 0]] = math.nan
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
     parts = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
@@ -502,13 +533,15 @@ def turning(run):
     start (0) and after each block. NAG turns by atan|gain|. Sources: arXiv:2505.13898; NAG,
     arXiv:2606.16112, figure 3."""
     turned = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
-    ends = run.mean(lambda idx: run.streams(idx)[::2].square().mean(-1).sqrt().mean((1, 2)))
-    return {"turned by (degrees)": by_kind(turned),
-            "length of the stream": {"stream": list(enumerate(ends.tolist()))}}
+    def lengths_of(idx):
+        streams, _ = run.watch(idx)
+        return streams[::2].square().mean(-1).sqrt().mean((1, 2))   # A block is two sublayers.
+    lengths = run.mean(lengths_of).tolist()
+    return {"turned by (degrees)": by_kind(turned), LENGTH: {"stream": list(enumerate(lengths))}}
 
 @turning.verdict
 def how_much_longer(result, run):
-    lengths = [length for _, length in result["length of the stream"]["stream"]]
+    lengths = [length for _, length in result[LENGTH]["stream"]]
     longer = lengths[-1] / lengths[0]
     return f"At the end, the stream is {longer:.1f} times as long as at its start."
 
@@ -524,15 +557,15 @@ def logit_lens(run):
         for i, stream in enumerate(after_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[i] += loss.item() / len(run.batches)
-    return {"loss (nats per token)": {"after each block": losses}}
+    return {LOSS: {"after each block": losses}}
 
 @logit_lens.verdict
 def from_where_it_reads(result, run):
-    losses = result["loss (nats per token)"]["after each block"]
+    losses = result[LOSS]["after each block"]
     block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
     return f"After block {block}, the head reads as well as at the end, to 0.1 nats."
 
-@stat("What a sublayer is worth", x="block", y="loss increase (nats)", log=True)
+@stat("What a sublayer is worth", x="block", y="loss increase (nats)", asinh=True)
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
@@ -540,15 +573,16 @@ def removal(run):
     is a source less. A block that --repeat runs several times is removed wherever it runs. Nothing
     is trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
     def worth(places):
-        return run.change_with(Without(places, run.model.decider))
-    one = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
-    block = [worth(sublayers_of(run.model, i)) for i in range(len(run.model.blocks))]
-    return {"without one sublayer": by_kind(one), "without the block": {"block": block}}
+        return run.loss_with(Without(places, run.model.decider)) - run.loss
+    of_sublayers = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
+    of_blocks = [worth(sublayers_of(run.model, block)) for block in range(len(run.model.blocks))]
+    return {"without one sublayer": by_kind(of_sublayers), WITHOUT_BLOCK: {"block": of_blocks}}
 
 @removal.verdict
 def which_block_is_worth_most(result, run):
-    worth = result["without the block"]["block"]
-    return f"Block {worth.index(max(worth)) + 1} is worth most, {max(worth):.2f} nats."
+    worth = dict(enumerate(result[WITHOUT_BLOCK]["block"], 1))
+    block = max(worth, key=worth.get)
+    return f"Block {block} is worth most, {worth[block]:.2f} nats."
 
 # ============================================================================ from runs to a page
 
@@ -565,7 +599,8 @@ def main(argv=None):
     out = Path(args.out)
     refuse_if_taken(out)   # now, not after minutes of measuring
     results, missing = measure_all(runs, wanted)
-    save(out, runs, results, missing)
+    import draw   # here, because it loads matplotlib, and who only measures needs none
+    draw.write_page(out, runs, STATS, results, missing)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
@@ -589,19 +624,17 @@ def open_runs(args):
     return runs
 
 def refuse_if_taken(out):
-    """Makes the folder. SystemExit if it can't, or there are files of our names that others have
-    made"""
-    ours = {"index.html", "numbers.json", *(f"{name}.png" for name in STATS)}
-    page = out / "index.html"   # It is written first.
+    """Makes the folder. SystemExit if it can't, or if it has files, but no page of ours"""
+    page = out / "index.html"
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         is_ours = page.exists() and 'id="report"' in page.read_text(errors="replace")
-        if not is_ours and ours & {*os.listdir(out)}:
-            refuse(f"--out {out}: has a page that is none of ours; take another folder")
+        if any(out.iterdir()) and not is_ours:
+            refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
 def measure_all(runs, wanted):
-    """-> results, {statistic: {run: what was found}}; missing, {statistic: {run: why it can't have
-    it}}. Both have the order of the page."""
+    """-> results, {statistic: {run: result}}; missing, {statistic: {run: why it can't have it}}.
+    Both have the order of the page."""
     results = {name: {} for name in STATS if name in wanted}
     missing = {name: {} for name in results}
     for run_name, run in runs.items():
@@ -615,51 +648,15 @@ def measure_all(runs, wanted):
                 print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
     return results, missing
 
-def as_json(result):
-    """Lists for tensors, and None for nan"""
-    text = json.dumps(result, default=lambda tensor: tensor.tolist())
-    return json.loads(text, parse_constant=lambda nan: None)
-
-def save(out, runs, results, missing):
-    """Page, numbers and figures"""
-    import draw   # here, because it loads matplotlib, and who only measures needs none
-    colors = dict(zip(runs, itertools.cycle(draw.COLORS)))
-    about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
-                        parameters=num_params(run.model), flops=flops_per_token(run.model))
-             for name, run in runs.items()}
-    figures, entries = {}, {}
-    for name, found in results.items():
-        entries[name] = entry_of(STATS[name], found, runs) | dict(missing=missing[name])
-        if STATS[name].draw and found:
-            png, inches = drawn(STATS[name], found, colors)
-            figures[f"{name}.png"] = png
-            image = "data:image/png;base64," + base64.b64encode(png).decode()
-            entries[name] |= dict(image=image, width=80 * inches)   # in pixels of the page
-    template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
-    # Without a <, no text ends a script.
-    report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
-    numbers = json.dumps(dict(runs=about, statistics=results, missing=missing), indent=1)
-    files = {"index.html": template.replace("REPORT", report).encode(),
-             "numbers.json": numbers.encode()} | figures
-    for name, content in files.items():
-        write_file(out / name, lambda file: file.write(content))
-
-def entry_of(statistic, found, runs):
-    """What the page gets of a statistic. found: {run: what was found}"""
-    entry = dict(title=statistic.title, caption=statistic.caption, definition=statistic.definition,
-                 results=found)
-    if statistic.says:
-        entry["verdicts"] = {name: statistic.says(result, runs[name])
-                             for name, result in found.items()}
-    return entry
-
-def drawn(statistic, found, colors):
-    import draw
-    try:
-        return draw.as_png(statistic, found, colors)
-    except Exception as error:   # It may be a statistic of your own.
-        refuse(f"{statistic.title}: draw={statistic.draw!r} can't draw what it returned "
-               f"({error!r}); the top of analyze.py, and draw.py, say what to return")
+def as_json(value):
+    """As numbers.json has it: lists for tensors, and None for what is no number"""
+    if torch.is_tensor(value):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 if __name__ == "__main__":
     start(main)

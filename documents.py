@@ -1,14 +1,17 @@
 """
 Your own files to documents, for prepare.py text. A document is a text that is read as one whole: a
 file, or with --jsonl FIELD a line of a file. Some are held out, to validate with.
-
-It also has the one rule for what a text is. All scripts read texts by it.
 """
 import json
 import os
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 
+from flags import flag
 from sentences import refuse, say
+
+# ------------------------------------------------------------------------------------ what text is
 
 def text_of(path):
     """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
@@ -21,7 +24,7 @@ def text_of(path):
     return text if text and "\0" not in text else None
 
 def read_text(path):
-    """The same. SystemExit if there is none"""
+    """The text of a file, as text_of. SystemExit if there is none"""
     text = text_of(path)
     if text is None:
         refuse(f"{path}: is empty, or not UTF-8 text; convert it, as by iconv -f ENCODING -t "
@@ -31,6 +34,8 @@ def read_text(path):
 def text_or_file(value):
     """What --prompt and --text mean: the text of that file if there is one, else `value` itself."""
     return read_text(value) if os.path.isfile(value) else value
+
+# --------------------------------------------------------------------------------------- documents
 
 def files_in(path, seen):
     """The files at or below a path. Hidden ones and caches are left out, links are followed.
@@ -47,8 +52,10 @@ def files_in(path, seen):
 def json_lines(path, text, field):
     """The text of a file whose lines are JSON objects. Yields what each one has in that field."""
     for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            document = json.loads(line)[field] if line.strip() else ""
+            document = json.loads(line)[field]
         except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
             document = None
         if not isinstance(document, str):
@@ -71,32 +78,59 @@ def hold_out(documents):
     of a short one may be what matters. Long is what has more than 1,000 characters, and more than
     a twentieth of all. SystemExit if nothing is left for training"""
     limit = max(1000, sum(map(len, documents)) / 20)
-    long = [cut(text, 0.05) for text in documents if len(text) > limit]
     short = [text for text in documents if len(text) <= limit]
+    long = [text for text in documents if len(text) > limit]
     if len(documents) < 2 and not long:
         refuse("--input: has too little text outside of --out; name several documents, or one of "
                "more than 1,000 characters")
-    train = [text for number, text in enumerate(short) if number % 20]
-    val = short[::20]
+    train, val = [], []
+    for number, text in enumerate(short):
+        if number % 20 == 0:
+            val.append(text)
+        else:
+            train.append(text)
     say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
         f"at 95 % for both")
-    return train + [head for head, _ in long], val + [tail for _, tail in long]
+    for text in long:
+        head, tail = cut(text, 0.05)
+        train.append(head)
+        val.append(tail)
+    return train, val
 
 def own_text(config):
     """Your own documents -> texts for training, texts for validation.
 
-    config: input, a list of files and folders; jsonl, a field or ""; out, the data set's folder"""
+    config: the flags of TextConfig; and out, the data set's folder"""
+    if not config.input:
+        refuse("prepare.py: text: needs files or folders; name them with --input")
     documents, passed_over = [], []
     seen = {os.path.realpath(config.out)}   # Our own output is no input.
-    for path in map(Path, config.input):
-        for file in files_in(path, seen):
+    for named in map(Path, config.input):
+        for file in files_in(named, seen):
             # A file that is named must be text. In a folder there may be pictures, too.
-            text = read_text(file) if file == path else text_of(file)
+            text = read_text(file) if file == named else text_of(file)
             if text is None:
                 passed_over.append(file)
-                continue
-            documents += json_lines(file, text, config.jsonl) if config.jsonl else [text]
+            elif config.jsonl:
+                documents.extend(json_lines(file, text, config.jsonl))
+            else:
+                documents.append(text)
     if passed_over:
         say(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
             f"{passed_over[0]}")
     return hold_out(documents)
+
+# ---------------------------------------------------------------------------------------- the flags
+
+@dataclass
+class TextConfig:
+    input: list = flag(None, "UTF-8 files, and folders of them", group="your own text")
+    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
+
+    def problems(self):
+        """parse, which reads the command line, refuses with these sentences."""
+        for path in self.input or []:
+            if not os.path.isfile(path) and not os.path.isdir(path):
+                yield f"--input {shlex.quote(path)}: no such file or folder"
+            elif path.endswith(".jsonl") and not self.jsonl:
+                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"

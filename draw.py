@@ -1,18 +1,24 @@
 """
-How analyze.py draws what its statistics have found. Each drawing gets found, {run: what a statistic
-returned}, and colors, {run: colour}, and returns a figure. Its other keywords are what stands in
-@stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of rows, the lowest first, and
-None in it is grey.
+How analyze.py draws what its statistics have found, and makes a page of it. Each drawing gets
+found, {run: what a statistic returned}, and colors, {run: colour}, and returns a figure. Its other
+keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of
+rows, the lowest first, and None in it is grey.
 """
+import base64
 import io
 import itertools
+import json
 import math
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure   # not pyplot: a notebook keeps the backend that it has chosen
 from matplotlib.ticker import MaxNLocator
+
+from model import flops_per_token, num_params
+from runs import write_file, write_text
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
@@ -23,7 +29,7 @@ def new_figure(panels, panels_a_row, panel_size):
     columns = min(panels, panels_a_row)
     rows = math.ceil(panels / columns)
     width, height = panel_size
-    size = max(5.6, width * columns), height * rows + 0.6   # The rest is for a legend.
+    size = max(5.6, width * columns), height * rows + 0.6   # 0.6: room for a legend
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[panels:]:
@@ -32,11 +38,11 @@ def new_figure(panels, panels_a_row, panel_size):
 
 # ------------------------------------------------------------------------------------------- lines
 
-def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=False, log=False):
+def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
     """{panel: {name: line}} of each run. The colour says which run, the dashes which line.
 
     x, y: names of the axes (without y, the panel's name); first_x: where [y, ...] begins; share_x,
-    share_y: values are between 0 and 1; log: a logarithm of y"""
+    share_y: values are between 0 and 1; asinh: y as a logarithm has it, but through 0"""
     titles = all_keys(found.values())
     names = all_keys(panel for panels in found.values() for panel in panels.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
@@ -56,7 +62,7 @@ def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=Fals
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if share_y:
             axes.set_ylim(-0.03, 1.03)
-        if log:   # like a logarithm, but it goes through 0
+        if asinh:
             axes.set_yscale("asinh", linear_width=0.01)
             axes.yaxis.set_major_formatter(
                 lambda value, _: "" if 0 < abs(value) < 0.01 else f"{value:g}")   # These overlap.
@@ -80,32 +86,38 @@ def x_and_y(line, first_x):
 
 # ----------------------------------------------------------------------------------------- matrices
 
-def draw_heat(found, colors, x="", y="", first_x=1, first_y=1, label="", cmap="viridis",
-              share=False, power=1, panels_a_row=2):
-    """{panel: matrix} of each run: numbers as colours. A matrix with few columns has its numbers.
+def draw_heat(found, colors, **options):
+    """A matrix of each run. options: those of draw_matrices"""
+    figure, _ = draw_matrices([(run, colors[run], found[run]) for run in found], **options)
+    return figure
 
-    x, y: names of the axes; first_x, first_y: where they begin; label, cmap: of the scale of
-    colours; share: it goes to 1; power: 0.5 makes small numbers differ, too"""
-    matrices = [(run, title, np.array(matrix, dtype=float))   # None becomes nan.
-                for run, panels in found.items() for title, matrix in panels.items()]
+def draw_matrices(panels, x="", y="", first_x=1, first_y=1, label="", share=False, power=1,
+                  panels_a_row=2):
+    """Numbers as colours -> a figure, and the axes of its panels. panels: [(title, colour of the
+    title, matrix), ...]. A matrix with few columns has its numbers.
+
+    x, y: names of the axes; first_x, first_y: where they begin; label: what the numbers are; share:
+    they go to 1; power: 0.5 makes small numbers differ, too"""
+    matrices = [np.array(matrix, dtype=float) for *_, matrix in panels]   # None becomes nan.
     # All panels have one scale.
-    largest = 1 if share else max(np.nanmax(matrix, initial=0) for *_, matrix in matrices)
-    figure, grid = new_figure(len(matrices), panels_a_row, (4.6, 3.6))
-    for axes, (run, title, matrix) in zip(grid, matrices):
+    largest = 1 if share else max(np.nanmax(matrix, initial=0) for matrix in matrices)
+    figure, grid = new_figure(len(panels), panels_a_row, (4.6, 3.6))
+    for axes, (title, color, _), matrix in zip(grid, panels, matrices):
         rows, columns = matrix.shape
         # The middles of its cells have whole numbers.
         extent = first_x - 0.5, first_x + columns - 0.5, first_y - 0.5, first_y + rows - 0.5
-        image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto", cmap=cmap,
-                            interpolation="nearest", norm=PowerNorm(power, 0, largest))
+        image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto",
+                            cmap="viridis" if share else "Blues", interpolation="nearest",
+                            norm=PowerNorm(power, 0, largest))
         axes.set(xlabel=x, ylabel=y, facecolor="0.85")   # Where there is no number, it is grey.
-        axes.set_title(f"{run}: {title}" if title else run, color=colors[run])
+        axes.set_title(title, color=color)
         axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
         if columns <= 16:
             axes.set_xticks(range(first_x, first_x + columns))
             for (row, column), value in np.ndenumerate(matrix):
                 write(axes, first_x + column, first_y + row, value, image, share)
     figure.colorbar(image, ax=list(grid), label=label)
-    return figure
+    return figure, grid
 
 def write(axes, x, y, value, image, share):
     """A number in its cell: .73 for a share, and 12 for degrees"""
@@ -117,20 +129,23 @@ def write(axes, x, y, value, image, share):
 
 def draw_lines_inside(found, colors):
     """What a probe reads: where the line stands, and where the answer is predicted"""
-    panels = {run: {"where the line stands": result["line"],
-                    "where the answer is predicted": result["answer"]}
-              for run, result in found.items()}
-    return draw_heat(panels, colors, x="the line after so many steps", first_x=0, y="blocks run",
-                     first_y=0, label="share of digits read", share=True)
+    panels = []
+    for run, result in found.items():
+        panels += [(f"{run}: where the line stands", colors[run], result["line"]),
+                   (f"{run}: where the answer is predicted", colors[run], result["answer"])]
+    figure, _ = draw_matrices(panels, x="the line after so many steps", first_x=0, y="blocks run",
+                              first_y=0, label="share of digits read", share=True)
+    return figure
 
 def draw_depth_map(found, colors):
     """A column per token, with the tokens below"""
-    panels = {run: {"": result["degrees"]} for run, result in found.items()}
-    figure = draw_heat(panels, colors, x="token (grey: it skips)", y="sublayer", cmap="Blues",
-                       label="angle (degrees)", power=0.5, panels_a_row=1)
+    panels = [(run, colors[run], result["degrees"]) for run, result in found.items()]
+    figure, grid = draw_matrices(panels, x="token (grey: it skips)", y="sublayer", power=0.5,
+                                 label="angle (degrees)", panels_a_row=1)
     figure.set_figwidth(12)
-    for axes, result in zip(figure.axes, found.values()):
-        tokens = [repr(token)[1:-1].replace("\\n", "↵") for token in result["tokens"]]
+    for axes, result in zip(grid, found.values()):
+        # repr writes a tab as '\t'. We leave its quotes out.
+        tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in result["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
                         rotation=90 if max(map(len, tokens)) > 2 else 0)
     return figure
@@ -138,10 +153,43 @@ def draw_depth_map(found, colors):
 DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "lines_inside": draw_lines_inside,
             "depth_map": draw_depth_map}
 
-def as_png(stat, found, colors):
+def as_png(statistic, found, colors):
     """-> bytes of a figure, and its width in inches"""
     png = io.BytesIO()
     with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name, or of a text.
-        figure = DRAWINGS[stat.draw](found, colors, **stat.options)
+        figure = DRAWINGS[statistic.draw](found, colors, **statistic.options)
         figure.savefig(png, format="png", dpi=130)
     return png.getvalue(), figure.get_figwidth()
+
+# ----------------------------------------------------------------------------------------- the page
+
+def write_page(out, runs, statistics, results, missing):
+    """Writes figures, numbers and page to the folder `out`. runs: {name: Run}; statistics: {name:
+    Statistic}; results, missing: see measure_all in analyze.py"""
+    colors = dict(zip(runs, itertools.cycle(COLORS)))
+    about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
+                        parameters=num_params(run.model), flops=flops_per_token(run.model))
+             for name, run in runs.items()}
+    entries, pngs = {}, {}
+    for name, found in results.items():
+        statistic = statistics[name]
+        entry = dict(title=statistic.title, caption=statistic.caption, results=found,
+                     definition=statistic.definition, missing=missing[name])
+        if statistic.says:
+            entry["verdicts"] = {run: statistic.says(found[run], runs[run]) for run in found}
+        if statistic.draw and found:
+            pngs[name], inches = as_png(statistic, found, colors)
+            entry["image"] = "data:image/png;base64," + base64.b64encode(pngs[name]).decode()
+            entry["width"] = 80 * inches   # in pixels of the page
+        entries[name] = entry
+    template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
+    # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
+    report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
+    write_text(out / "index.html", template.replace("REPORT", report))
+    numbers = dict(runs=about, statistics=results, missing=missing)
+    write_text(out / "numbers.json", json.dumps(numbers, indent=1))
+    for name, png in pngs.items():
+        write_png(out / f"{name}.png", png)
+
+def write_png(path, png):
+    write_file(path, lambda file: file.write(png))

@@ -11,8 +11,12 @@ how many steps lead to each digit, and so we see how many steps a model has lear
 digit in its line is called its cell. The leftmost one is cell 0. A token is one character, and its
 number is that of the byte; 256 comes after each document.
 """
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+
+from flags import flag
 
 LINES = 16   # of a document
 DOCUMENTS = dict(train=24_000, val=1_200)
@@ -152,3 +156,19 @@ def in_words(n):
     """2 -> two steps"""
     words = "no one two three four five six seven eight nine ten".split()
     return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
+
+# ---------------------------------------------------------------------------------------- the flags
+
+@dataclass
+class StepsConfig:
+    """The flags of prepare.py steps"""
+    symbols: int = flag(10, "different digits", low=2, high=10, group="the steps text")
+    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
+    cells: int = flag(12, "digits in a line", low=2, high=100)
+    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
+    table: int = flag(0, "seed of the table", low=0, high=1e9)
+
+    def problems(self):
+        """parse, which reads the command line, refuses with these sentences."""
+        if self.symbols % self.rows:
+            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"

@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import prepare
 import run
-from analyze import ALL_RUN, by_steps, coins, in_batches, mean_loss, right_by_steps
+from analyze import (ALL_RUN, by_steps, coins, in_batches, mean_loss, right_by_steps,
+                     share_that_ran)
 from flags import flag, parse
 from model import ByGain, Without
 from sentences import start
@@ -58,7 +59,7 @@ def fixed_set(inspected, sets, share):
     """-> right digits by steps asked if `share` of the sublayers is removed: a mix of two sets"""
     count = share * 2 * len(inspected.model.order)
     smaller, part = int(count), count % 1
-    right = [np.array(right_by_steps(inspected, Without(gone, ALL_RUN))[0])
+    right = [np.array(right_by_steps(inspected, Without(gone, ALL_RUN)))
              for gone in ([set()] + sets)[smaller:smaller + 2]]
     return (1 - part) * right[0] + part * right[1]
 
@@ -77,11 +78,13 @@ def measure(folder, row):
         return dict(variant=f"{row['variant']}, {what}", skipped=f"{skipped:.3f}",
                     **run.learned(right, inspected))
 
-    yield line("all run", 0.0, right_by_steps(inspected, ALL_RUN)[0])
-    found = {below: right_by_steps(inspected, ByGain(model.config, below)) for below in BELOW}
-    skipped = {below: float(1 - sum(ran) / len(ran)) for below, (_, ran) in found.items()}
+    yield line("all run", 0.0, right_by_steps(inspected, ALL_RUN))
+    ran, skipped = {}, {}
     for below in BELOW:
-        yield line(f"below {below}", skipped[below], found[below][0])
+        decider = ByGain(model.config, below)
+        ran[below] = share_that_ran(inspected, decider)
+        skipped[below] = 1 - ran[below].mean().item()
+        yield line(f"below {below}", skipped[below], right_by_steps(inspected, decider))
     if not model.config.gain_cost:
         return   # It hardly skips, so there is nothing to control.
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
@@ -91,7 +94,7 @@ def measure(folder, row):
     for below in CONTROLLED:
         right = fixed_set(inspected, sets, skipped[below])
         yield line(f"a fixed set for {below}", skipped[below], right)
-        right, _ = right_by_steps(inspected, coins(found[below][1]))
+        right = right_by_steps(inspected, coins(ran[below]))
         yield line(f"coins for {below}", skipped[below], right)
         for asked, share in zip(ASKED, skipped_by_steps(inspected, ByGain(model.config, below))):
             yield dict(variant=f"{row['variant']}, below {below}, {asked}", skipped=f"{share:.3f}")

@@ -1,13 +1,12 @@
 """
 The runs behind results/README.md: each is a command of train.py, and a line of runs.csv.
 
-    python results/run.py ill                        # trains what is planned below, and missing
-    python results/run.py staircase --out mine.csv   # repeats an experiment of runs.csv
-    python results/run.py ill --dry                  # only prints the commands
+    python results/run.py staircase --out mine.csv         # repeats an experiment of runs.csv
+    python results/run.py staircase --out mine.csv --dry   # only prints the commands
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
 validation windows; then its folder, below runs/results, can be deleted. Seed 1 chooses learning
-rates; the others decide, see summarize.py. On a GPU, give --workers 1, and plan larger models.
+rates; the others decide, see summarize.py. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
 the commands. (Some are of the third edition, and have --mod_rate. git checkout 7cf98d5 repeats
@@ -41,21 +40,11 @@ from sentences import refuse, say, start
 # A variant: its name in the tables, its flags, and rates and seeds: each rate runs with each seed.
 Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 
-GATES = "--gate_lr 3e-3"                   # good for NAG's gains, and for queries
-PAPERS = "--optimizer adamw --init gpt2"   # the papers' regime
-OURS = "--optimizer muon"
-
-def deep(residual, regime):
-    return ("--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 400 "
-            f"--residual {residual} --n_layer 24 --max_iters 400 {regime}")
-
-PLANS = {   # experiment -> its variants. comparisons.csv says what is compared.
-    # Is PreNorm diluted here? Text, 24 blocks. Then ill.py. (Three other variants have run.)
-    "ill": [
-        Plan("AdamW: Block Attention Residuals", deep("attnres:group=6", f"{GATES} {PAPERS}"),
-             [2e-3], [2, 3, 4]),
-        Plan("Muon: NAG", deep("nag", f"{GATES} {OURS}"), [2e-2], [2, 3, 4])],
-}
+# Experiment -> its variants. comparisons.csv says what is compared. For example:
+#
+#     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
+#                   rates=[1e-2, 2e-2], seeds=[1])]
+PLANS = {}
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
@@ -187,10 +176,12 @@ def main(argv=None):
     for name in {*args.names} - {*known}:
         refuse(f"{name}: no such experiment; choose from {', '.join(known)}")
     missing = missing_runs(args.names, args.out)
-    older = [run for run in missing if "--mod_rate" in run["command"]]
-    if older:
-        say(f"{len(older)} runs with --mod_rate are left out; git checkout 7cf98d5 repeats them")
-    missing = [run for run in missing if run not in older]
+    left_out = [run for run in missing if "--mod_rate" in run["command"]
+                or "--device cuda" in run["command"] and not torch.cuda.is_available()]
+    if left_out:
+        say(f"{len(left_out)} runs are left out: those with --mod_rate (git checkout 7cf98d5 "
+            f"repeats them), and those of a GPU where there is none")
+    missing = [run for run in missing if run not in left_out]
     if args.dry:
         for run in missing:
             say(f"python train.py {run['command']}")

@@ -15,7 +15,7 @@ L = 4   # blocks
 def run_of(residual="pre", text="", windows=None, **config):
     """Twelve windows: `some` are three batches of one."""
     model = make(residual, n_layer=L, vocab_size=320, **config)
-    settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual)
+    settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="")
     windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
     return analyze.Run(model, settings, windows, text=text, skip_below=0.3)
 
@@ -90,14 +90,13 @@ def test_depth_map():
     assert "".join(analyze.depth_map(run_of())["tokens"]) == analyze.A_TEXT[:16]
 
 @torch.no_grad()
-def test_what_skipping_costs(monkeypatch):
+def test_what_skipping_costs():
     """The fixed set is of those that turn least in other windows. Here angles are said to rise with depth."""
-    run, asked, seen = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1))), [], []
+    run, asked = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1))), []
     def mean(measure, windows=None):
         asked.append(measure)
         return analyze.Run.mean(run, measure, windows) if windows is run.quarter else torch.arange(2.0 * L)
-    run.mean, skip_point = mean, analyze.skip_point
-    monkeypatch.setattr(analyze, "skip_point", lambda *args: seen.append(skip_point(*args)) or seen[-1])
+    run.mean = mean
     lines, = analyze.skip_curve(run).values()
     idx = run.other_quarter[0][0]
     gains = [run.model.residuals()[place - 1].gain(x) for place, x, _ in run.model.walk(idx)]
@@ -106,20 +105,27 @@ def test_what_skipping_costs(monkeypatch):
     assert lines["by gain"][0] == pytest.approx([0, run.loss])
     skipped = [x for x, _ in lines["by gain"]]
     assert skipped == sorted(skipped) and skipped[-1] > 0.5
-    seen, fixed = iter(seen), iter(lines["a fixed set"])
-    for share, _ in lines["by gain"]:
-        _, ran = next(seen)
-        n = round(share * 2 * L)
-        if n > 0:   # Else no set of whole sublayers skips as much, and there is nothing to compare.
-            point, ran_fixed = next(seen)
-            assert next(fixed) == point and ran_fixed.tolist() == n * [0.0] + (2 * L - n) * [1.0]
-        _, ran_coins = next(seen)
-        torch.testing.assert_close(ran_coins, ran, atol=0.15, rtol=0)   # As many skip each sublayer.
+    fixed = iter(lines["a fixed set"])
+    for (share, _), below in zip(lines["by gain"], analyze.BELOW, strict=True):
+        runner = Runner(run.model, ByGain(None, below))
+        run.model(torch.cat([idx for idx, _ in run.quarter]), runner=runner)
+        assert share == pytest.approx(runner.skipped(), abs=1e-6)
+        if n := round(share * 2 * L):   # Else no set of whole sublayers skips as much, and there is nothing to compare.
+            loss = run.loss + increase(run, {*range(1, n + 1)})
+            assert next(fixed) == pytest.approx([n / (2 * L), loss])
     assert 0 < len(lines["a fixed set"]) < len(analyze.BELOW) and not list(fixed)
+    assert [x for x, _ in lines["coins"]] == skipped and lines["coins"][0] == lines["by gain"][0]
+    assert all(losses[1] != pytest.approx(run.loss) for losses in lines["coins"][2:])
     below = loss_of(run, ByGain(None, 0.2)) - loss_of(run, ByGain(None, 0))
     assert lines["by gain"][4][1] == pytest.approx(run.loss + below.item())
     run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # Then these gains are negative.
     assert (asked[0](idx) > 0).all()
+
+@torch.no_grad()
+def test_coins_skip_each_sublayer_as_often():
+    run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
+    ran = torch.linspace(0, 1, 2 * L)
+    torch.testing.assert_close(analyze.share_that_ran(run, analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod="gain:below=99")
@@ -134,7 +140,7 @@ def test_a_router_skips_on_the_map():
     run = run_of(mod="router:rate=0.25")
     assert 0 < analyze.depth_map(run)["degrees"].isnan().double().mean() < 0.5
     run.puzzle = dict(cells=2, most=1)
-    with pytest.raises(analyze.NotHere, match="without its routers"):
+    with pytest.raises(analyze.NotHere, match="without routers"):
         analyze.who_skips(run)
 
 def test_windows_are_from_all_over_the_text():
@@ -148,19 +154,19 @@ def test_windows_are_from_all_over_the_text():
 
 def test_what_the_page_says():
     """Of results that are made up. It numbers blocks from 1."""
-    run = SimpleNamespace(most_known=1, guess=0.1, right=[1.0, 0.91, 0.1])   # one step of two
+    run = SimpleNamespace(most_known=1, guess=0.1, right=[1.0, 0.91, 0.1], puzzle=dict(most=2))   # one step of two
     for name, result, words in (
             ("right_digits", {}, "0.9 steps learned."),
             ("patched", {"where the line stands": {"its own answer": [0.2, 0.5, 0.96, 1.0]}}, "Block 3 fetches the line."),
             ("patched", {"where the line stands": {"its own answer": [0.2, 0.5]}}, "It doesn't know these answers"),
             ("who_skips", {"sublayers that run for a digit": {"as it skips": [1.5, 3.0, 6]}},
-             "Copies run 1.5 sublayers, and one step 3.0."),
+             "A copied digit runs 1.5 sublayers, and one after one step 3.0."),
             ("turning", {"length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}}, "is 2.5 times as long"),
             ("lines_inside", {"asked": 2, "examples": [{"blocks": [None, dict(steps=0), dict(steps=2)]}]},
-             "Of two steps, a probe reads none, 0, 2, after block 0, 1"),
-            ("removal_by_steps", {"": [[1.0, 0.9, 0.1], [1.0, 0.8, 0.1], [1.0, 0.2, 0.9]]},
-             "Without block 2, 20% of the digits after one step are right."),
-            ("gain_by_steps", {"": [[30.0, 31, 90], [2.0, 9, 1]]}, "Sublayer 2 turns digits after one step by 7 degrees"),
+             "After block 0, 1, .. a probe reads up to step none, 0, 2, of 2."),
+            ("removal_by_steps", [[1.0, 0.9, 0.1], [1.0, 0.8, 0.1], [1.0, 0.2, 0.9]],
+             "Block 2 is missed most. Without it, 20% of the digits after one step are right."),
+            ("gain_by_steps", [[30.0, 31, 90], [2.0, 9, 1]], "Sublayer 2 turns digits after one step by 7 degrees"),
             ("skip_curve", {"steps learned": {"by gain": [[x / 10, 6 - x] for x in range(6)],
                                               "coins": [[x / 10, 2 - x / 10] for x in range(6)]}},
              "Below 0.1 (6 degrees), 30% of the sublayer runs are skipped. Steps learned: 3.00; with coins 1.70; if all "
@@ -215,7 +221,7 @@ def test_page(made):
     assert sum(1 for stat in report["statistics"].values() if "image" in stat) == 5
 
 def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
-    """It needs no docstring, and may return tensors. What can't be drawn is told in a sentence."""
+    """It needs no docstring, and may return tensors. If it can't be drawn, that shows a traceback."""
     monkeypatch.setattr(analyze, "STATS", {})
     def measure(draw, returned, doc=None):
         def mine(run):
@@ -228,21 +234,20 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     found = measure("lines", lambda turned: {"a panel": {"turned": turned, "lacks": [torch.nan, 1]}})
     assert len(found["a panel"]["turned"]) == 4 and found["a panel"]["lacks"] == [None, 1]
     assert analyze.STATS["mine"].caption == "My own"
-    found = measure("heat", lambda turned: {"": turned[None]}, "One\n    paragraph")
-    assert len(found[""][0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
+    found = measure("heat", lambda turned: turned[None], "One\n    paragraph")
+    assert len(found[0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
     example = inspect.getsource(analyze).split("# a whole one:\n#\n")[1].split("\n#\n# The page")[0]
     exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
     analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path), "--only", "turned"])
     numbers = json.loads((tmp_path / "numbers.json").read_text())["statistics"]
-    assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[""][0]}
-    for draw, returned in (("lines", lambda x: x), ("lines", lambda x: {"a": x}), ("lines", lambda x: {"a": {"b": 3}}),
-                           ("lines", lambda x: {}), ("heat", lambda x: None), ("heat", lambda x: {"a": {"b": x}})):
-        with pytest.raises(SystemExit, match=f"^My own: draw='{draw}' can't draw [^\n]* say what to return$"):
-            measure(draw, returned)
+    assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[0]}
+    assert f"At most by {max(found[0]):.0f} degrees." in (tmp_path / "index.html").read_text()
+    with pytest.raises(AttributeError, match="items"):
+        measure("lines", lambda turned: {"a panel": turned})
 
 def test_a_page_of_others_stays(made, tmp_path):
     (tmp_path / "index.html").write_text("mine")
-    with pytest.raises(SystemExit, match="that is none of ours"):
+    with pytest.raises(SystemExit, match="no page of ours"):
         analyze.main([f"{made}/a$x^$b", "--only", "turning", "--out", str(tmp_path)])
     assert (tmp_path / "index.html").read_text() == "mine"
 

@@ -205,14 +205,14 @@ def test_figures_by_steps_by_hand(text, windows, data):
         return means(run.model(x, runner=Runner(run.model, decider))[0].argmax(-1) == y)
     found = analyze.right_digits(run)["share of right digits"]
     assert found["measured"] == pytest.approx(shares()) and found["guessing"] == [0.1] * 4
-    intact, *without = analyze.removal_by_steps(run)[""]
+    intact, *without = analyze.removal_by_steps(run)
     assert intact == pytest.approx(shares()) == without[2]
     assert without[0] == pytest.approx(shares(Without({1, 2}, run.model.decider)))
     assert len(without) == L
     residuals = run.model.residuals()
     gains = [residuals[place - 1].gain(before).abs()[..., 0] for place, before, _ in run.model.walk(x)]
     degrees = [gain.atan().rad2deg() for gain in gains[:4]]   # The silent block turns nothing.
-    assert analyze.gain_by_steps(run)[""][:4] == [pytest.approx(means(each)) for each in degrees]
+    assert analyze.gain_by_steps(run)[:4] == [pytest.approx(means(each)) for each in degrees]
     runner = Runner(run.model, ByGain(None, 0.3))
     run.model(x, runner=runner)
     ran, right = analyze.who_skips(run).values()
@@ -245,7 +245,7 @@ def test_statistics_of_the_lines_inside(text, windows, data):
 
 def test_too_few_windows_for_some_steps():
     text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
-    about, windows = dict(batch_size=4, tokenizer="bytes"), ids(2, 12, 250).split(6, 1)
+    about, windows = dict(batch_size=4, tokenizer="bytes", data=""), ids(2, 12, 250).split(6, 1)
     run = analyze.Run(make("pre", vocab_size=320), about, windows, text)
     with pytest.raises(analyze.NotHere, match="--windows"):
         analyze.right_digits(run)

@@ -138,6 +138,7 @@ def test_stdlib(tmp_path):
                           capture_output=True, text=True, env=os.environ | dict(PYTHONIOENCODING="ascii"))
     assert done.returncode == 0 and done.stderr == "" and "next: python train.py --data" in done.stdout
     assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
+    assert json.loads((out / "meta.json").read_text()) == dict(name="stdlib", tokenizer="bytes")
     assert prepare.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
     train, val = (tokens(out, split) for split in ("train", "val"))
     assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
@@ -261,8 +262,9 @@ def test_meta(tmp_path):
     for content in "{", "", "{}", b"\xff", '{"tokenizer": "llama"}':
         write(tmp_path / "meta.json", content)
         assert "must name a tokenizer" in refused(tmp_path, call=prepare.load_meta)
-    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
-    assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
+    for by_hand in dict(tokenizer="bytes"), dict(tokenizer="bytes", vocab_size=257):   # as it once was written
+        write(tmp_path / "meta.json", json.dumps(by_hand))
+        assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 

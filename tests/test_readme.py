@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest, torch
-import analyze, flags, model, prepare, sample, settings, steps, train, trial
+import analyze, documents, flags, model, prepare, sample, settings, steps, train, trial
 from conftest import ROOT
 
 LIMITS = {"README.md": 220, "workshop/README.md": 220}   # lines
@@ -153,7 +153,8 @@ def test_the_workshops_check_sees_what_keeps_its_promise(tmp_path, own_residuals
 
 def test_what_is_named_exists():
     flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help", "max_restarts"}
-    source = "".join(inspect.getsource(module) for module in (model, train, sample, analyze, prepare))
+    modules = model, train, sample, analyze, prepare, documents, steps
+    source = "".join(map(inspect.getsource, modules))
     assert not [flag for flag in flags if not re.search(rf'^    {flag}: |"--{flag}"', source, re.M)]
     for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", README + WORKSHOP):   # classes and methods
         operator.attrgetter(name)(model)

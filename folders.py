@@ -1,0 +1,37 @@
+"""
+A folder that one prepare.py at a time writes to, and in which files are whole or not there.
+"""
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from sentences import refuse
+
+@contextlib.contextmanager
+def unfinished_folder(out):
+    """with unfinished_folder(out) as folder: a new folder inside `out`. Make files in it, and move
+    them to `out` when they are whole. `out` is made if it isn't there. It may be a link.
+
+    SystemExit if another prepare.py is in its with-block for the same `out`"""
+    os.makedirs(os.path.realpath(out), exist_ok=True)
+    with open(out / "lock", "a") as lock:
+        lock_or_refuse(lock, out)
+        for left in out.glob(".unfinished-*"):   # by a prepare.py that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=out) as folder:
+            yield Path(folder)
+
+def lock_or_refuse(lock, out):
+    """Locks an open file. The lock ends when the file is closed, and so when a process is killed.
+    SystemExit if another process has it. Some network disks have no locks; there, two terminals can
+    get in each other's way."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"--out {out}: another prepare.py is writing there; wait for it, or take another "
+               f"--out")
+    except OSError:   # no locks here
+        pass
