@@ -292,8 +292,6 @@ def draw_gaps(found, title, name):
 def draw_all(rows, found, measured):
     draw_steps(rows, "How many steps do 1 to 6 blocks (PreNorm) learn?", "staircase",
                ["1 block", "2 blocks", "4 blocks", "6 blocks", "2 blocks, twice as long"])
-    draw_steps(rows, "Does a block that runs again step further?", "again",
-               ["2 blocks, each run three times", "2 blocks", "6 blocks"])
     draw_cost(rows)
     draw_ill(measured)
     draw_gaps(found, "NAG minus PreNorm on text, equal tokens", "lead")
