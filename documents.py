@@ -32,7 +32,7 @@ def read_text(path):
     return text
 
 def text_or_file(value):
-    """What --prompt and --text mean: the text of that file if there is one, else `value` itself."""
+    """The text of that file if there is one, else `value` itself: so mean --prompt and --text."""
     return read_text(value) if os.path.isfile(value) else value
 
 # --------------------------------------------------------------------------------------- documents
@@ -74,21 +74,18 @@ def cut(text, share):
 def hold_out(documents):
     """Texts -> texts for training, texts for validation.
 
-    Of a long text the last 5 % are for validation. Of the others one in 20 is, as a whole: the end
-    of a short one may be what matters. Long is what has more than 1,000 characters, and more than
-    a twentieth of all. SystemExit if nothing is left for training"""
+    Of a text of more than 1,000 characters, and more than a twentieth of all, the last 5 % are for
+    validation. Of the others every 20th is, as a whole: the end of a short one may be what matters.
+    SystemExit if nothing is left for training"""
     limit = max(1000, sum(map(len, documents)) / 20)
     short = [text for text in documents if len(text) <= limit]
     long = [text for text in documents if len(text) > limit]
     if len(documents) < 2 and not long:
         refuse("--input: has too little text outside of --out; name several documents, or one of "
                "more than 1,000 characters")
-    train, val = [], []
-    for number, text in enumerate(short):
-        if number % 20 == 0:
-            val.append(text)
-        else:
-            train.append(text)
+    val = short[::20]
+    train = list(short)
+    del train[::20]
     say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
         f"at 95 % for both")
     for text in long:
@@ -104,7 +101,7 @@ def own_text(config):
     if not config.input:
         refuse("prepare.py: text: needs files or folders; name them with --input")
     documents, passed_over = [], []
-    seen = {os.path.realpath(config.out)}   # Our own output is no input.
+    seen = {os.path.realpath(config.out)}   # --out itself is not read.
     for named in map(Path, config.input):
         for file in files_in(named, seen):
             # A file that is named must be text. In a folder there may be pictures, too.

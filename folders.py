@@ -1,5 +1,5 @@
 """
-A folder that one prepare.py at a time writes to, and in which files are whole or not there.
+A folder that one prepare.py at a time writes to. Files are made beside it, and moved to it whole.
 """
 import contextlib
 import fcntl
@@ -12,8 +12,9 @@ from sentences import refuse
 
 @contextlib.contextmanager
 def unfinished_folder(out):
-    """with unfinished_folder(out) as folder: a new folder inside `out`. Make files in it, and move
-    them to `out` when they are whole. `out` is made if it isn't there. It may be a link.
+    """with unfinished_folder(out) as folder: a new folder inside `out`, a Path. Make files in it,
+    and move them to `out` when they are whole; what is left in it is deleted. `out` is made if it
+    isn't there.
 
     SystemExit if another prepare.py is in its with-block for the same `out`"""
     os.makedirs(os.path.realpath(out), exist_ok=True)

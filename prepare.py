@@ -44,8 +44,9 @@ from steps import StepsConfig, make_puzzle, steps_text
 
 # ---------------------------------------------------------------------------- where texts come from
 
-# A data set is a function: config, the flags -> texts for training, texts for validation. Two more
-# of them are imported. For one of your own, write such a function, and name it in DATA_SETS.
+# A source is a function: config, the flags -> texts for training, texts for validation. steps_text
+# and own_text are imported. For one of your own, write such a function, and name it in SOURCES.
+# (fineweb has none: it comes as shards.)
 
 def download(url, path, sha256=None):
     """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
@@ -98,7 +99,7 @@ def get_tokenizer(tokenizer_name):
         refuse(f"--tokenizer {tokenizer_name}: no table of it ({type(error).__name__}); go online "
                f"once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
 
-# A long text goes in pieces of at most 200,000 characters. A piece ends before a space that follows
+# tiktoken takes long for a long text, so it gets pieces. A piece ends before a space that follows
 # a word, if it can. No token of GPT-2 goes on there, so the tokens are those of the whole text.
 PIECE = re.compile(r"(?s).{1,200000}(?<=\S)(?=\s)|.{1,200000}")
 
@@ -114,9 +115,8 @@ def encode(texts, tokenizer_name):
     return tokens
 
 def token_bytes(meta, vocab_size):
-    """How many bytes of text each token stands for: (vocab_size,) int64. End-of-text has 0, and so
-    has what is no token: a model's vocab_size may be larger than the tokenizer's. Of meta, only the
-    tokenizer counts."""
+    """How many bytes of text each token stands for, (vocab_size,) int64: with these, a loss becomes
+    bits per byte. End-of-text has 0. So have the rows that a model has beyond the tokenizer's."""
     tokenizer = get_tokenizer(meta["tokenizer"])
     sizes = torch.zeros(vocab_size, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
@@ -156,7 +156,7 @@ def read_shard(path):
 
 def load_meta(data):
     """-> dict(name=, tokenizer=, vocab_size=): of a data set, the name, the tokenizer's name, and
-    how many tokens that has. The steps text has its puzzle, too: steps. SystemExit if none is there
+    how many tokens that has; for the steps text also steps, its puzzle. SystemExit if none is there
 
     llm.c and modded-nanogpt write shards without a meta.json. They hold GPT-2's tokens."""
     folder = Path(data)
@@ -195,8 +195,8 @@ def write_data_set(out, meta, train, val):
         (unfinished / "meta.json").write_text(json.dumps(meta))
         write_shard(unfinished / "train_000000.bin", train_tokens)
         write_shard(unfinished / "val_000000.bin", val_tokens)
-        # Without a validation shard, a folder is no data set (open_split). So the old one goes
-        # first, and the new one comes last. In between, nobody takes half of each for a whole.
+        # open_split refuses a folder without a validation shard. So the old one goes first, and the
+        # new one comes last: a folder that is half old and half new is refused.
         (out / "val_000000.bin").unlink(missing_ok=True)
         for file in "meta.json", "train_000000.bin", "val_000000.bin":
             os.replace(unfinished / file, out / file)
@@ -220,7 +220,7 @@ def fineweb(out, meta, n_shards):
                 os.replace(unfinished / file, out / file)
         (unfinished / "meta.json").write_text(json.dumps(meta))
         os.replace(unfinished / "meta.json", out / "meta.json")
-    say("Their lengths are right. No sha256 of these shards is known, so it was not checked.")
+    say("The lengths of the shards are right. Their sha256 is not known, so it was not checked.")
 
 # ----------------------------------------------------------------------------------------- windows
 
@@ -251,8 +251,8 @@ def read_windows(shards, numbers, T):
     which = np.searchsorted(first_number, numbers, side="right") - 1
     windows = []
     for i, number in zip(which, numbers):
-        start = number - first_number[i]
-        windows.append(shards[i][start:start + T + 1])
+        first = number - first_number[i]
+        windows.append(shards[i][first:first + T + 1])
     windows = torch.from_numpy(np.stack(windows).astype(np.int64))
     return windows[:, :-1], windows[:, 1:]
 
@@ -270,8 +270,8 @@ def windows_of(data, split, T, n):
 
 # ------------------------------------------------------------------------------------- the command
 
-DATA_SETS = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
-NAMES = (*DATA_SETS, "fineweb")   # fineweb is made of shards that are ready, and not of texts.
+SOURCES = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
+NAMES = (*SOURCES, "fineweb")
 TOKENIZERS = dict(steps=["bytes"], fineweb=["gpt2"])   # All others can have any.
 OWN_FLAGS = dict(text=TextConfig, fineweb=FinewebConfig, steps=StepsConfig)   # beside those of all
 
@@ -306,12 +306,12 @@ def main(argv=None):
     out = config.out = Path(config.out or f"data/{config.name}")
     meta = dict(name=config.name, tokenizer=pick_tokenizer(config))
     if config.name == "steps":
-        meta["steps"] = make_puzzle(config)   # The text has the same one: --table is its seed.
+        meta["steps"] = make_puzzle(config)   # steps_text makes the same one, by --table.
     refuse_if_taken(out, meta)
     if config.name == "fineweb":
         fineweb(out, meta, config.shards)
     else:
-        train, val = DATA_SETS[config.name](config)
+        train, val = SOURCES[config.name](config)
         write_data_set(out, meta, train, val)
     n_train = sum(map(len, open_split(out, "train")))
     n_val = sum(map(len, open_split(out, "val")))

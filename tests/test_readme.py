@@ -66,8 +66,8 @@ def test_command_parses(line, tmp_path, monkeypatch, own_residuals):
         assert argv[0] == "prepare.py"
         for name in "README.md", "workshop":   # It may be an input.
             (tmp_path / name).symlink_to(ROOT / name)
-        for maker in prepare.DATA_SETS:
-            monkeypatch.setitem(prepare.DATA_SETS, maker, lambda config: 1 / 0)
+        for maker in prepare.SOURCES:
+            monkeypatch.setitem(prepare.SOURCES, maker, lambda config: 1 / 0)
         monkeypatch.setattr(prepare, "fineweb", lambda *_: 1 / 0)
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
