@@ -70,7 +70,7 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 @dataclass
 class GPTConfig:
     """flag(default, help, lowest, highest) declares a field of a dataclass, which is also a flag of
-    train.py. You need the first half of them now."""
+    train.py."""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -104,11 +104,11 @@ class GPTConfig:
 # -------------------------------------------------------------------------------------- sublayers
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1 (and length sqrt(channels))"""
+    """x / rms(x): the direction of x, with rms 1. (eps, 1e-6, keeps it from dividing by 0.)"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def rotation_table(config):
-    """RoPE turns pair i of a head's channels by the angle position * 10000^(-2i / head_size).
+    """RoPE turns pair p of a head's channels by the angle position * 10000^(-2p / head_size).
     -> cosine and sine of each angle, (block_size, 1, head_size / 2, 2)"""
     head_size = config.n_embd // config.n_head
     speed = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
@@ -116,8 +116,9 @@ def rotation_table(config):
     return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]
 
 def rotate(x, rotation):
-    """Turns x (..., n_head, head_size): channels 2i and 2i + 1 are read as a complex number, and
-    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2)."""
+    """Turns x (..., n_head, head_size): channels 2p and 2p + 1 are read as a complex number, and
+    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2). (On a CPU, no other way that
+    we know is as fast.)"""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     turned = points * torch.view_as_complex(rotation)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -146,7 +147,7 @@ class Attention(nn.Module):
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # One residual, nGPT, has learned factors here, and in MLP. All others: none
+        # One residual, nGPT, puts learned factors here, and into the MLP.
         self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
     def qkv(self, x, rotation):
@@ -157,13 +158,13 @@ class Attention(nn.Module):
         k = self.scale_k(rotate(unit(k), rotation))
         return q, k, v
 
-    def forward(self, x, rotation, append=None):
-        """x (B, T, C) -> (B, T, C). append(k, v), only in sampling: puts k and v into the cache,
-        and returns those of all tokens so far, and a mask as in attend."""
+    def forward(self, x, rotation, store=None):
+        """x (B, T, C) -> (B, T, C). store(k, v), only in sampling: puts k and v into the cache, and
+        returns those of all tokens so far, and a mask as in attend."""
         q, k, v = self.qkv(x, rotation)
         mask = None
-        if append:
-            k, v, mask = append(k, v)
+        if store:
+            k, v, mask = store(k, v)
         return self.c_proj(attend(q, k, v, mask).flatten(-2))
 
 class MLP(nn.Module):
@@ -252,12 +253,12 @@ def products_in(dtype, x):
     return torch.autocast(x.device.type, dtype=dtype)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: rotation and `append` for an
+    """The f that residuals get: f(x) = module(x, *others). others: rotation and `store` for an
     attention, nothing for an MLP.
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
     head are computed in it. The stream stays float32: its rounding errors would add up. (It is a
-    class, because part 3 looks into it.)"""
+    class, because part 3 looks at its module.)"""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -279,7 +280,7 @@ class SublayerFunction:
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
-    """-> those of embedding and head"""
+    """-> the standard deviations of embedding and head"""
     if config.init == "gpt2":
         return 0.02, 0.02
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
@@ -370,20 +371,20 @@ class GPT(nn.Module):
         for i, number in enumerate(self.order):
             block = self.blocks[number]
             # Each run has its own keys, also where --repeat runs a block again: so i, not number.
-            append = None if cache is None else partial(cache.append, i)
-            attention = SublayerFunction(self.dtype, block.attn, rotation, append)
+            store = None if cache is None else partial(cache.store, i)
+            attention = SublayerFunction(self.dtype, block.attn, rotation, store)
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
-        if cache is not None:
-            cache.length = length
 
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
-        (None without targets). In training, --gain_cost and others add to it."""
+        (None without targets). In training, --gain_cost and others add to it: Runner.loss."""
         runner = runner or Runner(self)
         for _, _, stream in self.walk(idx, cache, runner):
             pass   # At the end, it is the last stream.
+        if cache is not None:
+            cache.length += idx.shape[1]
         logits = self.head(stream)
         loss = None
         if targets is not None:
@@ -398,7 +399,7 @@ class GPT(nn.Module):
             return F.linear(x, weight).to(x.dtype)
 
     def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens"""
+        """idx (B, T) -> (B, T + max_new_tokens). options: see new_tokens"""
         tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
         return torch.cat([idx, *tokens], dim=1)
 
@@ -429,7 +430,7 @@ class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens have gone through all blocks
+        self.length = 0   # of how many tokens; GPT.forward counts them when all is stored
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
@@ -438,7 +439,7 @@ class KVCache:
         # False where a token has skipped this attention (part 3)
         self.has_key = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
 
-    def append(self, i, k, v, has_key=True):
+    def store(self, i, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what the i-th attention (i = 0, 1, ..) has made of the n
         newest tokens -> k, v of all S tokens so far, and a mask (B, n, S) as in attend. has_key:
         True, or bools (B, n) if some skip"""
@@ -1532,30 +1533,30 @@ def heads(attn, x, rows):
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
-    attn, (rotation, append) = f.module, f.others
+    attn, (rotation, store) = f.module, f.others
     with products_in(f.dtype, x):
         k, v = heads(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
-        return with_older(append, attn.scale_k(rotate(unit(k), rotation)), v)
+        return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attention_of_kept(f, x, tokens, keys):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, append) = f.module, f.others
+    attn, (rotation, store) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if keys is None:
             q, k, v = attn.qkv(x, rotation)
-            keys = with_older(append, tokens.spread(k), tokens.spread(v), tokens.keep)
+            keys = with_older(store, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
             [q] = heads(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(append, k, v, has_key=True):
+def with_older(store, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
     bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
-    if append:
-        return append(k, v, has_key)
+    if store:
+        return store(k, v, has_key)
     mask = causal_mask(k.shape[1], k.shape[1], k.device)
     return k, v, mask if has_key is True else mask & has_key[:, None]
 
