@@ -228,9 +228,9 @@ def draw_cost(rows):
     by_gain = ["all run", *(f"below {below}" for below in BELOW)]
     fixed = [f"a fixed set for {below}" for below in CONTROLLED]
     coins = [f"coins for {below}" for below in CONTROLLED]
-    for color, label, ways in [(COLORS[2], "tokens skip by their gains", by_gain),
+    for color, label, ways in [(COLORS[2], "tokens skip by angle", by_gain),
                                (COLORS[3], "a fixed set of sublayers", fixed),
-                               (COLORS[7], "at random, with each sublayer's share", coins)]:
+                               (COLORS[7], "at random, as often in each sublayer", coins)]:
         skipped = np.array([of_seeds(way, "skipped") for way in ways]) * 100   # (ways, seeds)
         steps = np.array([of_seeds(way, "steps") for way in ways])
         left.plot(skipped, steps, ".", color=color, alpha=0.5)
@@ -244,7 +244,7 @@ def draw_cost(rows):
     ran = 100 - 100 * np.array([of_seeds(f"below 0.1, {asked}", "skipped") for asked in ASKED])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
     right.set(xlabel="steps asked for (a line a seed)", ylim=(0, 100),
-              ylabel="share of the sublayers that run (%)", title="and who runs how deep")
+              ylabel="share of the sublayers that run (%)", title="and who runs how deep, below 6 degrees")
     save(figure, "cost")
 
 def draw_ill(measured):
