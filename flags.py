@@ -10,9 +10,6 @@ A field of a dataclass is a flag. `flag` says its default, its help, and which v
         plain: float = 0.5          # a flag, too, without help
 
     [config] = parse([Config])      # reads --size 7 --kind b
-
-The last part is about options, as in --residual hyper:kind=mhc,n=2: a flag whose value is a name,
-and then values for what has this name.
 """
 import argparse
 import dataclasses
@@ -80,6 +77,23 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
     refuse_unknown(names_among(words), names_of(classes) | {"help"})
     return vars(parser.parse_args(words))
 
+def make_configs(classes, values):
+    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
+    refused: field_problems says why, or the config's own method `problems`."""
+    refuse_unknown(values, names_of(classes))
+    made, bad = [], []
+    for config_class in classes:
+        own = {field.name for field in dataclasses.fields(config_class)}
+        config = config_class(**{name: values[name] for name in own & values.keys()})
+        problems = field_problems(config)
+        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
+            problems = config.problems()
+        bad += problems
+        made.append(config)
+    if bad:
+        refuse(*(f"{script()}: {sentence}" for sentence in bad))
+    return made
+
 def names_among(words):
     """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
     found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
@@ -140,26 +154,10 @@ def not_empty(word):
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
     return word
 
-def make_configs(classes, values):
-    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
-    refused: field_problems says why, or the config's own method `problems`."""
-    refuse_unknown(values, names_of(classes))
-    made, bad = [], []
-    for config_class in classes:
-        own = {field.name for field in dataclasses.fields(config_class)}
-        config = config_class(**{name: values[name] for name in own & values.keys()})
-        problems = field_problems(config)
-        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
-            problems = config.problems()
-        bad += problems
-        made.append(config)
-    if bad:
-        refuse(*(f"{script()}: {sentence}" for sentence in bad))
-    return made
-
 # -------------------------------------------------------------------------- options: name:key=value
 
-# Of --residual hyper:kind=mhc,n=2, model.py finds the class by the name hyper, and calls
+# A flag's value may be a name, and then values for what has this name. Of --residual
+# hyper:kind=mhc,n=2, model.py finds the class by the name hyper, and calls
 #
 #     read_options("kind=mhc,n=2", defaults=dict(kind="lite", n=4),
 #                  allowed=dict(kind=("lite", "mhc"), n=(1, 64)))

@@ -38,10 +38,10 @@ def torch_as_it_was(device):
 
 # ------------------------------------------------------------------------------- several processes
 
-def join_processes(config):
+def join_processes(device):
     """-> Processes. torchrun has started them, and says in the environment which one this is."""
     rank, count = from_torchrun("RANK", 0), from_torchrun("WORLD_SIZE", 1)
-    device = pick_device(config.device)
+    device = pick_device(device)
     if device == "cuda":
         device = f"cuda:{from_torchrun('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)

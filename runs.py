@@ -28,14 +28,13 @@ from sentences import refuse, say
 
 def write_file(path, write):
     """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
-    `path`. So a kill or a full disk leaves the old file; and if that was a link, what it leads to
-    stays as it is."""
+    `path`. So a kill or a full disk leaves the old file."""
     path = Path(path)
     unfinished = path.with_name(".unfinished-" + path.name)
     with explain_write_errors(path):
         unfinished.unlink(missing_ok=True)   # of a run that was killed
         try:
-            with open(unfinished, "xb") as f:   # x: it must be new
+            with open(unfinished, "xb") as f:   # x: it is new, and no link to another file.
                 write(f)
                 f.flush()
                 os.fsync(f.fileno())
@@ -183,15 +182,13 @@ class RunFolder:
         if not config_path.is_file() or '"residual"' not in config_path.read_text(errors="replace"):
             refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
                    f"another --out")
-        # A run that was killed before its first evaluation has nothing to lose.
-        has_begun = (self.out / "ckpt.pt").exists() or read_metric_lines(self.out)
-        if has_begun and not overwrite:
+        if not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
 
     def take_lock(self):
         self.out.mkdir(parents=True, exist_ok=True)
-        self.lock_file = open(self.out / "lock", "ab")   # "ab" changes nothing, even behind a link.
+        self.lock_file = open(self.out / "lock", "ab")
         try:
             fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -232,7 +229,7 @@ class RunFolder:
         """Adds a line to metrics.jsonl."""
         if self.is_first:
             path = self.out / "metrics.jsonl"
-            with explain_write_errors(path), open(path, "a") as f:   # `begin` has made it: no link
+            with explain_write_errors(path), open(path, "a") as f:
                 f.write(json.dumps(values) + "\n")
 
     def save(self, state):
@@ -246,19 +243,12 @@ class RunFolder:
 
 # -------------------------------------------------------------------------- moments of optimizers
 
-def optimizer_state(model, optimizers):
-    """A list: for each optimizer, {name of a parameter: its moments}. torch would number parameters
-    by their order, and then a class could not declare them in another order any more."""
-    names = {p: name for name, p in model.named_parameters()}
-    return [{names[p]: dict(moments) for p, moments in optimizer.state.items()}
-            for optimizer in optimizers]
+def optimizer_state(optimizers):
+    """For each optimizer: {number of a parameter: its moments}"""
+    return [optimizer.state_dict()["state"] for optimizer in optimizers]
 
-def restore_optimizers(model, optimizers, saved):
-    """Gives optimizers the moments that optimizer_state has saved. Parameters that never had a
-    gradient have none. Rates and decay stay as the flags say."""
-    names = {p: name for name, p in model.named_parameters()}
-    for optimizer, by_name in zip(optimizers, saved, strict=True):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        state = optimizer.state_dict()   # In it, torch knows parameters by their places in params.
-        state["state"] = {i: by_name[names[p]] for i, p in enumerate(params) if names[p] in by_name}
-        optimizer.load_state_dict(state)
+def restore_optimizers(optimizers, saved):
+    """Gives optimizers the moments that optimizer_state has saved. Rates and decay stay as the flags
+    say."""
+    for optimizer, state in zip(optimizers, saved, strict=True):
+        optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))

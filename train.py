@@ -306,7 +306,7 @@ def train(model_config, config, data, folder, processes, signals):
     optimizers = make_optimizers(model, config)
     step, flops = 0, 0.0
     if ckpt:
-        restore_optimizers(model, optimizers, ckpt["optimizers"])
+        restore_optimizers(optimizers, ckpt["optimizers"])
         step, flops = ckpt["step"], ckpt["flops"]
     tokens_per_step = config.batch_size * model_config.block_size
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
@@ -333,7 +333,7 @@ def train(model_config, config, data, folder, processes, signals):
                     f"{skipped:.1%} skipped")
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
-                             optimizers=optimizer_state(model, optimizers), step=step, flops=flops,
+                             optimizers=optimizer_state(optimizers), step=step, flops=flops,
                              data=data.fingerprint))
             clock, clock_step = time.perf_counter(), step
         if is_last:
@@ -407,7 +407,7 @@ def main(argv=None):
         look_for_mistakes(model_config)   # if you have written a residual or a decider
     except ValueError as error:
         refuse(f"train.py: {error}")
-    processes = join_processes(config)
+    processes = join_processes(config.device)
     with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
         set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)

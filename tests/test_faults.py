@@ -31,26 +31,6 @@ def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     changes = json.loads((copy / "config.json").read_text())["changes"]   # What it lacked is noted.
     assert changes.keys() == {"8"} and changes["8"].keys() == {name, "max_iters"}
 
-def test_moments_go_by_name():
-    """A class that declares its parameters in another order gets its own moments back."""
-    def optimizers(model):
-        return train.make_optimizers(model, train.TrainConfig(optimizer="adamw"))
-    gpt = GPT(GPTConfig("nag", n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=8))
-    made = optimizers(gpt)
-    for number, p in enumerate(gpt.parameters()):
-        p.grad = torch.full_like(p, number + 1.0)
-    made[0].step()
-    saved = runs.optimizer_state(gpt, made)
-    other = GPT(gpt.config)
-    for residual in other.residuals():
-        residual._parameters = dict(reversed(residual._parameters.items()))
-    assert [*dict(other.named_parameters())] != [*dict(gpt.named_parameters())]
-    again = optimizers(other)
-    runs.restore_optimizers(other, again, saved)
-    of_other = runs.optimizer_state(other, again)[0]
-    for name, moment in saved[0].items():
-        assert torch.equal(of_other[name]["exp_avg"], moment["exp_avg"]), name
-
 # ------------------------------------------------------------------------------- sentences.start
 
 def raises(error):
