@@ -248,7 +248,6 @@ def optimizer_state(optimizers):
     return [optimizer.state_dict()["state"] for optimizer in optimizers]
 
 def restore_optimizers(optimizers, saved):
-    """Gives optimizers the moments that optimizer_state has saved. Rates and decay stay as the flags
-    say."""
+    """Gives optimizers the moments that were saved. Rates and decay stay as the flags say."""
     for optimizer, state in zip(optimizers, saved, strict=True):
         optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))

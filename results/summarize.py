@@ -244,7 +244,8 @@ def draw_cost(rows):
     ran = 100 - 100 * np.array([of_seeds(f"below 0.1, {asked}", "skipped") for asked in ASKED])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
     right.set(xlabel="steps asked for (a line a seed)", ylim=(0, 100),
-              ylabel="share of the sublayers that run (%)", title="and who runs how deep, below 6 degrees")
+              ylabel="share of the sublayers that run (%)",
+              title="and who runs how deep, below 6 degrees")
     save(figure, "cost")
 
 def draw_ill(measured):
