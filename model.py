@@ -275,8 +275,9 @@ class SublayerFunction:
 #     head         0.8 / sqrt(n_embd)      0.02
 #     all others   1 / sqrt(columns)       0.02
 #
-# With `width`, an embedding is longer than the updates that are added to it at first. The first
-# logits have a standard deviation of about 0.8, so the first loss is 0.3 above ln(V).
+# PreNorm then divides each c_proj by sqrt(2L): init_sublayer. With `width`, an embedding is longer
+# than the updates that are added to it at first. The first logits have a standard deviation of about
+# 0.8, so the first loss is 0.3 above ln(V).
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -1205,7 +1206,7 @@ class Runner:
         if self.model.training:
             loss = loss + self.decider.loss(self)
         gain = self.mean_gain() if self.must_pay() else None
-        if gain is not None:   # (It is, too, if all sublayers are removed.)
+        if gain is not None:   # It is None, too, if all sublayers are removed.
             loss = loss + self.model.config.gain_cost * gain
         return loss
 

@@ -73,8 +73,8 @@ def settings_to_repeat(path):
 def settings_of_model(source, settings):
     """The settings of the model in the run `source`. What is FREE stays as `settings` say it."""
     model_settings = asdict(GPTConfig()) | read_settings(source)
-    names = [name for name in asdict(GPTConfig()) if name not in FREE or name not in settings]
-    return {name: model_settings[name] for name in names}
+    kept = set(FREE) & set(settings)
+    return {name: model_settings[name] for name in asdict(GPTConfig()) if name not in kept}
 
 def refuse_rate_of_another_optimizer(typed, usual):
     """usual: the optimizer that runs if none is typed. Its rate is no good for another one."""

@@ -44,14 +44,7 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-DEPTH = ("--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
-         "--max_iters 300 --optimizer adamw --init gpt2 ")
-PLANS = {
-    "regime": [Plan(f"regime: {name}, {n} blocks", f"{DEPTH}{flags} --n_layer {n}", [2e-3], [2, 3, 4])
-               for n in (48, 6)
-               for name, flags in (("PreNorm", "--residual pre"),
-                                   ("NAG", "--residual nag --gate_lr 3e-3"))],
-}
+PLANS = {}
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
