@@ -40,9 +40,12 @@ def gather_settings(typed, defaults):
     source = typed.get("init_from") or settings.get("init_from")
     if source:
         settings |= settings_of_model(source, settings)
-    usual = defaults | settings
-    refuse_rate_of_another_optimizer(typed, usual["optimizer"])
-    return usual | typed
+    chosen = defaults | settings | typed
+    if "lr" not in typed:
+        rate_from = settings if "lr" in settings else defaults
+        good_for = rate_from.get("optimizer", defaults["optimizer"])
+        refuse_rate_of_another_optimizer(chosen["optimizer"], good_for)
+    return chosen
 
 def settings_to_resume(typed, defaults):
     """-> all settings of the run in --out. Some flags beside --resume are refused. (Those of the
@@ -76,11 +79,10 @@ def settings_of_model(source, settings):
     kept = set(FREE) & set(settings)
     return {name: model_settings[name] for name in asdict(GPTConfig()) if name not in kept}
 
-def refuse_rate_of_another_optimizer(typed, usual):
-    """usual: the optimizer that runs if none is typed. Its rate is no good for another one."""
-    optimizer = typed.get("optimizer", usual)
-    if optimizer != usual and "lr" not in typed:
-        refuse(f"--optimizer {optimizer}: needs another rate than {usual}; add --lr "
+def refuse_rate_of_another_optimizer(optimizer, good_for):
+    """good_for: the optimizer that the rate is good for, as far as we know"""
+    if optimizer != good_for and optimizer in RATES:   # A misspelt one is refused later.
+        refuse(f"--optimizer {optimizer}: needs another rate than {good_for}; add --lr "
                f"{RATES[optimizer]}")
 
 def refuse_other_tokens(source, data, tokenizer):

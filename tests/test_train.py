@@ -699,6 +699,18 @@ def test_signals():
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
 
+@pytest.mark.parametrize("settings, words, says", [
+    (dict(optimizer="adamw"), "", "add --lr 0.006"), (dict(optimizer="adamw"), "--lr 0.01", None),
+    (dict(optimizer="adamw", lr=1e-3), "", None), (dict(optimizer="adamw", lr=1e-3), "--optimizer muon", "add --lr 0.02"),
+    (dict(lr=3e-2), "", None), (dict(lr=3e-2), "--optimizer sgd", "add --lr 0.1")])
+def test_a_rate_is_good_for_one_optimizer(tmp_path, settings, words, says):
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    words = ["--config", str(tmp_path / "mine.json"), *words.split()]
+    if says:
+        assert says in refused(*words, call=train.read_configs)
+    else:
+        train.read_configs(words)
+
 # ---------------------------------------------------------------------------- several processes
 
 @pytest.mark.parametrize("flags, tolerance", [
