@@ -188,7 +188,7 @@ def read_options(text, defaults, allowed):
 TRUTH = {"0": False, "false": False, "1": True, "true": True}
 
 def option_value(key, word, default):
-    """("n", "2", 4) -> 2, a whole number as 4 is. ValueError if the word stands for no such value"""
+    """("n", "2", 4) -> 2, a whole number as 4 is. ValueError if the word stands for none"""
     kind = type(default)
     try:
         return TRUTH[word.lower()] if kind is bool else kind(word)

@@ -90,7 +90,7 @@ class GPTConfig:
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    repeat: str = flag("", "2:3 runs the second block three times; 2-3:2: that and the third twice")
+    repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
@@ -276,8 +276,8 @@ class SublayerFunction:
 #     all others   1 / sqrt(columns)       0.02
 #
 # PreNorm then divides each c_proj by sqrt(2L): init_sublayer. With `width`, an embedding is longer
-# than the updates that are added to it at first. The first logits have a standard deviation of about
-# 0.8, so the first loss is 0.3 above ln(V).
+# than the updates that are added to it at first. The first logits have a standard deviation of
+# about 0.8, so the first loss is 0.3 above ln(V).
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_stds(config):
@@ -455,9 +455,10 @@ class KVCache:
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                decider=None, n_vocab=None):
-    """Continues idx (B, T). Yields each new token (B, 1), and the Runner that knows who skipped
-    what for it. decider: says who skips; None: model.decider does. n_vocab: how many tokens the
-    tokenizer has. (The head may have more rows: train.py rounds up.)"""
+    """Continues idx (B, T). Call model.eval() first: some deciders decide otherwise in training.
+    Yields each new token (B, 1), and the Runner that knows who skipped what for it. decider: says
+    who skips; None: model.decider does. n_vocab: how many tokens the tokenizer has. (The head may
+    have more rows: train.py rounds up.)"""
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
     cache = KVCache(model, len(idx), size)
     missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end

@@ -155,7 +155,8 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
             nats += runner.cross_entropy.item() * share
             skipped += runner.skipped() * share
     model.train(was_training)
-    bytes_per_token = token_bytes[y].sum().item() / y.numel()
+    n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
+    bytes_per_token = n_bytes / y.numel()
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
 # ----------------------------------------------------------------------- learning rate, gradients

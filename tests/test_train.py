@@ -133,6 +133,8 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     assert found.items() <= config.items() and "tokenizer" in found and not model.training
     nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(last["val_loss"], rel=1e-6)
+    only_ends = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.zeros(320), 4)
+    assert math.isfinite(only_ends[1])   # bits per byte, of no bytes
     before = content(run)
     assert resume(run) == 0 and max(metrics(run)) == 50   # Nothing is left to do.
     assert (run / "config.json").read_bytes() == before["config.json"]
