@@ -1,8 +1,8 @@
 """
 Does a cost for turning make skipping free, and does it know who needs depth? Takes trained runs of
-NAG on the steps text, lets tokens skip, and counts the steps that are left.
+NAG, lets tokens skip, and counts the steps that are left, or, on code, the bits.
 
-    python results/run.py cost      # trains them
+    python results/run.py cost      # trains them; on code it is the experiment `price`
     python results/cost.py          # appends to runs.csv
 
 The rule, written before seeds 7 to 11 ran. (They left both questions open. So seeds 12 to 16 were
@@ -55,13 +55,20 @@ def greedy_sets(model, windows, most):
         found.append(gone)
     return found
 
+def score(inspected, decider):
+    """-> an array: the share of right digits by steps asked, or, of code, bits per byte alone"""
+    if inspected.puzzle:
+        return np.array(right_by_steps(inspected, decider))
+    loss = mean_loss(inspected.model, inspected.batches, decider)
+    return np.array([inspected.bits * loss / inspected.loss])
+
 def fixed_set(inspected, sets, share):
-    """-> right digits by steps asked if `share` of the sublayers is removed: a mix of two sets"""
+    """-> the score if `share` of the sublayers is removed: a mix of two sets"""
     count = share * 2 * len(inspected.model.order)
     smaller, part = int(count), count % 1
-    right = [np.array(right_by_steps(inspected, Without(gone, ALL_RUN)))
-             for gone in ([set()] + sets)[smaller:smaller + 2]]
-    return (1 - part) * right[0] + part * right[1]
+    scores = [score(inspected, Without(gone, ALL_RUN))
+              for gone in ([set()] + sets)[smaller:smaller + 2]]
+    return (1 - part) * scores[0] + part * scores[1]
 
 def skipped_by_steps(inspected, decider):
     """-> the share of the sublayer runs that is skipped, by steps asked"""
@@ -74,17 +81,18 @@ def measure(folder, row):
     """Yields lines of runs.csv. row: that of the run"""
     inspected = run.inspect(folder)
     model, config = inspected.model, inspected.config
-    def line(what, skipped, right):
-        return dict(variant=f"{row['variant']}, {what}", skipped=f"{skipped:.3f}",
-                    **run.learned(right, inspected))
+    def line(what, skipped, found):
+        columns = (run.learned(found, inspected) if inspected.puzzle
+                   else dict(bits=f"{found.item():.5f}"))
+        return dict(variant=f"{row['variant']}, {what}", skipped=f"{skipped:.3f}", **columns)
 
-    yield line("all run", 0.0, right_by_steps(inspected, ALL_RUN))
+    yield line("all run", 0.0, score(inspected, ALL_RUN))
     ran, skipped = {}, {}
     for below in BELOW:
         decider = ByGain(model.config, below)
         ran[below] = share_that_ran(inspected, decider)
         skipped[below] = 1 - ran[below].mean().item()
-        yield line(f"below {below}", skipped[below], right_by_steps(inspected, decider))
+        yield line(f"below {below}", skipped[below], score(inspected, decider))
     if not model.config.gain_cost:
         return   # It hardly skips, so there is nothing to control.
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
@@ -92,17 +100,20 @@ def measure(folder, row):
     sets = greedy_sets(model, in_batches(*windows), most)
     torch.manual_seed(0)   # for the coins
     for below in CONTROLLED:
-        right = fixed_set(inspected, sets, skipped[below])
-        yield line(f"a fixed set for {below}", skipped[below], right)
-        right = right_by_steps(inspected, coins(ran[below]))
-        yield line(f"coins for {below}", skipped[below], right)
-        for asked, share in zip(ASKED, skipped_by_steps(inspected, ByGain(model.config, below))):
-            yield dict(variant=f"{row['variant']}, below {below}, {asked}", skipped=f"{share:.3f}")
+        removed = fixed_set(inspected, sets, skipped[below])
+        yield line(f"a fixed set for {below}", skipped[below], removed)
+        at_random = score(inspected, coins(ran[below]))
+        yield line(f"coins for {below}", skipped[below], at_random)
+        if inspected.puzzle:
+            shares = skipped_by_steps(inspected, ByGain(model.config, below))
+            for asked, share in zip(ASKED, shares):
+                name = f"{row['variant']}, below {below}, {asked}"
+                yield dict(variant=name, skipped=f"{share:.3f}")
 
 @torch.no_grad()
 def main(argv=None):
     args, = parse((CostConfig,), argv, __doc__)
-    run.measure_trained("cost", args.runs, args.runs, run.COLUMNS, measure)
+    run.measure_trained(("cost", "price"), args.runs, args.runs, run.COLUMNS, measure)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -121,7 +121,7 @@ def late_by_early(values):
 @torch.no_grad()
 def main(argv=None):
     args, = parse((IllConfig,), argv, __doc__)
-    run.measure_trained("ill", args.runs, args.out, COLUMNS, lines_of)
+    run.measure_trained(("ill",), args.runs, args.out, COLUMNS, lines_of)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -44,7 +44,26 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-PLANS = {}
+NAG_ON_CODE = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
+               "--max_flops 4.418e12 --gate_lr 3e-3 --residual nag")
+NAG_ON_STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd "
+                "--optimizer muon --eval_interval 500 --max_flops 6.26629e12 --gate_lr 3e-3 "
+                "--residual nag")
+PAYS = "--mod gain:below=0.05 --gain_cost"
+PLANS = {
+    "price": [
+        Plan("price: NAG that pays", f"{NAG_ON_CODE} --n_layer 12 {PAYS} 1", [2e-2], range(7, 15)),
+        Plan("price: NAG, 6 blocks", f"{NAG_ON_CODE} --n_layer 6", [2e-2], range(7, 15)),
+        Plan("price: PreNorm, 6 blocks", f"{NAG_ON_CODE.replace('nag', 'pre')} --n_layer 6",
+             [4e-2], range(7, 15)),
+    ],
+    "price by depth": [
+        Plan("NAG that pays, 8 blocks", f"{NAG_ON_STEPS} --n_layer 8 {PAYS} 0.1", [2e-2],
+             range(7, 12)),
+        Plan("NAG that pays, 12 blocks", f"{NAG_ON_STEPS} --n_layer 12 {PAYS} 0.1", [2e-2],
+             range(7, 12)),
+    ],
+}
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
@@ -137,21 +156,21 @@ def append(path, row, columns=COLUMNS):
             writer.writeheader()
         writer.writerow(row)
 
-def measure_trained(experiment, runs, out, columns, measure):
+def measure_trained(experiments, runs, out, columns, measure):
     """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to the file `out`.
     It is called for those runs in the file `runs` whose seed decides, whose folder is still there,
     and that `out` lacks."""
-    trained = [row for row in read_runs(runs) if row["experiment"] == experiment
+    trained = [row for row in read_runs(runs) if row["experiment"] in experiments
                and row["seed"] != "1" and (folder_of(row) / "ckpt.pt").exists()]
     if not trained:
-        refuse(f"runs/results: has no run of {experiment}; python results/run.py {experiment} "
-               f"trains them")
+        refuse(f"runs/results: has no run of {experiments[0]}; python results/run.py "
+               f"{experiments[0]} trains them")
     known = set()
     if Path(out).exists():
         with open(out, newline="", encoding="utf-8") as f:
             known = {line["command"] for line in csv.DictReader(f)}
     for row in trained:
-        command = f"results/{experiment}.py {folder_of(row).name}"
+        command = f"results/{experiments[0]}.py {folder_of(row).name}"
         if command not in known:
             # All of it is measured before the first line is written: so it is there whole, or not.
             lines = list(measure(folder_of(row), row))
