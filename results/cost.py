@@ -2,8 +2,7 @@
 Does a cost for turning make skipping free, and does it know who needs depth? Takes trained runs of
 NAG, lets tokens skip, and counts the steps that are left, or, on code, the bits.
 
-    python results/run.py cost      # trains them; on code it is the experiment `price`
-    python results/cost.py          # appends to runs.csv
+    python results/run.py cost --out mine    # On code it is the experiment `price`.
 
 The rule, written before seeds 7 to 11 ran. (They left both questions open. So seeds 12 to 16 were
 added, and all ten decide.) A cost makes skipping *free* if, over these seeds, a
@@ -17,31 +16,17 @@ if it is ahead of both controls, which skip as much:
                   skipped, so it is a mix: some texts run the smaller set, the others the larger
     coins         each sublayer is skipped by as many tokens as by gain, but by random ones
 """
-import os
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import prepare
-import run
 from analyze import (ALL_RUN, by_steps, coins, in_batches, mean_loss, right_by_steps,
-                     share_that_ran)
-from flags import flag, parse
+                     share_that_ran, steps_learned)
 from model import ByGain, Without
-from sentences import start
 
 BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured
 ASKED = "copies", "one step", "two steps", "three steps", "four steps", "five steps", "six steps"
-
-@dataclass
-class CostConfig:
-    runs: str = flag("results/runs.csv", "file of the runs, to which lines are added")
 
 def greedy_sets(model, windows, most):
     """-> `most` sets of places: of one sublayer, of two, .., each with the one more that is missed
@@ -62,6 +47,13 @@ def score(inspected, decider):
     loss = mean_loss(inspected.model, inspected.batches, decider)
     return np.array([inspected.bits * loss / inspected.loss])
 
+def as_columns(score, inspected):
+    """-> columns of runs.csv"""
+    if not inspected.puzzle:
+        return dict(bits=f"{score.item():.5f}")
+    return dict(right=" ".join(f"{share:.3f}" for share in score),
+                steps=f"{steps_learned(score, inspected.guess):.3f}")
+
 def fixed_set(inspected, sets, share):
     """-> the score if `share` of the sublayers is removed: a mix of two sets"""
     count = share * 2 * len(inspected.model.order)
@@ -77,45 +69,30 @@ def skipped_by_steps(inspected, decider):
         return 1 - ran.float().mean(0, keepdim=True)
     return by_steps(inspected, skipped)[0]
 
-def measure(folder, row):
-    """Yields lines of runs.csv. row: that of the run"""
-    inspected = run.inspect(folder)
+def measure(inspected):
+    """Yields what is skipped, and columns of runs.csv"""
     model, config = inspected.model, inspected.config
-    def line(what, skipped, found):
-        columns = (run.learned(found, inspected) if inspected.puzzle
-                   else dict(bits=f"{found.item():.5f}"))
-        return dict(variant=f"{row['variant']}, {what}", skipped=f"{skipped:.3f}", **columns)
+    def columns(skipped, score):
+        return dict(skipped=f"{skipped:.3f}", **as_columns(score, inspected))
 
-    yield line("all run", 0.0, score(inspected, ALL_RUN))
+    yield "all run", columns(0.0, score(inspected, ALL_RUN))
     ran, skipped = {}, {}
     for below in BELOW:
         decider = ByGain(model.config, below)
         ran[below] = share_that_ran(inspected, decider)
         skipped[below] = 1 - ran[below].mean().item()
-        yield line(f"below {below}", skipped[below], score(inspected, decider))
-    if not model.config.gain_cost:
-        return   # It hardly skips, so there is nothing to control.
+        yield f"below {below}", columns(skipped[below], score(inspected, decider))
+
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
     windows = prepare.windows_of(config["data"], "train", config["block_size"], 64)
     sets = greedy_sets(model, in_batches(*windows), most)
     torch.manual_seed(0)   # for the coins
     for below in CONTROLLED:
         removed = fixed_set(inspected, sets, skipped[below])
-        yield line(f"a fixed set for {below}", skipped[below], removed)
+        yield f"a fixed set for {below}", columns(skipped[below], removed)
         at_random = score(inspected, coins(ran[below]))
-        yield line(f"coins for {below}", skipped[below], at_random)
+        yield f"coins for {below}", columns(skipped[below], at_random)
         if inspected.puzzle:
             shares = skipped_by_steps(inspected, ByGain(model.config, below))
             for asked, share in zip(ASKED, shares):
-                name = f"{row['variant']}, below {below}, {asked}"
-                yield dict(variant=name, skipped=f"{share:.3f}")
-
-@torch.no_grad()
-def main(argv=None):
-    args, = parse((CostConfig,), argv, __doc__)
-    run.measure_trained(("cost", "price"), args.runs, args.runs, run.COLUMNS, measure)
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    os.chdir(ROOT)
-    start(main)
+                yield f"below {below}, {asked}", dict(skipped=f"{share:.3f}")

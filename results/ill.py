@@ -2,8 +2,7 @@
 Is PreNorm diluted here, and does another residual cure it? Takes trained runs of 24 blocks, and
 looks at each block: at the first weights, and at the end.
 
-    python results/run.py ill      # trains them
-    python results/ill.py          # appends to ill.csv
+    python results/run.py ill --out mine    # writes mine/ill.csv
 
 A line of ill.csv is a measure of a run, with a number a block. All are means over tokens:
 
@@ -28,30 +27,14 @@ GPU, bfloat16, 16,384 tokens a step. Seed 1 has chosen among the rates 5e-4, 1e-
 was written before a run of this width.)
 """
 import csv
-import os
 import statistics
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
-import run
 from analyze import mean_loss
-from flags import flag, parse
 from model import GPT, Without, sublayers_of
-from runs import read_metrics
-from sentences import start
 
 COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
-
-@dataclass
-class IllConfig:
-    runs: str = flag("results/runs.csv", "file of the runs")
-    out: str = flag("results/ill.csv", "file of the lines")
 
 def rms(x):
     return x.square().mean(-1).sqrt()
@@ -71,8 +54,13 @@ def stream_and_change(model, idx):
         changes.append((rms(now - before) / rms(before)).mean().item())
     return handed_on, changes
 
-def measure(model, batches, history):
-    """Yields (when, measure, a number a block). history: what metrics.jsonl says, by step"""
+def measure(inspected, history):
+    """Yields lines of ill.csv. history: what metrics.jsonl says, by step"""
+    for when, name, values in numbers_by_block(inspected.model, inspected.batches, history):
+        yield dict(when=when, measure=name, values=" ".join(f"{value:.4g}" for value in values))
+
+def numbers_by_block(model, batches, history):
+    """Yields (when, measure, a number a block)"""
     new = GPT(model.config).eval().to(model.device)
     for when, each in ("first weights", new), ("trained", model):
         stream, change = np.mean([stream_and_change(each, idx) for idx, _ in batches], axis=0)
@@ -84,13 +72,6 @@ def measure(model, batches, history):
     yield "trained", "worth", [
         mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
         for i in range(len(model.blocks))]
-
-def lines_of(folder, row):
-    """Yields lines of ill.csv"""
-    inspected = run.inspect(folder, 64)
-    found = measure(inspected.model, inspected.batches, read_metrics(folder))
-    for when, name, values in found:
-        yield dict(when=when, measure=name, values=" ".join(f"{value:.4g}" for value in values))
 
 def read_lines(path):
     """ill.csv -> {(variant, when, measure): {seed: numbers}}"""
@@ -117,13 +98,3 @@ def late_by_early(values):
     """Median of the last third of the blocks / median of the first third"""
     third = len(values) // 3
     return statistics.median(values[-third:]) / statistics.median(values[:third])
-
-@torch.no_grad()
-def main(argv=None):
-    args, = parse((IllConfig,), argv, __doc__)
-    run.measure_trained(("ill",), args.runs, args.out, COLUMNS, lines_of)
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    os.chdir(ROOT)
-    start(main)

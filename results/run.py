@@ -1,16 +1,18 @@
 """
 The runs behind results/README.md: each is a command of train.py, and a line of runs.csv.
 
-    python results/run.py staircase --out mine.csv         # repeats an experiment of runs.csv
-    python results/run.py staircase --out mine.csv --dry   # only prints the commands
+    python results/run.py staircase --out mine         # repeats an experiment: mine/runs.csv
+    python results/run.py staircase --out mine --dry   # only prints the commands
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
-validation windows; then its folder, below runs/results, can be deleted. Seed 1 chooses learning
-rates; the others decide, see summarize.py. On a GPU, give --workers 1.
+validation windows; cost.py says what is measured of models that pay, and ill.py what of those of
+24 blocks. Then its folder, below runs/results, can be deleted. Until then, if you delete its lines,
+it is measured anew. Seed 1 chooses learning rates; the others decide, see summarize.py. On a GPU,
+give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands. (Some are of the third edition, and have --mod_rate. git checkout 7cf98d5 repeats
-them.)
+the commands. Two kinds are left out. Those with --mod_rate are of the third edition: git checkout
+7cf98d5 repeats them. Those with --device cuda need a GPU.
 """
 import collections
 import concurrent.futures
@@ -26,8 +28,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import analyze
+import cost
+import ill
 import prepare
 from flags import flag, parse
 from model import num_params
@@ -65,9 +69,15 @@ PLANS = {
     ],
 }
 
+def can_run(command):
+    """Is it one of train.py, as it is now, on this machine?"""
+    if "--device cuda" in command and not torch.cuda.is_available():
+        return False
+    return command.startswith("--") and "--mod_rate" not in command
+
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
-    runs = [row for row in read_runs(ROOT / "results/runs.csv") if row["command"].startswith("--")]
+    runs = [row for row in read_runs(ROOT / "results/runs.csv") if can_run(row["command"])]
     for experiment, plans in PLANS.items():
         for variant, flags, rates, seeds in plans:
             runs += [dict(experiment=experiment, variant=variant, seed=str(seed), lr=f"{rate:g}",
@@ -90,13 +100,14 @@ def folder_of(run):
     return ROOT / "runs/results" / name.replace(" ", "-").replace(",", "")
 
 def train(run):
-    """Trains it, or goes on with it"""
+    """Trains it, or goes on with it, and returns it"""
     folder = folder_of(run)
     flags = ["--resume"] if (folder / "ckpt.pt").exists() else shlex.split(run["command"])
     words = [sys.executable, "train.py", "--out", str(folder), *flags]
     done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
     if done.returncode:
         refuse(f"{shlex.join(words)}: ended with {done.returncode}: {done.stderr.strip()[-300:]}")
+    return run
 
 def inspect(folder, n_windows=512):
     """Run folder -> what the statistics of analyze.py take, with so many validation windows"""
@@ -106,15 +117,8 @@ def inspect(folder, n_windows=512):
     puzzle = prepare.load_meta(config["data"]).get("steps")   # None: it is another text.
     return analyze.Run(model, config, windows, puzzle)
 
-def learned(right, inspected):
-    """Shares of right digits by steps asked -> two columns of runs.csv"""
-    return dict(right=" ".join(f"{share:.3f}" for share in right),
-                steps=f"{analyze.steps_learned(right, inspected.guess):.3f}")
-
-@torch.no_grad()
-def measure(folder):
-    """Run folder -> the other columns of runs.csv, but for the commit"""
-    inspected = inspect(folder)
+def columns_of(folder, inspected):
+    """Run folder -> the columns of runs.csv that are not in its plan"""
     model, config = inspected.model, inspected.config
     ran = inspected.mean(lambda idx: inspected.forward(idx)[1].float().mean()).item()
     ckpt, _ = read_checkpoint(folder / "ckpt.pt")   # The last log may be from some steps before.
@@ -125,12 +129,29 @@ def measure(folder):
                  flops=f"{ckpt['flops']:.4g}", bits=f"{inspected.bits:.5f}",
                  skipped=f"{1 - ran:.3f}", steps="", right="")
     if inspected.puzzle:
-        found |= learned(inspected.right, inspected)
+        found |= cost.as_columns(inspected.right, inspected)
     return found
 
-def train_and_measure(run):
-    train(run)
-    return run | measure(folder_of(run))
+@torch.no_grad()
+def measure(run, out):
+    """Adds a trained run to the files of the folder `out`, and returns its line. All is measured
+    before runs.csv gets a line: so a run is there whole, or it counts as missing."""
+    folder = folder_of(run)
+    inspected = inspect(folder)
+    row = run | columns_of(folder, inspected)
+    lines = [row]
+    # What more is measured: command says which one made a line. It is none of train.py.
+    same = {name: run[name] for name in ("experiment", "variant", "seed", "lr")}
+    same["command"] = f"results/run.py {run['experiment']}"
+    decides = run["seed"] != "1"
+    if decides and inspected.model.config.gain_cost:
+        for what, columns in cost.measure(inspected):
+            lines.append(same | columns | dict(variant=f"{run['variant']}, {what}"))
+    if decides and run["experiment"] == "ill":
+        found = ill.measure(inspect(folder, 64), read_metrics(folder))
+        append(out / "ill.csv", [same | line for line in found], ill.COLUMNS)
+    append(out / "runs.csv", lines)
+    return row
 
 # -------------------------------------------------------------------------------------- CSV files
 
@@ -147,37 +168,14 @@ def read_runs(path):
         refuse(f"{path}: is no file of runs, or has a broken line; restore it, or name another")
     return [dict(zip(COLUMNS, line)) for line in lines]
 
-def append(path, row, columns=COLUMNS):
-    """Adds a line to a CSV file, with the commit that has made it."""
-    row = row | dict(commit=subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD"))
+def append(path, rows, columns=COLUMNS):
+    """Adds lines to a CSV file, with the commit that has made them."""
+    commit = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
     with open(path, "a", newline="") as f:
         writer = csv.DictWriter(f, columns, lineterminator="\n", extrasaction="ignore")
         if f.tell() == 0:   # It is new.
             writer.writeheader()
-        writer.writerow(row)
-
-def measure_trained(experiments, runs, out, columns, measure):
-    """For cost.py and ill.py: appends what measure(folder, row) yields, dicts, to the file `out`.
-    It is called for those runs in the file `runs` whose seed decides, whose folder is still there,
-    and that `out` lacks."""
-    trained = [row for row in read_runs(runs) if row["experiment"] in experiments
-               and row["seed"] != "1" and (folder_of(row) / "ckpt.pt").exists()]
-    if not trained:
-        refuse(f"runs/results: has no run of {experiments[0]}; python results/run.py "
-               f"{experiments[0]} trains them")
-    known = set()
-    if Path(out).exists():
-        with open(out, newline="", encoding="utf-8") as f:
-            known = {line["command"] for line in csv.DictReader(f)}
-    for row in trained:
-        command = f"results/{experiments[0]}.py {folder_of(row).name}"
-        if command not in known:
-            # All of it is measured before the first line is written: so it is there whole, or not.
-            lines = list(measure(folder_of(row), row))
-            for line in lines:
-                same = {name: row[name] for name in ("experiment", "variant", "seed", "lr")}
-                append(out, same | line | dict(command=command), columns)
-            say(f"{row['variant']}, seed {row['seed']}: measured")
+        writer.writerows(row | dict(commit=commit) for row in rows)
 
 # ------------------------------------------------------------------------------------ the command
 
@@ -186,7 +184,7 @@ class ResultsConfig:
     names: list = flag(None, "experiments")
     dry: bool = flag(False, "only print the commands that are missing")
     workers: int = flag(2, "runs side by side", 1, 64)
-    out: str = flag("results/runs.csv", "file of the lines; runs that it has are not repeated")
+    out: str = flag("results", "folder of runs.csv and ill.csv; what it has is not repeated")
 
 def main(argv=None):
     args, = parse((ResultsConfig,), argv, __doc__, positional=("names",))
@@ -194,28 +192,23 @@ def main(argv=None):
     known = list(dict.fromkeys(run["experiment"] for run in all_runs()))
     for name in {*args.names} - {*known}:
         refuse(f"{name}: no such experiment; choose from {', '.join(known)}")
-    missing = missing_runs(args.names, args.out)
-    left_out = [run for run in missing if "--mod_rate" in run["command"]
-                or "--device cuda" in run["command"] and not torch.cuda.is_available()]
-    if left_out:
-        say(f"{len(left_out)} runs are left out: those with --mod_rate (git checkout 7cf98d5 "
-            f"repeats them), and those of a GPU where there is none")
-    missing = [run for run in missing if run not in left_out]
+    out = Path(args.out)
+    missing = missing_runs(args.names, out / "runs.csv")
     if args.dry:
         for run in missing:
             say(f"python train.py {run['command']}")
         return
-    open(args.out, "a").close()   # What can't be written is found now, not after a training.
+    out.mkdir(parents=True, exist_ok=True)
+    open(out / "runs.csv", "a").close()   # If it can't be written, we hear it before a training.
     for data in "steps", "stdlib":
         if not Path("data", data, "meta.json").exists():
             prepare.main([data, "--out", f"data/{data}"])
 
     with concurrent.futures.ThreadPoolExecutor(args.workers) as pool:
-        jobs = [pool.submit(train_and_measure, run) for run in missing]
+        jobs = [pool.submit(train, run) for run in missing]
         try:
             for job in concurrent.futures.as_completed(jobs):
-                row = job.result()
-                append(args.out, row)
+                row = measure(job.result(), out)
                 say(f"{row['experiment']}: {row['variant']}, seed {row['seed']}, rate {row['lr']}: "
                     f"{row['bits']} bits, {row['steps'] or 'no'} steps, {row['seconds']} s")
         finally:
