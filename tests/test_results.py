@@ -56,7 +56,7 @@ def test_a_block_that_does_nothing():
     model = make(n_layer=4, vocab_size=320, n_embd=64, n_head=8)
     for _, sublayer in model.blocks[2].pairs():
         torch.nn.init.zeros_(sublayer.c_proj.weight)
-    found = {(when, name): numbers for when, name, numbers in ill.measure(
+    found = {(when, name): numbers for when, name, numbers in ill.numbers_by_block(
         model, [(ids(12, 12, V=256), ids(12, 12, V=256, seed=1))], {5: dict(grad_norms=[1.0, 2.0, 4.0, 8.0])})}
     change, stream = found["trained", "change"], found["trained", "stream"]
     assert change[2] == 0 < min(change[0], change[1], change[3]) and stream[2] == stream[1] != stream[3]
@@ -84,7 +84,6 @@ def test_controls_of_skipping():
 def test_commands_parse_and_have_folders_of_their_own(tmp_path):
     runs = run.missing_runs({each["experiment"] for each in run.all_runs()}, tmp_path / "nothing.csv")
     assert len({run.folder_of(each) for each in runs}) == len(runs) > 300
-    runs = [each for each in runs if "--mod_rate" not in each["command"]]   # They are of the third edition.
     for each in runs:
         gpt, config = read_configs(shlex.split(each["command"]))
         assert (str(gpt.seed), f"{config.lr:g}") == (each["seed"], each["lr"]) and config.out == ""
@@ -93,7 +92,7 @@ def test_what_is_missing(tmp_path, monkeypatch):
     """Repeating begins with all commands of runs.csv, seed by seed; what a file has is not repeated."""
     runs = run.missing_runs(["staircase"], tmp_path / "mine.csv")
     assert len(runs) == 23 and [each["seed"] for each in runs] == sorted(each["seed"] for each in runs)
-    run.append(tmp_path / "mine.csv", runs[3])
+    run.append(tmp_path / "mine.csv", [runs[3]])
     assert run.missing_runs(["staircase"], tmp_path / "mine.csv") == runs[:3] + runs[4:]
     assert run.missing_runs(["staircase"], ROOT / "results/runs.csv") == []
     monkeypatch.setitem(run.PLANS, "mine", [run.Plan("wide", "--n_embd 96", [0.01, 0.02], [1, 2])])
@@ -140,41 +139,46 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
-             "--batch_size 1 --residual nag --gain_cost 0.1")
+             "--batch_size 1 --residual")
     monkeypatch.setattr(run, "PLANS", {
-        "cost": [run.Plan("one, block", flags, [2e-2], [2])], "ill": [run.Plan("one block", flags, [3e-2], [2])]})
+        "cost": [run.Plan("one, block", f"{flags} nag --gain_cost 0.1", [2e-2], [1, 2]),
+                 run.Plan("free", f"{flags} pre", [2e-2], [2])],
+        "ill": [run.Plan("one block", f"{flags} pre", [3e-2], [2])]})
     monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        run.main(["cost", "ill", "--out", "runs.csv"])
-    row, of_ill = sorted(run.read_runs(tmp_path / "runs.csv"), key=lambda row: row["experiment"])
-    assert of_ill["lr"] == "0.03"
-    assert row["tokens"] == "2880" and row["variant"] == "one, block" and float(row["bits"]) > 1
-    assert len(row["right"].split()) == 10 and 0 <= float(row["steps"]) < 1 and float(row["seconds"]) >= 0
-    for _ in range(2):   # The second time there is nothing to do.
-        cost.main(["--runs", "runs.csv"])
-        ill.main(["--runs", "runs.csv", "--out", "ill.csv"])
-    with pytest.raises(SystemExit, match="run.py cost trains them"):
-        cost.main(["--runs", "none.csv"])
-    lines = run.read_runs(tmp_path / "runs.csv")[2:]
-    assert len({line["variant"] for line in lines}) == len(lines) == 1 + len(cost.BELOW) + 2 * (2 + len(cost.ASKED))
-    assert all(0 <= float(line["skipped"]) <= 1 for line in lines)
-    assert {len(by_seed["2"]) for by_seed in ill.read_lines(tmp_path / "ill.csv").values()} == {1}   # of one block
-    (tmp_path / "runs.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit, match="runs.csv"):
-        run.read_runs(tmp_path / "runs.csv")
+    run.main(["cost", "ill", "--out", "mine"])
+    lines = run.read_runs(tmp_path / "mine/runs.csv")
+    trained = [line for line in lines if line["command"].startswith("--")]
+    assert sorted((line["variant"], line["seed"], line["lr"]) for line in trained) == [
+        ("free", "2", "0.02"), ("one block", "2", "0.03"), ("one, block", "1", "0.02"), ("one, block", "2", "0.02")]
+    for line in trained:
+        assert line["tokens"] == "2880" and float(line["bits"]) > 1 and float(line["seconds"]) >= 0
+        assert len(line["right"].split()) == 10 and 0 <= float(line["steps"]) < 1
+    skipping = [line for line in lines if line not in trained]   # of the model that pays, of the seed that decides
+    assert len(skipping) == len({line["variant"] for line in skipping}) == 1 + len(cost.BELOW) + 2 * (2 + len(cost.ASKED))
+    assert {(line["seed"], line["experiment"], line["command"]) for line in skipping} == {
+        ("2", "cost", "results/run.py cost")}
+    assert all(0 <= float(line["skipped"]) <= 1 for line in skipping)
+    by_block = ill.read_lines(tmp_path / "mine/ill.csv").values()
+    assert len(by_block) == 6 and {len(by_seed["2"]) for by_seed in by_block} == {1}   # of one block
+
+    files = [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
+    run.main(["cost", "ill", "--out", "mine"])   # The second time there is nothing to do.
+    assert files == [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
     (tmp_path / "half.csv").write_text(",".join(run.COLUMNS) + "\nstaircase,6 bl")
     (tmp_path / "empty.csv").touch()
-    run.append(tmp_path / "empty.csv", dict.fromkeys(run.COLUMNS, ""))
+    run.append(tmp_path / "empty.csv", [dict.fromkeys(run.COLUMNS, "")])
     assert len(run.read_runs(tmp_path / "empty.csv")) == 1   # It has got its first line, too.
     for name in "notes.txt", "binary", "half.csv":
-        with pytest.raises(SystemExit, match="is no file of runs, or has a broken line"):
-            run.main(["staircase", "--dry", "--out", str(tmp_path / name)])
-    monkeypatch.setattr(run, "train_and_measure", lambda *args: pytest.fail("too late"))
-    for name in ".", "a/b":
+        shutil.copy(tmp_path / name, tmp_path / "runs.csv")
+        with pytest.raises(SystemExit, match="runs.csv: is no file of runs, or has a broken line"):
+            run.main(["staircase", "--dry", "--out", str(tmp_path)])
+    monkeypatch.setattr(run, "train", lambda *args: pytest.fail("too late"))
+    (tmp_path / "taken/runs.csv").mkdir(parents=True)
+    for name in "notes.txt", "taken":
         with pytest.raises(OSError, match=f"{tmp_path}"):   # sentences.start makes a sentence of it.
             run.main(["staircase", "--out", str(tmp_path / name)])
     (tmp_path / "comparisons.csv").write_text("a,b,measure\n1,2,stpes\n")
