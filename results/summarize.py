@@ -134,11 +134,6 @@ def table(title, columns, rows):
     rows = [columns, ["---"] * len(columns), *rows]
     return [f"## {title}", "", *("| " + " | ".join(map(str, row)) + " |" for row in rows), ""]
 
-def families_table():
-    with open(HERE / "families.csv", newline="", encoding="utf-8") as f:
-        columns, *rows = csv.reader(f)
-    return table("Families of comparisons", columns, rows)
-
 def comparisons_table(found):
     rows = []
     for each in found:
@@ -170,17 +165,18 @@ def ill_table(measured):
     return table("Is PreNorm diluted?", columns, rows)
 
 def variants_table(rows):
+    found = {}   # experiment -> variant -> its rows
+    for row in rows:
+        of_experiment = found.setdefault(row["experiment"], {})
+        of_experiment.setdefault(row["variant"], []).append(row)
+    forms = dict(steps=".2f", bits=".4f", skipped=".3f", seconds=".0f", flops=".2g")
     lines = []
-    experiments = list(dict.fromkeys(row["experiment"] for row in rows))
-    names = dict.fromkeys((row["experiment"], row["variant"]) for row in rows)
-    for experiment, variant in sorted(names, key=lambda name: experiments.index(name[0])):
-        mine = [row for row in rows if row["variant"] == variant]
-        cells = []
-        for measure, form in dict(steps=".2f", bits=".4f", skipped=".3f", seconds=".0f",
-                                  flops=".2g").items():
-            known = values(rows, variant, measure).values()
-            cells.append(f"{statistics.mean(known):{form}}" if known else "")
-        lines.append([experiment, variant, mine[0]["lr"], len(mine), *cells])
+    for experiment, variants in found.items():
+        for variant, mine in variants.items():
+            known = [values(mine, variant, measure).values() for measure in forms]
+            means = [f"{statistics.mean(numbers):{form}}" if numbers else ""
+                     for numbers, form in zip(known, forms.values())]
+            lines.append([experiment, variant, mine[0]["lr"], len(mine), *means])
     return table("Means of the seeds that decide",
                  ["experiment", "variant", "rate", "seeds", "steps", "bits per byte", "skipped",
                   "seconds", "FLOPs"], lines)
@@ -195,17 +191,19 @@ def sweeps_table(rows):
 
 # ---------------------------------------------------------------------------------------- figures
 
+STYLE = {"axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 8, "savefig.dpi": 110,
+         "figure.constrained_layout.use": True}
+
 def save(figure, name):
-    for axes in figure.axes:
-        axes.grid(alpha=0.3)
-    figure.savefig(HERE / f"{name}.png", dpi=110)
+    figure.savefig(HERE / f"{name}.png")
     plt.close(figure)
 
-def draw_steps(rows, title, file, names):
+def draw_steps(rows):
     """Share of right digits by steps asked: a line through the means, a dot a seed"""
+    names = "1 block", "2 blocks", "4 blocks", "6 blocks", "2 blocks, twice as long"
     right = {name: np.array([[float(share) for share in row["right"].split()] for row in rows
                              if row["variant"] == name]) for name in names}   # (seeds, steps asked)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 4))
     best_first = sorted(names, key=lambda name: -right[name].mean())
     for color, name in zip(COLORS, best_first):
         steps = np.arange(right[name].shape[1])
@@ -215,13 +213,14 @@ def draw_steps(rows, title, file, names):
         axes.plot(steps + beside, right[name].T, ".", color=color, alpha=0.5)
     axes.axhline(0.1, color="0.5", linestyle=":", label="guessing")   # There are ten symbols.
     axes.set(xlabel="steps asked for (lines: means; dots: seeds)", ylabel="share of right digits",
-             title=title, xticks=range(10), ylim=(0, 1.03))
-    axes.legend(fontsize=8)
-    save(figure, file)
+             title="How many steps do 1 to 6 blocks (PreNorm) learn?", xticks=range(10),
+             ylim=(0, 1.03))
+    axes.legend()
+    save(figure, "staircase")
 
 def draw_cost(rows):
     """Left: steps by share skipped, a dot a seed. Right: who skips, a line a seed"""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     def of_seeds(what, measure):
         return list(values(rows, f"NAG that pays, {what}", measure).values())
 
@@ -239,7 +238,7 @@ def draw_cost(rows):
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
              ylim=(0, None), title="NAG that pays for turning: what skipping costs")
-    left.legend(fontsize=8, loc="lower left")
+    left.legend(loc="lower left")
 
     ran = 100 - 100 * np.array([of_seeds(f"below 0.1, {asked}", "skipped") for asked in ASKED])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
@@ -250,7 +249,7 @@ def draw_cost(rows):
 
 def draw_ill(measured):
     """A panel a measure, a line a seed, by block"""
-    figure, grid = plt.subplots(1, 4, figsize=(11, 3.2), layout="constrained")
+    figure, grid = plt.subplots(1, 4, figsize=(11, 3.2))
     titles = {"stream": "rms of the stream\n(of the source so far)", "change": "change / stream",
               "gradient": "norm of the gradient",
               "worth": "rise of the loss\nwithout the block (nats)"}
@@ -268,13 +267,12 @@ def draw_ill(measured):
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", fontsize=8,
-                  ncols=5)
+    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     save(figure, "ill")
 
 def draw_gaps(found, title, name):
     """Those comparisons that comparisons.csv has for this figure, each with its interval"""
-    figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4))
     colors = {"better": COLORS[2], "worse": COLORS[1], "open": "0.6"}
     shown = [each for each in found if each.figure == name]
     for each in sorted(shown, key=lambda each: each.gap.mean):
@@ -287,12 +285,12 @@ def draw_gaps(found, title, name):
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set(xlabel="bits per byte: left of 0 is better than PreNorm (95 % intervals)", title=title)
     axes.invert_yaxis()
-    axes.legend(fontsize=8)
+    axes.legend()
     save(figure, name)
 
 def draw_all(rows, found, measured):
-    draw_steps(rows, "How many steps do 1 to 6 blocks (PreNorm) learn?", "staircase",
-               ["1 block", "2 blocks", "4 blocks", "6 blocks", "2 blocks, twice as long"])
+    plt.rcParams.update(STYLE)
+    draw_steps(rows)
     draw_cost(rows)
     draw_ill(measured)
     draw_gaps(found, "NAG minus PreNorm on text, equal tokens", "lead")
@@ -309,7 +307,7 @@ def main(argv=None):
     found = compare(decide, comparisons)
     measured = ill.read_lines(HERE / "ill.csv")
     tables = ["# Tables, made by summarize.py", "", *comparisons_table(found), *ill_table(measured),
-              *variants_table(decide), *sweeps_table(chooses_rates), *families_table()]
+              *variants_table(decide), *sweeps_table(chooses_rates)]
     (HERE / "tables.md").write_text("\n".join(tables))
     draw_all(decide, found, measured)
     say("results/tables.md and the figures are written")

@@ -194,7 +194,7 @@ def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     """Tables are those of the files, and each gap of the page, such as +0.100 (+0.005 to +0.196), is one of them."""
     monkeypatch.setattr(summarize, "draw_all", lambda *args: None)
     monkeypatch.setattr(summarize, "HERE", tmp_path)
-    for name in "runs.csv", "comparisons.csv", "families.csv", "ill.csv":
+    for name in "runs.csv", "comparisons.csv", "ill.csv":
         shutil.copy(ROOT / "results" / name, tmp_path)
     summarize.main([])
     tables = (tmp_path / "tables.md").read_text()
