@@ -140,7 +140,7 @@ def measure(run, out):
     inspected = inspect(folder)
     row = run | columns_of(folder, inspected)
     lines = [row]
-    # What more is measured: command says which one made a line. It is none of train.py.
+    # What else is measured of it gets lines, too. Their command is ours: train.py can't make them.
     same = {name: run[name] for name in ("experiment", "variant", "seed", "lr")}
     same["command"] = f"results/run.py {run['experiment']}"
     decides = run["seed"] != "1"

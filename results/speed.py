@@ -7,8 +7,9 @@ How fast it is: ratios of two programs that run in turn.
 Protocol. The programs of a comparison run in turn, round after round, so what else the machine does
 hits all of them. Two rounds do not count. A number is the median over rounds of the ratio of two
 times of one round. Beside it stands its middle half: if that is wide, the machine was not idle.
-"training" is whole steps. Models are new, but the one that skips has trained for 60 steps. What
-half skip is found by bisection. A predicted saving is that of the FLOPs that run.
+"training" is whole steps. Models are new, but the one whose skipping is measured has trained for 60
+steps on data/stdlib (python prepare.py stdlib). The angle below which half is skipped is found by
+bisection. A predicted saving is that of the FLOPs that run.
 """
 import functools
 import os
@@ -29,7 +30,6 @@ import prepare
 from flags import flag, parse
 from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
 from sentences import refuse, say, start
-from train import get_batch
 
 B, T, V = 16, 128, 320   # sequences, tokens, vocabulary
 
@@ -38,7 +38,6 @@ class SpeedConfig:
     nanogpt: str = flag("", "model.py of a copy of nanoGPT; without it that comparison is left out")
     only: Literal["all", "training", "skipping", "decoding"] = flag("all", "one of the comparisons")
     rounds: int = flag(12, "rounds that count", 3, 1000)
-    data: str = flag("data/stdlib", "folder of token shards, for the model that skips")
 
 def times(programs, rounds):
     """{name: function} -> {name: seconds in each round}"""
@@ -97,22 +96,21 @@ def training(args):
             theirs = SimpleNamespace(**runpy.run_path(args.nanogpt))
             models["nanoGPT"] = theirs.GPT(theirs.GPTConfig(
                 T, V, n_layer=12, n_head=4, n_embd=n_embd, dropout=0.0, bias=False))
-        programs = {name: functools.partial(trainer(model), x, y) for name, model in models.items()}
-        found = times(programs, args.rounds)
-        for name in models:
-            if name == "nanoGPT":
-                report(f"training 12 x {n_embd}: pre against nanoGPT", found, "nanoGPT", "pre")
-            elif name != "pre":
-                report(f"training 12 x {n_embd}: {name} against pre", found, "pre", name)
+        found = times({name: functools.partial(trainer(model), x, y)
+                       for name, model in models.items()}, args.rounds)
+        pairs = [("nag", "pre"), ("nag that pays", "nag"), ("attnres", "pre"),
+                 ("attnres:group=3", "pre"), ("pre", "nanoGPT")]
+        for ours, other in pairs:
+            if other in models:
+                report(f"training 12 x {n_embd}: {ours} against {other}", found, other, ours)
 
 def skipping(args):
     """A nag of 12 x 256 that pays for gain, where half is skipped: how much of the saving that
     FLOPs predict can be measured"""
     model = make("nag", 12, 256, gain_cost=0.1)
-    data = SimpleNamespace(shards=prepare.open_split(args.data, "train", T))
     train_step = trainer(model)
-    for step in range(60):
-        x, y = get_batch(data, model.config, B, step)
+    windows = prepare.windows_of(ROOT / "data/stdlib", "train", T, 60 * B)
+    for x, y in zip(*(tokens.split(B) for tokens in windows)):
         train_step(x, y)
     decider, runner = half_skips(model.eval(), x)
     predicted = 1 - flops_per_token(model, runner=runner) / flops_per_token(model)
