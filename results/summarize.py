@@ -120,11 +120,11 @@ def compare(rows, comparisons):
         if len(gaps) > 1:
             each.gap = Gap(list(gaps.values()))
             found.append(each)
+    sure_of_all = holm([each.gap.p for each in found])
     for each in found:
-        family = [other.gap.p for other in found if other.family == each.family]
-        is_sure = each.gap.p in holm(family)
-        each.word = verdict(each.gap, is_sure, float(each.margin), each.measure)
-        each.star = "*" if each.gap.p in holm([other.gap.p for other in found]) else ""
+        sure = holm([other.gap.p for other in found if other.family == each.family])
+        each.word = verdict(each.gap, each.gap.p in sure, float(each.margin), each.measure)
+        each.star = "*" if each.gap.p in sure_of_all else ""
     return found
 
 # ----------------------------------------------------------------------------------------- tables
