@@ -27,8 +27,7 @@ import prepare
 from documents import text_or_file
 from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
-from model import (ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, who_ran,
-                   why_not)
+from model import ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, why_not
 from patch import patch
 from processes import pick_device, set_threads
 from runs import data_of, explain_write_errors, open_run
@@ -165,7 +164,7 @@ class Run:
         """-> logits, and who ran each sublayer, bools (2L, B, T)"""
         runner = Runner(self.model, decider)
         logits, _ = self.model(idx, runner=runner)
-        return logits, who_ran(runner)
+        return logits, runner.who_ran()
 
     def watch(self, idx, decider=None):
         """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
@@ -176,7 +175,7 @@ class Run:
         for _, before, after in self.model.walk(idx, runner=runner):
             streams.append(self.model.ends.as_tensor(before))
         streams.append(self.model.ends.as_tensor(after))
-        return torch.stack(streams), who_ran(runner)
+        return torch.stack(streams), runner.who_ran()
 
     def degrees(self, idx, decider=None):
         """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""

@@ -330,6 +330,10 @@ def tie_weights(model):
 
 # -------------------------------------------------------------------------------------- the model
 
+def cross_entropy(logits, targets):
+    """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
     def __init__(self, config: GPTConfig):
@@ -379,17 +383,19 @@ class GPT(nn.Module):
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
-        (None without targets). In training, --gain_cost and others add to it: Runner.loss."""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, the mean cross entropy
+        in nats (None without targets)"""
         runner = runner or Runner(self)
         for _, _, stream in self.walk(idx, cache, runner):
             pass   # At the end, it is the last stream.
         if cache is not None:
             cache.length += idx.shape[1]
         logits = self.head(stream)
-        loss = None
-        if targets is not None:
-            loss = runner.loss(logits, targets)
+        if targets is None:
+            return logits, None
+        loss = cross_entropy(logits, targets)
+        if self.training:   # Some flags, such as --gain_cost, add to it: part 3.
+            loss = runner.training_loss(loss, targets)
         return logits, loss
 
     def head(self, stream):
@@ -1126,16 +1132,6 @@ def run_sublayer(stream, residual, f, gain=None):
     if a decider or --gain_cost has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-class Work(NamedTuple):
-    """What a sublayer has computed, as shares of all tokens, for flops_per_token"""
-    ran: float = 1.0       # the tokens that ran it
-    queries: float = 1.0   # those with a query, with the padding of attend_kept
-    keys: float = 1.0      # those with a key and a value
-    gains: float = 1.0     # those whose gain was computed
-
 class Runner:
     """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
@@ -1150,6 +1146,7 @@ class Runner:
         self.model, self.decider = model, decider or model.decider
         # What train.py has compiled is for training. In sampling, shapes change all the time.
         self.run_sublayer = model.run_sublayer if model.training else run_sublayer
+        self.must_pay = model.training and model.config.gain_cost > 0
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
@@ -1166,8 +1163,8 @@ class Runner:
         self.place, self.residual, self.stream = place, residual, stream
         self.known_gain = None
         keep = self.decider.decide(self)
-        if keep is not REMOVED and self.must_pay():
-            self.gain()   # All tokens pay, whether they run or skip.
+        if self.must_pay:   # All tokens pay, whether they run or skip.
+            self.gain()
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
         if keep is EVERYONE:
@@ -1180,9 +1177,6 @@ class Runner:
             self.after_blocks.append(stream)
         return stream
 
-    def must_pay(self):
-        return self.model.training and self.model.config.gain_cost > 0
-
     def gain(self):
         if not self.residual.knows_gain:
             raise ValueError(f"{type(self.residual).__name__} knows no gain; use --residual nag")
@@ -1190,60 +1184,50 @@ class Runner:
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
+    def training_loss(self, loss, targets):
+        """After the walk. loss: the cross entropy -> what a training makes smaller: with
+        --deep_supervision a mean over all blocks, and then what the decider asks for, and
+        --gain_cost, the price of turning. (arXiv:1603.08983 puts one on pondering. NAG's paper has
+        none, as far as we know.)"""
+        if self.after_blocks:
+            losses = [cross_entropy(self.model.head(stream), targets)
+                      for stream in self.after_blocks[:-1]]
+            losses.append(loss)   # that after the last block
+            loss = sum(losses) / len(losses)
+        self.cross_entropy = loss.detach()   # This is what train.py reports.
+        loss = loss + self.decider.loss(self)
+        if self.must_pay:
+            loss = loss + self.model.config.gain_cost * self.mean_gain()
+        return loss
+
+    # --- What a walk has noted. It is asked for when the walk is over.
+
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
         known = [gain.abs().mean() for gain in self.gains if gain is not None]
         return sum(known) / len(known) if known else None
 
-    def loss(self, logits, targets):
-        """-> what a training makes smaller. It is the cross entropy, in nats per token (with
-        --deep_supervision its mean after each block), and in training also what the decider asks
-        for, and --gain_cost, the price of turning. (arXiv:1603.08983 puts one on pondering. NAG's
-        paper has none, as far as we know.)"""
-        losses = [cross_entropy(self.model.head(stream), targets)
-                  for stream in self.after_blocks[:-1]]
-        losses.append(cross_entropy(logits, targets))
-        loss = self.cross_entropy = sum(losses) / len(losses)   # This is what train.py reports.
-        if self.model.training:
-            loss = loss + self.decider.loss(self)
-        gain = self.mean_gain() if self.must_pay() else None
-        if gain is not None:   # It is None, too, if all sublayers are removed.
-            loss = loss + self.model.config.gain_cost * gain
-        return loss
+    def who_ran(self):
+        """-> bools (2L, B, T), True where a token ran a sublayer"""
+        masks = [keep if torch.is_tensor(keep)
+                 else torch.full(tuple(self.shape), keep is EVERYONE, device=self.model.device)
+                 for keep in self.keeps]
+        return torch.stack(masks)
+
+    def all_ran(self):
+        return all(keep is EVERYONE for keep in self.keeps)
 
     def ran(self, last=False):
         """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
         token of each sequence only"""
-        return self.shares(lambda keep: (keep[:, -1:] if last else keep).float().mean())
-
-    def shares(self, measure):
-        """-> of each sublayer 1.0 if everyone ran it, 0.0 if it is removed, else measure(keep)"""
-        masks = [measure(keep) for keep in self.keeps if torch.is_tensor(keep)]
-        # tolist waits for a GPU: once, or never.
-        measured = iter(torch.stack(masks).tolist() if masks else [])
-        return [next(measured) if torch.is_tensor(keep) else float(keep is EVERYONE)
-                for keep in self.keeps]
-
-    def work(self):
-        """-> what each sublayer has computed, a list of Work"""
-        found = []
-        queries = self.shares(lambda keep: keep.float().mean(1).amax())
-        for keep, ran, longest, gain in zip(self.keeps, self.ran(), queries, self.gains):
-            everyone_has_keys = keep is not REMOVED and self.decider.skippers_make_keys
-            found.append(Work(ran, longest, keys=1.0 if everyone_has_keys else ran,
-                              gains=ran if gain is None else 1.0))
-        return found
+        if self.all_ran():   # Below, tolist would wait for a GPU.
+            return [1.0] * len(self.keeps)
+        who = self.who_ran()[:, :, -1:] if last else self.who_ran()
+        return who.float().mean((1, 2)).tolist()
 
     def skipped(self, last=False):
         """-> the share of all sublayer runs that were skipped, or removed"""
         return 1 - sum(self.ran(last)) / len(self.keeps)
-
-def who_ran(runner):
-    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
-    device = runner.model.device
-    return torch.stack([keep if torch.is_tensor(keep)
-                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
-                        for keep in runner.keeps])
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
@@ -1373,11 +1357,7 @@ class Routers(Decider):
         keep = weight > 0
         if runner.model.training:
             count = max(1, round(self.share_that_runs * x.shape[1]))
-            # Rounded, so that weights that differ by rounding errors are equal (nearly always). Of
-            # equal ones, that of the earlier token counts as larger.
-            rounded = weight.detach().float().mul(2 ** 16).round()
-            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :count]
-            keep = torch.zeros_like(keep).scatter(1, largest, True)
+            keep = largest(weight.detach(), count)
         notes.losses.append(F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype)))
         notes.keep, notes.before, notes.weight = keep, x, weight[..., None]
 
@@ -1391,6 +1371,14 @@ class Routers(Decider):
     def loss(self, runner):
         losses = runner.notes.losses
         return self.loss_weight * sum(losses) / len(losses) if losses else 0.0
+
+def largest(weight, count):
+    """weight (B, T) -> bools (B, T), True where it is one of the `count` largest of its sequence"""
+    # Rounded, so that weights that differ by rounding errors are equal (nearly always). Of equal
+    # ones, that of the earlier token counts as larger.
+    rounded = weight.float().mul(2 ** 16).round()
+    best = rounded.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(weight, dtype=torch.bool).scatter(1, best, True)
 
 # What --mod can be. Yours goes here: a class, with decide(runner).
 DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins,
@@ -1665,6 +1653,25 @@ def checkpoint_blocks(model):
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
+class Work(NamedTuple):
+    """What a sublayer has computed, as shares of all tokens"""
+    ran: float = 1.0       # the tokens that ran it
+    queries: float = 1.0   # those with a query, with the padding of attend_kept
+    keys: float = 1.0      # those with a key and a value
+    gains: float = 1.0     # those whose gain was computed
+
+def work_of(runner):
+    """-> what each sublayer of a walk has computed, a list of Work"""
+    if runner.all_ran():
+        return [Work()] * len(runner.keeps)
+    longest = runner.who_ran().float().mean(2).amax(1).tolist()   # of all sequences
+    found = []
+    for keep, ran, queries, gain in zip(runner.keeps, runner.ran(), longest, runner.gains):
+        everyone_has_keys = keep is not REMOVED and runner.decider.skippers_make_keys
+        found.append(Work(ran, queries, keys=1.0 if everyone_has_keys else ran,
+                          gains=ran if gain is None else 1.0))
+    return found
+
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
     has three times as many. The scores of later tokens count, too. runner: a Runner after its
@@ -1673,7 +1680,8 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    for (residual, module), work in zip(pairs, runner.work() if runner else [Work()] * len(pairs)):
+    works = work_of(runner) if runner else [Work()] * len(pairs)
+    for (residual, module), work in zip(pairs, works):
         total += work.gains * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):   # Half of its weights make keys and values.
