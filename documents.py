@@ -83,9 +83,8 @@ def hold_out(documents):
     if len(documents) < 2 and not long:
         refuse("--input: has too little text outside of --out; name several documents, or one of "
                "more than 1,000 characters")
-    val = short[::20]
-    train = list(short)
-    del train[::20]
+    train = [text for number, text in enumerate(short) if number % 20 != 0]
+    val = [text for number, text in enumerate(short) if number % 20 == 0]
     say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
         f"at 95 % for both")
     for text in long:

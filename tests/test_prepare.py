@@ -228,14 +228,13 @@ def test_shards_and_windows(tmp_path):
 @pytest.mark.parametrize("content, found, deletes", [
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off
     (shard([1, 2, 3])[:100], "0 of 3 tokens", True),
-    (shard([1, 2, 3], 20240801, 7, "<u4"), "Llama 3's tokens (version 7, uint32)", False),
-    (bytes(range(1, 200)) * 20, "no header", False),   # nanoGPT's
-    (b"\1\0\2\0", "no header", False), (b"", "no header", False)])
+    (shard([1, 2, 3], 20240801, 7, "<u4"), "version 1, which", False),   # llm.c's of Llama 3
+    (bytes(range(1, 200)) * 20, "version 1, which", False),   # nanoGPT's
+    (b"\1\0\2\0", "version 1, which", False), (b"", "version 1, which", False)])
 def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     """Only one that is cut short can't be of any use any more."""
     said = refused(write(tmp_path / "its.bin", content), call=prepare.read_shard)
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
-    assert ("version 1" in said and "uint16" in said) == (found[0] in "Ln")   # what is read
 
 @pytest.mark.parametrize("name, splits", [
     ("festival_train_000000", ["train"]), ("arrival_val_000000", ["val"]), ("train", ["train"]),
