@@ -3,12 +3,13 @@ the figures of the steps text against loops over single digits."""
 import json, re, shutil, subprocess
 from types import SimpleNamespace
 
+import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
 import analyze, inside, patch, prepare, sample, steps, train
-from conftest import ids, make
-from model import ByGain, Decider, Runner, Without
+from conftest import ids, make, some
+from model import Decider, Runner, Without
 from steps import find_lines, lines_after, solve, spelled, steps_of_targets
 
 CELLS, MOST, L = 4, 3, 3
@@ -76,18 +77,13 @@ def test_find_lines(text, windows):
         answers = lines_after(digits, k, text["table"])[-1]
         assert answers.tolist() == [answer for *_, answer in right] and len(right) > 50
 
-def test_a_probe_reads_what_is_there():
-    digits = torch.randint(10, (2, 900), generator=torch.Generator().manual_seed(0))
-    codes = torch.randn(2, 10, 24, generator=torch.Generator().manual_seed(1))
-    vectors = codes[0][digits[0]] + codes[1][digits[1]] + 0.1 * torch.randn(900, 24)
-    for each in digits:
-        probe = inside.Probe(vectors[:500], each[:500], 10)
-        assert probe.weights.shape == (25, 10)
-        share = probe.how_often_right(vectors[500:], each[500:])
-        assert share == (probe.read(vectors[500:]) == each[500:]).double().mean() > 0.99
-        x, wanted = inside.with_one(vectors[:500]), torch.eye(10, dtype=torch.double)[each[:500]]
-        slope = x.T @ (x @ probe.weights - wanted) + probe.weights   # of half the squared error and the ridge
-        assert slope.abs().max() < 1e-9
+def test_a_probe_is_a_ridge_regression():
+    """At the least squared error, with the ridge, the slope is 0."""
+    vectors, digits = some(500, 24), ids(500, 1, V=10)[:, 0]
+    weights = inside.Probe(vectors, digits, 10).weights
+    x = torch.cat((vectors, torch.ones(500, 1)), 1)
+    slope = x.T @ (x @ weights - F.one_hot(digits, 10)) + weights
+    assert slope.abs().max() < 1e-9
 
 def test_lines_inside_a_model_that_we_know(text, windows):
     found = inside.Inside(Known(text), text, windows, 3)
@@ -103,68 +99,55 @@ def test_lines_inside_a_model_that_we_know(text, windows):
     with pytest.raises(inside.NotHere, match="too few lines that ask for three steps: fewer than 200"):
         inside.Inside(Known(text), text, [part[:20] for part in windows], 3)
 
+class Noise(Known):
+    """It has more channels than the text has lines, so a probe could learn each line by heart."""
+    def walk(self, idx):
+        x = some(*idx.shape, 400, seed=idx.sum().item())
+        yield from ((place, x, x) for place in (1, 2))
+
 def test_controls(text, windows, monkeypatch):
-    """In an untrained model a probe reads what the token itself says, and no more; and digits that are
-    shuffled between lines, it reads by chance alone."""
+    """In an untrained model a probe reads what the token itself says, and no more. In noise, and where the
+    digits are shuffled between lines, it reads by chance alone."""
     model = make("pre", n_layer=L, n_embd=32, vocab_size=320, block_size=32, dtype=torch.float32, noise=0)
     found = inside.Inside(model, text, windows, 3)
     line, answer = found.share_by_block("line"), found.share_by_block("answer")
     assert line[0][0] == 1.0 and line[0][1] < 0.75
     assert max(row[steps] for row in answer for steps in (1, 2, 3)) < 0.45
     assert max(row[steps] for row in line for steps in (2, 3)) < 0.5
+    noise = inside.Inside(Noise(text), text, [part[:100] for part in windows], 1)
     def shuffled(*args):
-        window, column, digits = find_lines(*args)
-        return window, column, digits[torch.randperm(len(window))]
+        window, begin, digits = find_lines(*args)
+        return window, begin, digits[torch.randperm(len(window))]
     monkeypatch.setattr(inside, "find_lines", shuffled)
     torch.manual_seed(0)
-    share = inside.Inside(Known(text), text, windows, 3).share
-    assert max(map(max, share.values())) < 0.2
+    for found in noise, inside.Inside(Known(text), text, windows, 3):
+        assert max(map(max, found.share.values())) < 0.2
 
-def test_a_probe_is_scored_where_it_was_not_fitted(text, windows):
-    """In noise with more channels than lines, it could learn each line by heart."""
-    class Noise(Known):
-        def walk(self, idx):
-            generator = torch.Generator().manual_seed(idx.sum().item())
-            x = torch.randn(*idx.shape, 400, generator=generator)
-            yield from ((place, x, x) for place in (1, 2))
-    found = inside.Inside(Noise(text), text, [part[:100] for part in windows], 1)
-    assert max(map(max, found.share.values())) < 0.2
+def says_digits(model):
+    model.lm_head.weight[:ord("0")] = model.lm_head.weight[ord("9") + 1:] = 0   # Some digit is likelier.
+    return model
 
-class Unchanged:
-    """A residual that hands the stream on"""
-    def as_tensor(self, stream):
-        return stream
-
-    def __call__(self, stream, f):
-        return stream
-
-class Answers(Known):
-    """A model whose stream, where the answer is predicted, is the answer: right in the right half only"""
-    ends, decider, training = SimpleNamespace(stream_grows=False), Decider(), False
-    config = SimpleNamespace(block_size=2 * CELLS + 2)
-
-    def __call__(self, idx, runner):
-        assert runner.decider is self.decider
-        columns = bytes(idx[0].tolist()).decode()[runner.columns]
-        assert re.fullmatch(r"c\d{4}\n|a\d{3}", columns)   # the line, or what predicts the answer
-        lines = lines_after(idx[:, 1:CELLS + 1] - ord("0"), 2, self.text["table"])[-1] + ord("0")
-        lines[:, :CELLS // 2] = 0
-        stream = torch.cat((idx[:, :-CELLS], lines), 1)
-        for place in range(1, 2 * L + 1):
-            stream = runner.run(place, stream, Unchanged(), None)
-        return F.one_hot(stream, 128).float(), None
-
+@torch.no_grad()
 def test_whose_answer(text):
-    """A patch brings the answer of the line before, with the model's own decider. The right half counts."""
-    found = patch.patch(Answers(text), text, 2, n=40)
-    at_line, at_answer = found["line"], found["answer"]
-    assert at_line["its own answer"] == at_answer["the other line's answer"] == [1.0] * L
-    assert max(at_answer["its own answer"]) < 0.4
+    """After the last block, all hangs on the place where the answer is predicted. The right half counts."""
+    model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=2 * CELLS + 2, mod="gain:below=0.1"))
+    idx, answer = patch.random_windows(text, 2, 400)
+    for window, right in zip(idx.tolist(), answer.tolist()):
+        line, begun = bytes(window).decode().split("\n")
+        assert line[0] == "c" and solve(line, text)[-1] == bytes(right).decode()
+        assert begun == "a" + bytes(right[:-1]).decode()
+    half = CELLS // 2
+    said = model(idx)[0][:, -half:].argmax(-1)
+    own, of_the_one_before, of_the_next = ((said == answer.roll(by, 0)[:, -half:]).double().mean().item()
+                                           for by in (0, 1, -1))
+    found = patch.patch(model, text, 2)
+    assert {len(shares) for each in found.values() for shares in each.values()} == {L}
+    last = [shares[-1] for where in ("line", "answer") for shares in found[where].values()]
+    assert last == pytest.approx([own, of_the_one_before, of_the_next, own], abs=1e-6) and min(last) > 0
 
 @torch.no_grad()
 def test_patch(text):
-    """After the last block, the stream where the answer is predicted is all that the head reads. After the
-    first, patching everything gives the other line's logits."""
+    """After the first block, patching everything gives the other line's logits."""
     model, idx = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1"), ids(4, 10)
     full = model(idx)[0]
     def patched(block, columns):
@@ -182,66 +165,44 @@ def test_patch(text):
 
 # ---------------------------------------------------------------------------------- the statistics
 
-def run_of(text, windows, data, residual="nag", **config):
-    model = make(residual, n_layer=L, vocab_size=320, block_size=32, **config)
-    for _, sublayer in model.blocks[2].pairs():   # This block is silent.
-        torch.nn.init.zeros_(sublayer.c_proj.weight)
-    settings = dict(batch_size=4, block_size=32, tokenizer="bytes", residual=residual, data=str(data))
-    return analyze.Run(model, settings, [part[:48] for part in windows], text, skip_below=0.3)
-
 @torch.no_grad()
 def test_figures_by_steps_by_hand(text, windows, data):
-    """Against loops over single targets"""
-    run = run_of(text, windows, data)
+    """Against loops over single targets, for a model that was trained to skip"""
+    model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=32, mod="gain:below=0.3"))
+    for _, sublayer in model.blocks[2].pairs():   # This block is silent.
+        sublayer.c_proj.weight.zero_()
     x, y = (part[:48] for part in windows)
+    run = analyze.Run(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
     steps, cell = steps_of_targets(x, y, CELLS)
     def means(values):
         found = [[] for _ in range(MOST + 1)]
         for row, t in (steps >= 0).nonzero().tolist():
             if cell[row, t] >= CELLS // 2:
                 found[steps[row, t]].append(float(values[row, t]))
-        return [sum(each) / len(each) for each in found]
+        return pytest.approx([sum(each) / len(each) for each in found])
     def shares(decider=None):
-        return means(run.model(x, runner=Runner(run.model, decider))[0].argmax(-1) == y)
+        return means(model(x, runner=Runner(model, decider))[0].argmax(-1) == y)
+    all_run = shares(Decider())
+    assert all_run.expected != shares().expected
     found = analyze.right_digits(run)["share of right digits"]
-    assert found["measured"] == pytest.approx(shares()) and found["guessing"] == [0.1] * 4
+    assert found["measured"] == shares() and found["guessing"] == [0.1] * 4
     intact, *without = analyze.removal_by_steps(run)
-    assert intact == pytest.approx(shares()) == without[2]
-    assert without[0] == pytest.approx(shares(Without({1, 2}, run.model.decider)))
+    assert intact == without[2] == shares() and without[0] == shares(Without({1, 2}, model.decider))
     assert len(without) == L
-    residuals = run.model.residuals()
-    gains = [residuals[place - 1].gain(before).abs()[..., 0] for place, before, _ in run.model.walk(x)]
-    degrees = [gain.atan().rad2deg() for gain in gains[:4]]   # The silent block turns nothing.
-    assert analyze.gain_by_steps(run)[:4] == [pytest.approx(means(each)) for each in degrees]
-    runner = Runner(run.model, ByGain(None, 0.3))
-    run.model(x, runner=runner)
+    runner, turned = Runner(model), []
+    for place, before, _ in model.walk(x, runner=runner):
+        gain = model.residuals()[place - 1].gain(before).abs()[..., 0]
+        turned.append(means(torch.where(gain >= 0.3, gain.atan().rad2deg(), 0)))
+    assert analyze.gain_by_steps(run)[:4] == turned[:4]   # The silent block turns nothing.
     ran, right = analyze.who_skips(run).values()
-    by_hand = means(torch.stack(runner.keeps).double().mean(0))
-    assert ran["as it skips"] == pytest.approx([2 * L * share for share in by_hand]) and 0 < min(by_hand) < 1
-    assert right == {"as it skips": pytest.approx(shares(ByGain(None, 0.3))), "if all run": pytest.approx(shares())}
-    # One that was trained to skip so has the same figures: what they compare with is not skipped on top.
-    skips, found = run_of(text, windows, data, mod="gain:below=0.3"), []
-    assert analyze.who_skips(skips) == analyze.who_skips(run)
-    for each in run, skips:
-        torch.manual_seed(0)
-        found.append(analyze.skip_curve(each)["steps learned"])
+    by_hand = means(2 * L * torch.stack(runner.keeps).double().mean(0))
+    assert ran == {"as it skips": by_hand} and 0 < min(by_hand.expected) < 2 * L
+    assert right == {"as it skips": shares(), "if all run": all_run}
+    lines = analyze.skip_curve(run)["steps learned"]
     assert analyze.steps_learned([0.0, 1.0, 0.55, 0.05], 0.1) == 1.5   # Nobody knows less than who guesses.
-    assert found[0]["by gain"][0] == pytest.approx([0, analyze.steps_learned(shares(), 0.1)])
-    [skipped, learned], = found[1].pop("as trained")
-    assert learned == pytest.approx(analyze.steps_learned(shares(ByGain(None, 0.3)), 0.1))
-    assert skipped == pytest.approx(runner.skipped()) and found[0] == found[1]
-
-def test_statistics_of_the_lines_inside(text, windows, data):
-    run = run_of(text, windows, data, dtype=torch.float32)
-    for right, k in ([0, 0, 0, 0], 1), ([1, 1, 1, 0], 2):   # If it has learned nothing, we look at the first step.
-        run.right = right
-        found = analyze.lines_inside(run)
-        assert found["asked"] == k and len(found["line"]) == len(found["answer"]) == L + 1
-        assert {len(row) for row in found["line"] + found["answer"]} == {k + 1}
-        assert found["examples"][0]["line"] == "abc"[k] + "3141" and len(found["examples"]) > 1
-    table = analyze.written(run)
-    assert table["lines"][2] == "c3141" and table["true"][0] == "3141"
-    assert len(table["answers"]) == len(table["true"]) == MOST + 1
+    learned, learned_if_all_run = (analyze.steps_learned(each.expected, 0.1) for each in (shares(), all_run))
+    assert lines["by gain"][0] == pytest.approx([0, learned_if_all_run])
+    assert lines["as trained"] == [pytest.approx([runner.skipped(), learned])]
 
 def test_too_few_windows_for_some_steps():
     text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
@@ -275,16 +236,10 @@ def test_inside_on_a_terminal(trained, capsys):
     assert inside.marked("12", "13") == "1 2!"
     assert "\033" not in piped and told("--prompt", "b3141\n") == piped
     assert told("--prompt", "b3141", "--remove", "2") != piped
-    told("--prompt", "a3141")   # No steps are asked for.
+    for line, is_between in ("a3141", False), ("b3141", False), ("c3141", True):
+        assert ("The text never shows what is between" in told("--prompt", line)) == is_between
 
-@pytest.mark.parametrize("flags, message", [
-    (["--prompt", "b314"], "a letter from a to d, and 4 digits from 0 to 9"), ([], "needs a --prompt"),
-    (["--prompt", "e3141"], "from a to d"), (["--prompt", "b3141\nb3141"], "of one line")])
-def test_inside_needs_a_line(trained, flags, message):
-    with pytest.raises(SystemExit, match=f"^--inside: [^\n]*{message}[^\n]*$"):
-        sample.main([str(trained / "nag"), "--inside", *flags])
-
-def test_inside_needs_the_text(trained, tmp_path):
+def test_inside_needs_a_line_and_the_text(trained, tmp_path):
     run = shutil.copytree(trained / "nag", tmp_path / "run")
     other = shutil.copytree(trained / "data", tmp_path / "data")
     settings = json.loads((run / "config.json").read_text())
@@ -293,6 +248,7 @@ def test_inside_needs_the_text(trained, tmp_path):
         (run / "config.json").write_text(json.dumps(settings | dict(data=data)))
         with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
             main([str(run), *words])
+    refused("--inside: needs a --prompt of one line: a letter from a to d, and 4 digits", words=["--inside"])
     for shard in other.glob("val*"):
         shard.unlink()
     refused("no val shard")
@@ -307,11 +263,17 @@ def page(trained):
     analyze.main([f"{trained}/pre", f"{trained}/nag", "--out", f"{trained}/out", "--windows", "64"])
     return trained / "out"
 
-def test_page_of_the_steps_text(page):
+def test_page_of_the_steps_text(page, text):
     numbers = json.loads((page / "numbers.json").read_text())["statistics"]
     here = {name for name, found in numbers.items() if "nag" in found}
     assert here == {*analyze.STATS} - {"depth_map"} and len(analyze.STATS) <= 12
     assert {path.stem for path in page.glob("*.png")} == here - {"written"}
+    inside, table = numbers["lines_inside"]["nag"], numbers["written"]["nag"]
+    assert inside["asked"] == 1   # If it has learned nothing, we look at the first step.
+    assert np.shape(inside["line"]) == np.shape(inside["answer"]) == (2 + 1, 1 + 1)   # blocks, steps
+    assert [each["line"] for each in inside["examples"]][0] == "b3141" and len(inside["examples"]) == 5
+    assert table["lines"] == ["a3141", "b3141", "c3141", "d3141"] and len(table["answers"]) == MOST + 1
+    assert table["true"] == [solve(line, text)[-1] for line in table["lines"]]
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here")
 @pytest.mark.parametrize("width", [390, 1200])
