@@ -268,10 +268,10 @@ def test_page_of_the_steps_text(page, text):
     here = {name for name, found in numbers.items() if "nag" in found}
     assert here == {*analyze.STATS} - {"depth_map"} and len(analyze.STATS) <= 12
     assert {path.stem for path in page.glob("*.png")} == here - {"written"}
-    inside, table = numbers["lines_inside"]["nag"], numbers["written"]["nag"]
-    assert inside["asked"] == 1   # If it has learned nothing, we look at the first step.
-    assert np.shape(inside["line"]) == np.shape(inside["answer"]) == (2 + 1, 1 + 1)   # blocks, steps
-    assert [each["line"] for each in inside["examples"]][0] == "b3141" and len(inside["examples"]) == 5
+    found, table = numbers["lines_inside"]["nag"], numbers["written"]["nag"]
+    assert found["asked"] == 1   # It has learned no step, so we look at the first one.
+    assert np.shape(found["line"]) == np.shape(found["answer"]) == (2 + 1, 1 + 1)   # blocks, steps
+    assert found["examples"][0]["line"] == "b3141" and len(found["examples"]) == 5
     assert table["lines"] == ["a3141", "b3141", "c3141", "d3141"] and len(table["answers"]) == MOST + 1
     assert table["true"] == [solve(line, text)[-1] for line in table["lines"]]
 
