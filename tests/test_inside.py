@@ -30,14 +30,10 @@ def text(data):
 def windows(data):
     return prepare.windows_of(data, "val", 32, 600)
 
-def step(digits, text):
-    return [text["table"][left][digit] for left, digit in zip([0, *digits], digits)]
-
 def lines_of(row):
-    """Yields of each line that follows another whole one in a window: where it begins, its digits, the
-    letter of the line before, and its digits"""
-    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z](\d{4}))", bytes(min(c, 255) for c in row).decode("latin1")):
-        yield found.start() + CELLS + 2, [*map(int, found[3])], found[1], [*map(int, found[2])]
+    """Yields of each line in a window, whose whole answer is there: its column, its letter and its digits"""
+    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z]\d{4})", bytes(min(c, 255) for c in row).decode("latin1")):
+        yield found.start(), found[1], [*map(int, found[2])]
 
 class Known:
     """A model that does a step in each block, where the answer is predicted. Half of its stream is
@@ -52,11 +48,9 @@ class Known:
         token = self.digit[(idx - ord("0")).clamp(0, 9)]
         streams = [torch.cat((token, torch.zeros_like(token)), -1) for _ in range(L + 1)]
         for i, row in enumerate(idx.tolist()):
-            for begin, _, _, digits in lines_of(row + [ord("0")]):   # The last digit is a target.
-                for stream in streams:
-                    for cell, digit in enumerate(digits):
-                        stream[i, begin + cell, 12:] = self.digit[digit]
-                    digits = step(digits, self.text)
+            for begin, _, digits in lines_of(row + [ord("0")]):   # The last digit is a target.
+                for stream, after in zip(streams, lines_after(digits, L, self.text["table"])):
+                    stream[i, begin + CELLS + 2:begin + 2 * CELLS + 2, 12:] = self.digit[after]
         for place in range(1, 2 * L + 1):
             yield place, streams[(place - 1) // 2], streams[place // 2]
 
@@ -68,14 +62,11 @@ def test_find_lines(text, windows):
     x, y = windows
     for k in range(MOST + 1):
         with torch.device("meta"):   # What is made stands where the windows are.
-            window, column, digits = find_lines(x, y, k, text)
-        right = [(i, begin - CELLS - 2, digits, answer) for i in range(len(x))
-                 for begin, answer, asked, digits in lines_of([*x[i].tolist(), y[i, -1].item()])
-                 if ord(asked) - ord("a") == k]
-        assert [*zip(window.tolist(), column.tolist())] == [each[:2] for each in right]
-        assert digits.tolist() == [digits for *_, digits, _ in right]
-        answers = lines_after(digits, k, text["table"])[-1]
-        assert answers.tolist() == [answer for *_, answer in right] and len(right) > 50
+            found = find_lines(x, y, k, text)
+        right = [(i, begin, digits) for i in range(len(x))
+                 for begin, letter, digits in lines_of([*x[i].tolist(), y[i, -1].item()])
+                 if letter == "abcd"[k]]
+        assert [*zip(*(each.tolist() for each in found))] == right and len(right) > 50
 
 def test_a_probe_is_a_ridge_regression():
     """At the least squared error, with the ridge, the slope is 0."""
@@ -146,21 +137,18 @@ def test_whose_answer(text):
     assert last == pytest.approx([own, of_the_one_before, of_the_next, own], abs=1e-6) and min(last) > 0
 
 @torch.no_grad()
-def test_patch(text):
-    """After the first block, patching everything gives the other line's logits."""
-    model, idx = make("nag", n_layer=L, vocab_size=320, mod="gain:below=0.1"), ids(4, 10)
-    full = model(idx)[0]
-    def patched(block, columns):
-        return model(idx, runner=patch.PatchingRunner(model, block, columns))[0]
-    walks = zip(model.walk(idx), model.walk(idx, runner=patch.PatchingRunner(model, 2, slice(None))))
-    other = [place for (place, _, x), (_, _, y) in walks if not torch.equal(x[0], y[0])]
-    assert other == [*range(4, 2 * L + 1)]   # from the end of block 2 on
-    torch.testing.assert_close(patched(L, slice(6, None))[:, 6:], full.roll(1, 0)[:, 6:])
-    torch.testing.assert_close(patched(L, slice(0, 6))[:, 6:], full[:, 6:])
-    torch.testing.assert_close(patched(1, slice(None)), full.roll(1, 0))
-    assert (patched(1, slice(0, 6))[:, 6:] - full[:, 6:]).abs().max() > 1e-3
-    for model, message in (make("attnres"), "no one state"), (make("pre", block_size=2 * CELLS + 1), "block_size"):
-        with pytest.raises(inside.NotHere, match=message):
+@pytest.mark.parametrize("residual", ["nag", "siamese"])   # The stream of the second is a tuple.
+def test_patch(text, residual):
+    """From the end of block 2 on, all of the stream is that of the window before."""
+    model, idx = make(residual, n_layer=L, vocab_size=320), ids(4, 10)
+    runner = patch.PatchingRunner(model, 2, slice(None))
+    for (place, _, own), (_, _, patched) in zip(model.walk(idx), model.walk(idx, runner=runner)):
+        own, patched = map(model.ends.as_tensor, (own, patched))
+        torch.testing.assert_close(patched, own.roll(1, 0) if place >= 4 else own)
+
+def test_what_has_no_patch(text):
+    for model, why in (make("attnres"), "no one state"), (make("pre", block_size=2 * CELLS + 1), "block_size"):
+        with pytest.raises(inside.NotHere, match=why):
             patch.patch(model, text, 2)
 
 # ---------------------------------------------------------------------------------- the statistics
@@ -203,13 +191,9 @@ def test_figures_by_steps_by_hand(text, windows, data):
     learned, learned_if_all_run = (analyze.steps_learned(each.expected, 0.1) for each in (shares(), all_run))
     assert lines["by gain"][0] == pytest.approx([0, learned_if_all_run])
     assert lines["as trained"] == [pytest.approx([runner.skipped(), learned])]
-
-def test_too_few_windows_for_some_steps():
-    text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
-    about, windows = dict(batch_size=4, tokenizer="bytes", data=""), ids(2, 12, 250).split(6, 1)
-    run = analyze.Run(make("pre", vocab_size=320), about, windows, text)
+    run.batches = [(idx[:1], targets[:1]) for idx, targets in run.batches[:1]]   # too few windows
     with pytest.raises(analyze.NotHere, match="--windows"):
-        analyze.right_digits(run)
+        analyze.removal_by_steps(run)
 
 # ---------------------------------------------------------------------------------- the command lines
 

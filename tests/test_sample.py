@@ -73,13 +73,9 @@ def test_depth(main):
     long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
     assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
 
-def test_colours(capsys):
+def test_colours():
     assert sample.painted("x", 0.2) == sample.painted("x", 0.5) != sample.painted("x", 0.8)
     assert sample.painted("x", 1.0) != sample.painted("x", 0.9)
-    sample.show("a", 0.5)
-    sample.show(" \n", 0.5)   # needs no colour
-    sample.show("b")
-    assert capsys.readouterr().out == sample.painted("a", 0.5) + " \nb"
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
@@ -93,15 +89,15 @@ def test_stops_at_end_of_text(monkeypatch, capsys):
     """é comes in two tokens. For each, three quarters of the sublayers ran."""
     asked, runner = [], SimpleNamespace(skipped=lambda last: 0.25 if last else None,
                                         who_ran=lambda: torch.ones(6, 1, 1))
-    said = iter([(torch.tensor([[token]]), runner) for token in (0xc3, 0xa9, 0xc3, 256, 67)])
+    said = iter([(torch.tensor([[token]]), runner) for token in (0xc3, 0xa9, ord("\n"), 0xc3, 256, 67)])
     def new_tokens(model, idx, *_, n_vocab):
         asked.append((idx.tolist(), n_vocab))   # how many tokens may come
         return said
     monkeypatch.setattr(sample, "new_tokens", new_tokens)
     config, tokenizer = sample.SampleConfig(prompt="A", depth=True), prepare.get_tokenizer("bytes")
-    assert sample.sample(SimpleNamespace(device="cpu"), tokenizer, config) == [0.25] * 4
+    assert sample.sample(SimpleNamespace(device="cpu"), tokenizer, config) == [0.25] * 5
     assert asked == [([[ord("A")]], 257)]
-    assert capsys.readouterr().out == f"A{sample.painted('é', 0.75)}\ufffd\n"
+    assert capsys.readouterr().out == f"A{sample.painted('é', 0.75)}\n\ufffd\n"   # A space needs no colour.
     assert [token.item() for token, _ in said] == [67]   # It has not asked for this one.
 
 def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
