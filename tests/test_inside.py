@@ -81,7 +81,7 @@ def test_lines_inside_a_model_that_we_know(text, windows):
     for block in range(L + 1):
         assert found.share["answer", block][block] == 1.0
         assert found.furthest(block) == (block, "answer")
-        assert found.share["line", block][0] == 1.0 and found.share["line", block][1] < 0.75
+        assert found.share["line", block][0] == 1.0 and 0.3 < found.share["line", block][1] < 0.75
     example = found.example("d3141")
     lines = solve("d3141", text)
     assert example["answer"] == example["true"] == lines[3]
@@ -121,7 +121,7 @@ def says_digits(model):
 @torch.no_grad()
 def test_whose_answer(text):
     """After the last block, all hangs on the place where the answer is predicted. The right half counts."""
-    model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=2 * CELLS + 2, mod="gain:below=0.1"))
+    model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=2 * CELLS + 2, mod="gain:below=0.3"))
     idx, answer = patch.random_windows(text, 2, 400)
     for window, right in zip(idx.tolist(), answer.tolist()):
         line, begun = bytes(window).decode().split("\n")
