@@ -22,6 +22,7 @@ V = vocab_size different tokens. Our words, in all files:
     sublayer   an attention or an MLP; a residual sees it as a function f: (B, T, C) -> (B, T, C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
+               Its number is 0 .. L - 1, and block b has the sublayers 2b + 1 and 2b + 2.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
@@ -35,9 +36,9 @@ The file has four parts:
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
-queries and keys with another scale, a head of its own, other first weights, no biases, no dropout,
-and a cache in sampling. To try a rule of your own, copy class Template, and add it to RESIDUALS
-(end of part 2).
+queries and keys with another scale, a head that is not tied to the embedding, other first weights,
+no biases, no dropout, and a cache in sampling. To try a rule of your own, copy class Template, and
+add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import itertools
@@ -65,12 +66,16 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
-#     Runner(model)    runs the sublayers. All tokens run all of them; see GPT.walk
+#     config_problems  sentences, if a config is not possible
+#     Runner           runs the sublayers: its `run` returns residual(stream, f), for all tokens,
+#                      and its `training_loss` returns the loss as it is
+#     make_decider     makes the decider that tells a Runner: all tokens run
+#     run_sublayer     residual(stream, f), as a function that can be compiled
 
 @dataclass
 class GPTConfig:
-    """flag(default, help, lowest, highest) declares a field of a dataclass, which is also a flag of
-    train.py."""
+    """The settings of a model. flag(default, help, lowest, highest) makes a field that is a flag of
+    train.py, too. (group: --help begins a section there.)"""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -94,7 +99,7 @@ class GPTConfig:
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
-    gain_cost: float = flag(0.0, "nag, in training: adds gain_cost x mean |gain| to the loss",
+    gain_cost: float = flag(0.0, "for nag, in training: adds this x mean |gain| to the loss",
                             0, 1000)
 
     def problems(self):
@@ -117,8 +122,8 @@ def rotation_table(config):
 
 def rotate(x, rotation):
     """Turns x (..., n_head, head_size): channels 2p and 2p + 1 are read as a complex number, and
-    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2). (On a CPU, no other way that
-    we know is as fast.)"""
+    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2). In float32: bfloat16 has no
+    complex numbers."""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     turned = points * torch.view_as_complex(rotation)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -192,28 +197,19 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class PreNorm(nn.Module):
-    """The rule of GPT-2 and of most models since.
+    """The rule of GPT-2 and of most models since, for sublayer l = 1 .. 2L.
 
-    Sublayer l has residual l, with l = 1 .. 2L. A model has one more residual, `ends`, number
-    2L + 1, which has no sublayer. It makes the first stream (start), and closes the last one
-    (finish): its norm is what GPT-2 calls ln_f."""
+    A model has one more residual, `ends`, number 2L + 1, which has no sublayer. Its start makes the
+    first stream, and its finish closes the last one. (Its norm is what GPT-2 calls ln_f.)"""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.norm = make_norm(config)
 
-    def start(self, embedding):
-        """The embedding (B, T, C) -> the first stream"""
-        return embedding
-
     def forward(self, stream, f):
         """A stream, and a sublayer f as a function -> the next stream. A rule treats each token by
-        itself; f may look at others."""
+        itself, so that some tokens can skip (part 3). f may look at others."""
         return stream + f(self.norm(stream))
-
-    def finish(self, stream):
-        """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(stream)
 
     @torch.no_grad()
     def init_sublayer(self, module):
@@ -222,13 +218,25 @@ class PreNorm(nn.Module):
         # is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
+    # --- Of `ends` only
+
+    def start(self, embedding):
+        """The embedding (B, T, C) -> the first stream"""
+        return embedding
+
+    def finish(self, stream):
+        """The last stream -> what the head reads, (B, T, C)"""
+        return self.norm(stream)
+
+    # --- PreNorm needs neither of these, but NAG and nGPT do (part 2).
+
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        """Of `ends`: the weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
 
     def constrain(self, module):
         """After the weights are drawn, and after each step of a training: may change the weights of
-        module, an attention or MLP. `ends` gets the embedding, and then the head."""
+        module. Those of blocks get their attention or MLP, and `ends` both embedding and head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -257,8 +265,7 @@ class SublayerFunction:
     attention, nothing for an MLP.
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
-    head are computed in it. The stream stays float32: its rounding errors would add up. (It is a
-    class, because part 3 looks at its module.)"""
+    head are computed in it. The stream stays float32: its rounding errors would add up."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -306,7 +313,7 @@ def init_weights(model):
             std = 0.02
         else:
             std = module.weight.shape[1] ** -0.5
-        module.weight.normal_(generator=seeded(config, name)).mul_(std)
+        module.weight.normal_(std=std, generator=seeded(config, name))
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
@@ -362,17 +369,17 @@ class GPT(nn.Module):
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
-            # This is residual(stream, f), unless tokens skip (--mod): part 3.
+            # This is residual(stream, f), unless tokens skip: --mod, part 3.
             stream = runner.run(place, stream, residual, f)
             yield place, before, stream
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. cache: a KVCache"""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
-        length = past + idx.shape[1]
-        if length > self.config.block_size:
-            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
-        rotation = self.rotation[past:length]
+        end = past + idx.shape[1]
+        if end > self.config.block_size:
+            raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
+        rotation = self.rotation[past:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
             # Each run has its own keys, also where --repeat runs a block again: so i, not number.
@@ -383,7 +390,7 @@ class GPT(nn.Module):
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss, the mean cross entropy
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
         in nats (None without targets)"""
         runner = runner or Runner(self)
         for _, _, stream in self.walk(idx, cache, runner):
@@ -394,7 +401,7 @@ class GPT(nn.Module):
         if targets is None:
             return logits, None
         loss = cross_entropy(logits, targets)
-        if self.training:   # Some flags, such as --gain_cost, add to it: part 3.
+        if self.training:   # Without flags such as --gain_cost, this leaves it as it is: part 3.
             loss = runner.training_loss(loss, targets)
         return logits, loss
 
@@ -429,15 +436,15 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def causal_mask(n, length, device):
-    """Of the n last of `length` tokens: bools (1, n, length), True where a token sees another"""
-    return torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)[None]
+def causal_mask(n, end, device):
+    """Of the n last of `end` tokens: bools (1, n, end), True where a token sees another"""
+    return torch.ones(n, end, dtype=torch.bool, device=device).tril(end - n)[None]
 
 class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # of how many tokens; GPT.forward counts them when all is stored
+        self.length = 0   # how many tokens it has; GPT.forward counts them when a walk is over
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
