@@ -19,7 +19,7 @@ V = vocab_size different tokens. Our words, in all files:
 
     stream     what flows through the depth. Its form is up to the residual: one tensor (B, T, C) in
                PreNorm, and a tuple of several things in some others
-    sublayer   an attention or an MLP; a residual sees it as a function f: (B, T, C) -> (B, T, C)
+    sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
                Its number is 0 .. L - 1, and block b has the sublayers 2b + 1 and 2b + 2.
@@ -62,13 +62,13 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 # Part 1 calls some functions of the other parts. Without any flag, this is what they do:
 #
-#     make_residual    makes a PreNorm, the rule stream + f(norm(stream))
+#     make_residual    makes a PreNorm (with some more hooks): stream + f(norm(stream))
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
 #     config_problems  sentences, if a config is not possible
-#     Runner           runs the sublayers: its `run` returns residual(stream, f), for all tokens,
-#                      and its `training_loss` returns the loss as it is
+#     Runner           runs the sublayers: its `run` returns residual(stream, f), for all tokens.
+#                      Its extra_loss is 0
 #     make_decider     makes the decider that tells a Runner: all tokens run
 #     run_sublayer     residual(stream, f), as a function that can be compiled
 
@@ -321,7 +321,7 @@ def init_weights(model):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Calls constrain of each residual"""
+    """Lets residuals bring weights back to where they have to be. Of ours, only nGPT does."""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
@@ -366,6 +366,7 @@ class GPT(nn.Module):
         """The one loop over the depth. After each sublayer it yields (place, stream before, stream
         after). The place counts 1, 2, .. It is l, unless --repeat runs blocks again."""
         runner = runner or Runner(self)
+        runner.begin(idx.shape)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         for place, residual, f in self.sublayers(idx, cache):
             before = stream
@@ -393,16 +394,21 @@ class GPT(nn.Module):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
         in nats (None without targets)"""
         runner = runner or Runner(self)
-        for _, _, stream in self.walk(idx, cache, runner):
-            pass   # At the end, it is the last stream.
+        after_blocks = []   # streams, for --deep_supervision
+        for place, _, stream in self.walk(idx, cache, runner):
+            if self.training and self.config.deep_supervision and place % 2 == 0:
+                after_blocks.append(stream)
         if cache is not None:
             cache.length += idx.shape[1]
         logits = self.head(stream)
         if targets is None:
             return logits, None
-        loss = cross_entropy(logits, targets)
-        if self.training:   # Without flags such as --gain_cost, this leaves it as it is: part 3.
-            loss = runner.training_loss(loss, targets)
+        losses = [cross_entropy(self.head(each), targets) for each in after_blocks[:-1]]
+        losses.append(cross_entropy(logits, targets))
+        loss = sum(losses) / len(losses)
+        runner.cross_entropy = loss.detach()   # This is what train.py reports.
+        if self.training:   # Some flags, such as --gain_cost, add to it: part 3.
+            loss = loss + runner.extra_loss()
         return logits, loss
 
     def head(self, stream):
@@ -775,6 +781,10 @@ class CompleteP(Residual):
 
 # ------------------------------------------------------------------------ reading earlier sublayers
 
+class Source(NamedTuple):
+    value: torch.Tensor   # (B, T, C)
+    scores: tuple         # of each of the 2L reads that have a query, (B, T)
+
 class AttnRes(Residual):
     """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4). Nothing is added up. The
     stream is a list of sources: the embedding, and all updates so far. Each sublayer, and finally
@@ -793,7 +803,7 @@ class AttnRes(Residual):
 
     The code has a trick: a source meets the queries of all 2L reads when it is made, in one matrix
     product. So the stream is a pair: all queries (2L, C), and a dict from the number of a group (0:
-    the embedding) to its source (B, T, C) and its scores, a list of 2L tensors (B, T)."""
+    the embedding) to its Source."""
     can_skip = False
     stream_grows = True
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
@@ -805,25 +815,26 @@ class AttnRes(Residual):
         self.group = (l - 1) // group + 1
         # Reads 2 .. 2L + 1 have the rows 0 .. 2L - 1 of `query`. Read 1 has one source, so its
         # weight is 1 whatever the query. It uses row 0, too.
-        self.row = max(0, l - 2)
+        self.query_row = max(0, l - 2)
         if self.is_end:
             self.query = nn.Parameter(torch.zeros(2 * config.n_layer, config.n_embd))
             self.key_weight = nn.Parameter(torch.ones(2 * config.n_layer, config.n_embd))
 
     def start(self, x):
         queries = self.query * self.key_weight
-        return queries, {0: (x, self.scores(x, queries))}
+        return queries, {0: self.source(x, queries)}
 
-    def scores(self, source, queries):
-        return (unit(source) @ queries.mT).unbind(-1)
+    def source(self, value, queries):
+        return Source(value, (unit(value) @ queries.mT).unbind(-1))
 
     def weigh(self, stream):
         """-> the weights of all n sources for this read, (n, B, T)"""
         _, sources = stream
-        return torch.stack([scores[self.row] for _, scores in sources.values()]).softmax(0)
+        scores = [source.scores[self.query_row] for source in sources.values()]
+        return torch.stack(scores).softmax(0)
 
     def read(self, stream):
-        values = [source for source, _ in stream[1].values()]
+        values = [source.value for source in stream[1].values()]
         weights = len(values) * self.weigh(stream)[..., None]
         return self.norm(depth_sum(weights, values, self.config.kernels))   # (weights * v).sum(0)
 
@@ -831,13 +842,13 @@ class AttnRes(Residual):
 
     def forward(self, stream, f):
         queries, sources = stream
-        source = f(self.read(stream))
+        value = f(self.read(stream))
         if self.group in sources:   # This group has begun, so its sum grows.
-            source = sources[self.group][0] + source
-        return queries, sources | {self.group: (source, self.scores(source, queries))}
+            value = sources[self.group].value + value
+        return queries, sources | {self.group: self.source(value, queries)}
 
     def as_tensor(self, stream):
-        return sum(source for source, _ in stream[1].values())   # what PreNorm's stream would be
+        return sum(source.value for source in stream[1].values())   # as in PreNorm
     def flops(self):
         return 4 * self.config.n_layer * self.config.n_embd   # one source times 2L queries
 
@@ -1157,16 +1168,17 @@ class Runner:
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
-        self.after_blocks = []     # the streams that --deep_supervision needs
         self.decider_flops = 0.0   # what deciders have computed, per token
+
+    def begin(self, shape):
+        """shape: (B, T), of the tokens"""
+        if self.keeps:
+            raise ValueError("a Runner is for one walk; make a new one")
+        self.shape = shape
         self.decider.begin(self)
 
     def run(self, place, stream, residual, f):
         """-> the next stream: residual(stream, f), for the tokens that run it"""
-        if place <= len(self.keeps):
-            raise ValueError("a Runner is for one walk; make a new one")
-        if place == 1:
-            self.shape = residual.as_tensor(stream).shape[:2]
         self.place, self.residual, self.stream = place, residual, stream
         self.known_gain = None
         keep = self.decider.decide(self)
@@ -1179,10 +1191,7 @@ class Runner:
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
-        stream = self.decider.after(self, stream)
-        if self.model.training and self.model.config.deep_supervision and place % 2 == 0:
-            self.after_blocks.append(stream)
-        return stream
+        return self.decider.after(self, stream)
 
     def gain(self):
         if not self.residual.knows_gain:
@@ -1191,21 +1200,14 @@ class Runner:
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
-    def training_loss(self, loss, targets):
-        """After the walk. loss: the cross entropy -> what a training makes smaller: with
-        --deep_supervision a mean over all blocks, and then what the decider asks for, and
-        --gain_cost, the price of turning. (arXiv:1603.08983 puts one on pondering. NAG's paper has
-        none, as far as we know.)"""
-        if self.after_blocks:
-            losses = [cross_entropy(self.model.head(stream), targets)
-                      for stream in self.after_blocks[:-1]]
-            losses.append(loss)   # that after the last block
-            loss = sum(losses) / len(losses)
-        self.cross_entropy = loss.detach()   # This is what train.py reports.
-        loss = loss + self.decider.loss(self)
+    def extra_loss(self):
+        """After a walk in training: what is added to the cross entropy. The decider may ask for
+        something, and --gain_cost is the price of turning. (arXiv:1603.08983 puts one on pondering.
+        NAG's paper has none, as far as we know.)"""
+        extra = self.decider.loss(self)
         if self.must_pay:
-            loss = loss + self.model.config.gain_cost * self.mean_gain()
-        return loss
+            extra = extra + self.model.config.gain_cost * self.mean_gain()
+        return extra
 
     # --- What a walk has noted. It is asked for when the walk is over.
 
@@ -1217,7 +1219,7 @@ class Runner:
     def who_ran(self):
         """-> bools (2L, B, T), True where a token ran a sublayer"""
         masks = [keep if torch.is_tensor(keep)
-                 else torch.full(tuple(self.shape), keep is EVERYONE, device=self.model.device)
+                 else torch.full(self.shape, keep is EVERYONE, device=self.model.device)
                  for keep in self.keeps]
         return torch.stack(masks)
 
@@ -1436,16 +1438,14 @@ class EarlyExit(Decider):
         self.confidence = confidence
 
     def begin(self, runner):
-        runner.notes.inside = None
+        runner.notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=runner.model.device)
 
     def decide(self, runner):
         notes, model = runner.notes, runner.model
-        if notes.inside is None:
-            notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=model.device)
-        elif runner.place % 2 == 1 and notes.inside.any():
+        block_begins = runner.place > 1 and runner.place % 2 == 1
+        if block_begins and notes.inside.any():
             probability = model.head(runner.stream).softmax(-1).amax(-1)   # (B, T)
-            # Who has exited stays out: its stream, and so its probability, no longer changes.
-            notes.inside = probability < self.confidence
+            notes.inside = notes.inside & (probability < self.confidence)
             runner.decider_flops += 2 * model.lm_head.weight.numel()
         return notes.inside
 
@@ -1522,7 +1522,7 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
-def heads(attn, x, rows):
+def project(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
     tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
     x = F.linear(x, attn.c_attn.weight[rows])
@@ -1532,7 +1532,7 @@ def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
     attn, (rotation, store) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = heads(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
+        k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
         return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attention_of_kept(f, x, tokens, keys):
@@ -1545,7 +1545,7 @@ def attention_of_kept(f, x, tokens, keys):
             q, k, v = attn.qkv(x, rotation)
             keys = with_older(store, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            [q] = heads(attn, x, slice(0, x.shape[-1]))
+            [q] = project(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
@@ -1671,9 +1671,11 @@ def work_of(runner):
     """-> what each sublayer of a walk has computed, a list of Work"""
     if runner.all_ran():
         return [Work()] * len(runner.keeps)
-    longest = runner.who_ran().float().mean(2).amax(1).tolist()   # of all sequences
+    who = runner.who_ran().float()
+    shares = who.mean((1, 2)).tolist()
+    fullest = who.mean(2).amax(1).tolist()   # attend_kept pads all sequences to the fullest one.
     found = []
-    for keep, ran, queries, gain in zip(runner.keeps, runner.ran(), longest, runner.gains):
+    for keep, ran, queries, gain in zip(runner.keeps, shares, fullest, runner.gains):
         everyone_has_keys = keep is not REMOVED and runner.decider.skippers_make_keys
         found.append(Work(ran, queries, keys=1.0 if everyone_has_keys else ran,
                           gains=ran if gain is None else 1.0))

@@ -636,7 +636,7 @@ def test_two_runs_in_one_folder(data, copy, monkeypatch):
 
 def test_overwrite_leaves_nothing_of_the_old_run(data, copy, monkeypatch):
     """... not even if the new one is stopped before its first checkpoint"""
-    monkeypatch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(train.RunFolder, "save", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         go(data, copy, "--overwrite")
     assert {*content(copy)} == {"config.json", "metrics.jsonl", "lock"} and not metrics(copy)
