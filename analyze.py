@@ -109,13 +109,12 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 
 # The words, in all that follows:
 #
-#     L             how many blocks run; one that --repeat runs twice counts twice
-#     place         the number of a sublayer, from 1 to 2L
-#     decider       says which tokens run a sublayer; the others skip it (model.py, part 3)
-#     gain          the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
-#     puzzle        what meta.json says of the steps text: table, cells, most; None: another text
-#     cell          a digit's place in its line
-#     steps asked   how many steps lead from a line to the next one, as its letter says
+#     L         how many blocks run; one that --repeat runs twice counts twice
+#     place     the number of a sublayer, from 1 to 2L
+#     walk      one pass through all sublayers. A Runner runs them, and notes who ran which
+#     decider   says which tokens run a sublayer; the others skip it (model.py, part 3)
+#     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
+#     NotHere   an exception: why a run can't have what was asked for, in a sentence
 
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
@@ -138,12 +137,12 @@ def angles(x, y):
 
 class Run:
     """A trained model, and validation windows to measure it on"""
-    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05):
+    puzzle = None   # The steps text has one: see StepsRun.
+
+    def __init__(self, model, config, windows, text="", skip_below=0.05):
         """windows: x, y (n, T)"""
         self.model = model             # in eval mode
         self.config = config           # of the run folder
-        self.data = config["data"]     # the folder of its text
-        self.puzzle = puzzle
         self.text = text               # --text
         self.skip_below = skip_below   # --skip_below
         x, y = (part.to(model.device) for part in windows)
@@ -191,27 +190,6 @@ class Run:
         the loss of a quarter, and add this to the loss of all windows."""
         return self.loss + mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
 
-    # --- On the steps text
-
-    @functools.cached_property
-    def right(self):
-        """The share of right digits by steps asked: 0, 1, .. See right_by_steps."""
-        return right_by_steps(self)
-
-    @property
-    def guess(self):
-        """The share of digits that are right by chance"""
-        return 1 / len(self.puzzle["table"])
-
-    @property
-    def most_known(self):
-        """The most steps up to which at least 90 % of the digits are right. If there are none, we
-        look at one step."""
-        for k, share in enumerate(self.right):
-            if share < KNOWN:
-                return max(1, k - 1)
-        return len(self.right) - 1
-
 # --- Who runs what
 
 ALL_RUN = Decider()   # All tokens run all sublayers.
@@ -230,31 +208,13 @@ def skipping(run):
         return run.model.decider
     return by_gain(run, run.skip_below)
 
-# Panels of which a verdict speaks, or that several figures have
-LOSS = "loss (nats per token)"
-RIGHT = "share of right digits"
-STEPS_LEARNED = "steps learned"
-AT_THE_LINE = "where the line stands"
-SUBLAYERS_RUN = "sublayers that run for a digit"
-LENGTH = "length of the stream"
-WITHOUT_BLOCK = "without the block"
-
 # ================================================================================= the steps text
 
-# What is asked for is known, so these figures are right or wrong.
-
-@stat("The puzzle", draw=None, needs_puzzle=True)
-def written(run):
-    """After each line of the text comes one with as many digits. The letter says how many steps
-    lead there: a 0, b 1, c 2. In a step, each digit becomes another, which depends on itself and on
-    its left neighbour. What has the model learned? Here it writes the answers. Wrong digits are
-    red.
-
-    The likeliest digit each time, after this line alone. What is right follows from the table."""
-    digits = some_digits(run.puzzle)
-    lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
-    return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
-            "true": [solve(line, run.puzzle)[-1] for line in lines]}
+# What is asked for is known, so these figures are right or wrong. Some more words (steps.py):
+#
+#     puzzle        what meta.json says of this text: its table, its cells, and the most steps
+#     cell          a digit's place in its line; `cells` is how many a line has
+#     steps asked   how many steps lead from a line to the next one, as its letter says
 
 def by_steps(run, measure):
     """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
@@ -293,6 +253,50 @@ def steps_learned(right, guess):
     right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
+class StepsRun(Run):
+    """A run on the steps text, of which more is known"""
+    def __init__(self, model, config, windows, puzzle, **flags):
+        super().__init__(model, config, windows, **flags)
+        self.puzzle = puzzle
+
+    @property
+    def guess(self):
+        """The share of digits that are right by chance"""
+        return 1 / len(self.puzzle["table"])
+
+    @functools.cached_property
+    def right(self):
+        """The share of right digits by steps asked: 0, 1, .."""
+        return right_by_steps(self)
+
+    @property
+    def most_known(self):
+        """The most steps up to which at least 90 % of the digits are right. If there are none, we
+        look at one step."""
+        for k, share in enumerate(self.right):
+            if share < KNOWN:
+                return max(1, k - 1)
+        return len(self.right) - 1
+
+    def steps_with(self, decider):
+        """How many steps it has learned if this decider says who runs what"""
+        return steps_learned(right_by_steps(self, decider), self.guess)
+
+@stat("The puzzle", draw=None, needs_puzzle=True)
+def written(run):
+    """After each line of the text comes one with as many digits. The letter says how many steps
+    lead there: a 0, b 1, c 2. In a step, each digit becomes another, which depends on itself and on
+    its left neighbour. What has the model learned? Here it writes the answers. Wrong digits are
+    red.
+
+    The likeliest digit each time, after this line alone. What is right follows from the table."""
+    digits = some_digits(run.puzzle)
+    lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
+    return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
+            "true": [solve(line, run.puzzle)[-1] for line in lines]}
+
+RIGHT = "share of right digits"
+
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
       share_y=True)
 def right_digits(run):
@@ -321,7 +325,7 @@ def lines_inside(run):
     reads no such line in an untrained model, nor shuffled digits."""
     k = run.most_known
     # To fit probes takes many windows, whatever --windows says.
-    windows = prepare.windows_of(run.data, "val", run.model.config.block_size, WINDOWS)
+    windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
     *_, of_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
@@ -337,6 +341,8 @@ def what_is_read(result, run):
     furthest = [str(block["steps"]) if block else "none" for block in blocks]
     return (f"After block 0, 1, .. a probe reads up to step {', '.join(furthest)}, of "
             f"{result['asked']}.")
+
+AT_THE_LINE = "where the line stands"   # a panel of which the verdict speaks, as below
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
@@ -401,6 +407,8 @@ def which_sublayer_works_for_them(result, run):
     return (f"Sublayer {place} turns digits after {in_words(most)} by {more[place]:.0f} degrees "
             f"more than copies.")
 
+SUBLAYERS_RUN = "sublayers that run for a digit"
+
 @stat("Who skips", needs_puzzle=True, x="steps asked for", first_x=0)
 def who_skips(run):
     """Whether a digit that needs less depth gets less. A level line: all digits skip alike.
@@ -409,7 +417,7 @@ def who_skips(run):
     was trained. Counted where the digit is predicted. Digits as in the figure of the steps
     learned."""
     decider = skipping(run)
-    if isinstance(decider, Routers):
+    if isinstance(decider, Routers):   # --mod router
         raise NotHere("a router also scales what its block adds, so if all tokens run, without "
                       "routers, it is another model")
     def ran_and_right(idx, targets):
@@ -428,6 +436,8 @@ def how_many_sublayers(result, run):
 
 # ======================================================================================= any text
 
+LOSS = "loss (nats per token)"
+
 def share_that_ran(run, decider, batches=None):
     """-> the share of the tokens that ran each sublayer (2L,)"""
     def share(idx):
@@ -444,6 +454,7 @@ def coins(ran):
     return ByFunction(decide)
 
 BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains
+STEPS_LEARNED = "steps learned"
 
 @stat("What skipping costs", x="share of the sublayer runs skipped", share_x=True)
 def skip_curve(run):
@@ -455,32 +466,31 @@ def skip_curve(run):
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
     trained: as the model skipped in training. It was trained for none of the others. Steps learned
     as in their own figure."""
-    deciders = [by_gain(run, below) for below in BELOW]
+    if run.puzzle:
+        what, batches, measure = STEPS_LEARNED, run.batches, run.steps_with
+    else:
+        what, batches, measure = LOSS, run.quarter, run.loss_with
     # The fixed set is chosen by other windows than those on which it is measured.
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    if run.puzzle:
-        what, batches = STEPS_LEARNED, run.batches
-        def measure(decider):
-            return steps_learned(right_by_steps(run, decider), run.guess)
-    else:
-        what, batches, measure = LOSS, run.quarter, run.loss_with
-    gain_line, coins_line, fixed_line = [], [], []
-    for decider in deciders:
+    # First we find who skips: each point of a line is a share that is skipped, and a decider.
+    lines = {"by gain": [], "a fixed set": [], "coins": []}
+    for below in BELOW:
+        decider = by_gain(run, below)
         ran = share_that_ran(run, decider, batches)
         skipped = 1 - ran.mean().item()
-        gain_line.append([skipped, measure(decider)])
-        coins_line.append([skipped, measure(coins(ran))])
+        lines["by gain"].append((skipped, decider))
+        lines["coins"].append((skipped, coins(ran)))
         n_removed = round(skipped * len(ran))
         if n_removed > 0:
             fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
-            fixed_line.append([n_removed / len(ran), measure(fixed_set)])
-    lines = {"by gain": gain_line, "a fixed set": fixed_line, "coins": coins_line}
+            lines["a fixed set"].append((n_removed / len(ran), fixed_set))
     if run.model.config.mod != "all":
-        as_trained = run.model.decider
-        skipped = 1 - share_that_ran(run, as_trained, batches).mean().item()
-        lines["as trained"] = [[skipped, measure(as_trained)]]
-    return {what: lines}
+        skipped = 1 - share_that_ran(run, run.model.decider, batches).mean().item()
+        lines["as trained"] = [(skipped, run.model.decider)]
+    # Then we measure what it costs.
+    return {what: {name: [[skipped, measure(decider)] for skipped, decider in points]
+                   for name, points in lines.items()}}
 
 @skip_curve.verdict
 def what_it_costs_below_a_tenth(result, run):
@@ -523,6 +533,8 @@ def by_kind(values):
     """A value per sublayer -> a line of attentions and one of MLPs, with a value per block"""
     return {"attention": values[::2], "MLP": values[1::2]}
 
+LENGTH = "length of the stream"
+
 @stat("How the stream turns, and how long it gets", x="block")
 def turning(run):
     """How far each sublayer turns the stream, and how long the stream is. If it gets longer, so
@@ -564,6 +576,8 @@ def from_where_it_reads(result, run):
     block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
     return f"After block {block}, the head reads as well as at the end, to 0.1 nats."
 
+WITHOUT_BLOCK = "without the block"
+
 @stat("What a sublayer is worth", x="block", y="loss increase (nats)", asinh=True)
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
@@ -597,9 +611,9 @@ def main(argv=None):
     runs = open_runs(args)
     out = Path(args.out)
     refuse_if_taken(out)   # now, not after minutes of measuring
-    results, missing = measure_all(runs, wanted)
+    found = measure_all(runs, wanted)
     import draw   # here, because it loads matplotlib, and who only measures needs none
-    draw.write_page(out, runs, STATS, results, missing)
+    draw.write_page(out, runs, STATS, found)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
@@ -614,13 +628,19 @@ def open_runs(args):
         data = data_of(path, config)
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(data, "val", config["block_size"], n)
-        puzzle = prepare.load_meta(data).get("steps")
-        run = Run(model, config, windows, puzzle, text, args.skip_below)
+        run = make_run(model, config, windows, text=text, skip_below=args.skip_below)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
         runs[printable(name if names.count(name) == 1 else path)] = run
     return runs
+
+def make_run(model, config, windows, **flags):
+    """-> a Run, or a StepsRun if it is one of the steps text. flags: --text and --skip_below"""
+    puzzle = prepare.load_meta(config["data"]).get("steps")
+    if puzzle:
+        return StepsRun(model, config, windows, puzzle, **flags)
+    return Run(model, config, windows, **flags)
 
 def refuse_if_taken(out):
     """Makes the folder. SystemExit if it can't, or if it has files, but no page of ours"""
@@ -631,21 +651,31 @@ def refuse_if_taken(out):
         if any(out.iterdir()) and not is_ours:
             refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
+@dataclass
+class Found:
+    """What one statistic says of all runs"""
+    results: dict    # {run: what it returned}, as in numbers.json
+    verdicts: dict   # {run: a sentence}
+    missing: dict    # {run: why it can't have it}
+
 def measure_all(runs, wanted):
-    """-> results, {statistic: {run: result}}; missing, {statistic: {run: why it can't have it}}.
-    Both have the order of the page."""
-    results = {name: {} for name in STATS if name in wanted}
-    missing = {name: {} for name in results}
+    """-> {statistic: Found}, in the order of the page"""
+    found = {name: Found({}, {}, {}) for name in STATS if name in wanted}
     for run_name, run in runs.items():
-        for name in results:
+        for name, of_all in found.items():
+            statistic = STATS[name]
             print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
-                results[name][run_name] = as_json(STATS[name](run))
+                result = as_json(statistic(run))
             except NotHere as why:
-                missing[name][run_name] = str(why)
+                of_all.missing[run_name] = str(why)
                 print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
-    return results, missing
+                continue
+            of_all.results[run_name] = result
+            if statistic.says:
+                of_all.verdicts[run_name] = statistic.says(result, run)
+    return found
 
 def as_json(value):
     """As numbers.json has it: lists for tensors, and None for what is no number"""

@@ -163,22 +163,20 @@ def as_png(statistic, found, colors):
 
 # ----------------------------------------------------------------------------------------- the page
 
-def write_page(out, runs, statistics, results, missing):
+def write_page(out, runs, statistics, found):
     """Writes figures, numbers and page to the folder `out`. runs: {name: Run}; statistics: {name:
-    Statistic}; results, missing: see measure_all in analyze.py"""
+    Statistic}; found: {name: Found}, in the order of the page. These classes are in analyze.py."""
     colors = dict(zip(runs, itertools.cycle(COLORS)))
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
     entries, pngs = {}, {}
-    for name, found in results.items():
+    for name, of_all in found.items():
         statistic = statistics[name]
-        entry = dict(title=statistic.title, caption=statistic.caption, results=found,
-                     definition=statistic.definition, missing=missing[name])
-        if statistic.says:
-            entry["verdicts"] = {run: statistic.says(found[run], runs[run]) for run in found}
-        if statistic.draw and found:
-            pngs[name], inches = as_png(statistic, found, colors)
+        entry = dict(title=statistic.title, caption=statistic.caption,
+                     definition=statistic.definition, **vars(of_all))
+        if statistic.draw and of_all.results:
+            pngs[name], inches = as_png(statistic, of_all.results, colors)
             entry["image"] = "data:image/png;base64," + base64.b64encode(pngs[name]).decode()
             entry["width"] = 80 * inches   # in pixels of the page
         entries[name] = entry
@@ -186,10 +184,8 @@ def write_page(out, runs, statistics, results, missing):
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
     write_text(out / "index.html", template.replace("REPORT", report))
-    numbers = dict(runs=about, statistics=results, missing=missing)
+    numbers = dict(runs=about, statistics={name: each.results for name, each in found.items()},
+                   missing={name: each.missing for name, each in found.items()})
     write_text(out / "numbers.json", json.dumps(numbers, indent=1))
     for name, png in pngs.items():
-        write_png(out / f"{name}.png", png)
-
-def write_png(path, png):
-    write_file(path, lambda file: file.write(png))
+        write_file(out / f"{name}.png", lambda file: file.write(png))
