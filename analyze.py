@@ -303,8 +303,8 @@ def right_digits(run):
 
     Here, and wherever figures go by steps, a digit counts if it stands in the right half of a line:
     those on the left depend on few others, and may be learned by heart. And the line before must be
-    in the window. Steps learned: how far a share is above guessing (1 / symbols), summed over 1, 2,
-    .. steps."""
+    in the window, or nobody can know it. Steps learned: how far a share is above guessing (1 /
+    symbols), summed over 1, 2, .. steps."""
     guessing = [run.guess] * len(run.right)
     return {"share of right digits": {"measured": run.right, "guessing": guessing}}
 
@@ -457,6 +457,7 @@ def skip_curve(run):
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
     trained: as the model skipped in training. It was trained for none of the others."""
+    deciders = [by_gain(run, below) for below in BELOW]
     if run.puzzle:
         what, batches, measure = "steps learned", run.batches, run.steps_with
     else:
@@ -466,8 +467,7 @@ def skip_curve(run):
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
     # First we find who skips: each point of a line is a share that is skipped, and a decider.
     lines = {"by gain": [], "a fixed set": [], "coins": []}
-    for below in BELOW:
-        decider = by_gain(run, below)
+    for decider in deciders:
         ran = share_that_ran(run, decider, batches)
         skipped = 1 - ran.mean().item()
         lines["by gain"].append((skipped, decider))
@@ -653,19 +653,19 @@ def measure_all(runs, wanted):
     """-> {statistic: Found}, in the order of the page"""
     found = {name: Found({}, {}, {}) for name in STATS if name in wanted}
     for run_name, run in runs.items():
-        for name, of_all in found.items():
+        for name, each in found.items():
             statistic = STATS[name]
             print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
                 result = as_json(statistic(run))
             except NotHere as why:
-                of_all.missing[run_name] = str(why)
                 print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
+                each.missing[run_name] = str(why)
                 continue
-            of_all.results[run_name] = result
+            each.results[run_name] = result
             if statistic.says:
-                of_all.verdicts[run_name] = statistic.says(result, run)
+                each.verdicts[run_name] = statistic.says(result, run)
     return found
 
 def as_json(value):
