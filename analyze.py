@@ -258,6 +258,7 @@ def steps_learned(right, guess):
 class StepsRun(Run):
     """A run on the steps text: we know what is right, and so what it has learned."""
     def __init__(self, model, config, windows, puzzle, **flags):
+        """flags: text and skip_below, as a Run has them"""
         super().__init__(model, config, windows, **flags)
         self.puzzle = puzzle
 
@@ -465,7 +466,7 @@ def skip_curve(run):
     # The fixed set is chosen by other windows than those on which it is measured.
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    # First we find who skips: each point of a line is a share that is skipped, and a decider.
+    # First we find who skips: a point of a line is the share that is skipped, and the decider.
     lines = {"by gain": [], "a fixed set": [], "coins": []}
     for decider in deciders:
         ran = share_that_ran(run, decider, batches)
