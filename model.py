@@ -1383,10 +1383,8 @@ class Routers(Decider):
 
 def largest(weight, count):
     """weight (B, T) -> bools (B, T), True where it is one of the `count` largest of its sequence"""
-    # Rounded, so that weights that differ by rounding errors are equal (nearly always). Of equal
-    # ones, that of the earlier token counts as larger.
-    rounded = weight.float().mul(2 ** 16).round()
-    best = rounded.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    # stable: of equal weights, that of the earlier token counts as larger.
+    best = weight.sort(dim=1, descending=True, stable=True).indices[:, :count]
     return torch.zeros_like(weight, dtype=torch.bool).scatter(1, best, True)
 
 # What --mod can be. Yours goes here: a class, with decide(runner).
