@@ -29,8 +29,6 @@ def flag(default, help="", low=None, high=None, group=None):
     limits = None if low is None else (low, high)
     return dataclasses.field(default=default, metadata=dict(help=help, limits=limits, group=group))
 
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-
 def field_problems(config):
     """-> a sentence for each field that can't have the value it has"""
     bad = []
@@ -41,12 +39,14 @@ def field_problems(config):
             bad.append(f"--{field.name} {value!r}: {problem}")
     return bad
 
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
 def problem_of(field, value):
     """Why a field can't have this value, or None if it can. The value may be of any type: perhaps
     it comes from a config.json that somebody has written."""
     types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-    if field.type in KINDS and type(value) not in types:
-        return f"must be {KINDS[field.type]}"
+    if field.type in TYPE_NAMES and type(value) not in types:
+        return f"must be {TYPE_NAMES[field.type]}"
     return not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
 
 def not_allowed(value, allowed):
@@ -82,23 +82,6 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
     # Misspelt flags come first: argparse would complain of the words that they leave over.
     refuse_unknown(names_among(words), names_of(classes) | {"help"})
     return vars(parser.parse_args(words))
-
-def make_configs(classes, values):
-    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
-    refused: field_problems says why, or the config's own method `problems`."""
-    refuse_unknown(values, names_of(classes))
-    made, bad = [], []
-    for config_class in classes:
-        own = {field.name for field in dataclasses.fields(config_class)}
-        config = config_class(**{name: values[name] for name in own & values.keys()})
-        problems = field_problems(config)
-        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
-            problems = config.problems()
-        bad += problems
-        made.append(config)
-    if bad:
-        refuse(*(f"{script()}: {sentence}" for sentence in bad))
-    return made
 
 def names_among(words):
     """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
@@ -161,6 +144,23 @@ def not_empty(word):
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
     return word
 
+def make_configs(classes, values):
+    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
+    refused: field_problems says why, or the config's own method `problems`."""
+    refuse_unknown(values, names_of(classes))
+    made, bad = [], []
+    for config_class in classes:
+        own = names_of([config_class])
+        config = config_class(**{name: value for name, value in values.items() if name in own})
+        problems = field_problems(config)
+        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
+            problems = config.problems()
+        bad += problems
+        made.append(config)
+    if bad:
+        refuse(*(f"{script()}: {sentence}" for sentence in bad))
+    return made
+
 # -------------------------------------------------------------------------- options: name:key=value
 
 # A flag's value may be a name, and then values for what has this name. Of --residual
@@ -197,8 +197,8 @@ TRUTH = {"0": False, "false": False, "1": True, "true": True}
 
 def option_value(key, word, default):
     """("n", "2", 4) -> 2, a whole number as 4 is. ValueError if the word stands for none"""
-    kind = type(default)
+    wanted = type(default)
     try:
-        return TRUTH[word.lower()] if kind is bool else kind(word)
+        return TRUTH[word.lower()] if wanted is bool else wanted(word)
     except (KeyError, ValueError):
-        raise ValueError(f"option {key} must be {KINDS[kind]}, such as {default}") from None
+        raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}, such as {default}") from None

@@ -27,6 +27,23 @@ from sentences import refuse, say
 
 # ------------------------------------------------------------------------------------------- files
 
+@contextlib.contextmanager
+def explain_write_errors(path):
+    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+
+@contextlib.contextmanager
+def explain_read_errors(path):
+    """with explain_read_errors(path): what fails to be read there ends with a sentence."""
+    try:
+        yield
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
+        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
+
 def write_file(path, write):
     """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
     `path`. So a kill or a full disk leaves the old file."""
@@ -49,23 +66,6 @@ def write_text(path, text):
 def write_json(path, values):
     write_text(path, json.dumps(values, indent=2) + "\n")
 
-@contextlib.contextmanager
-def explain_write_errors(path):
-    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """with explain_read_errors(path): what fails to be read there ends with a sentence."""
-    try:
-        yield
-    except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
-        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
-
 # ----------------------------------------------------------------------------- reading a run folder
 
 def read_settings_file(path):
@@ -78,7 +78,7 @@ def read_settings_file(path):
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it must be a JSON object")
-    if "mod_rate" in settings:
+    if "mod_rate" in settings:   # a flag that is gone
         refuse(f"{path}: is of the third edition; git checkout 7cf98d5 reads it")
     return settings
 
@@ -170,13 +170,14 @@ class RunFolder:
             self.take_lock()
 
     def refuse_if_taken(self, overwrite):
-        """A new run replaces these files, and no others."""
+        """A new run would replace these files. All others stay."""
         names = "config.json", "ckpt.pt", "metrics.jsonl"
-        if not any((self.out / name).exists() for name in names):
+        found = [name for name in names if (self.out / name).exists()]
+        if not found:
             return
         if not (self.out / "lock").exists():   # Other programs have a config.json, too.
-            refuse(f"--out {self.out}: holds a {' or '.join(names)}, and no lock as runs of this "
-                   f"program do; take another --out")
+            refuse(f"--out {self.out}: holds {found[0]}, but no lock as each run does, so it may be "
+                   f"another program's; take another --out")
         if not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")

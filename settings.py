@@ -18,25 +18,18 @@ from model import GPTConfig, RESIDUALS
 from runs import data_of, read_settings, read_settings_file
 from sentences import refuse, say
 
-# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
-OF_ONE_START = "out", "config", "resume", "overwrite"
-
-# Settings that may differ from those of the run in --init_from: they change no weights.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+NOT_OF_THE_RUN = ("out", "config", "resume", "overwrite",   # They belong to one start of it.
+                  "tokenizer")   # It is no flag, but config.json has it, too.
 
 def of_the_run(settings):
-    """The flags among them that belong to the run. (config.json also has the tokenizer: no flag)"""
-    others = OF_ONE_START + ("tokenizer",)
-    return {name: value for name, value in settings.items() if name not in others}
+    """The flags among them that belong to the run"""
+    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
 
 def gather_settings(typed, defaults):
     """-> a value for each flag, a dict"""
     if typed.get("resume"):
         return settings_to_resume(typed, defaults) | typed
-    from_config = settings_to_repeat(typed["config"]) if "config" in typed else {}
+    from_config = settings_of_config(typed["config"]) if "config" in typed else {}
     source = (from_config | typed).get("init_from")
     from_model = settings_of_model(source) if source else {}
     settings = defaults | from_model | from_config | typed   # What stands later counts.
@@ -61,8 +54,8 @@ def settings_to_resume(typed, defaults):
         data_of(typed["out"], settings)   # refuses, if they are gone
     return settings
 
-def settings_to_repeat(path):
-    """How a run began, or what a file says. If the run was changed later, that is only told."""
+def settings_of_config(path):
+    """How the run `path` began, or what that file says. A run's later changes are only told."""
     settings = read_settings_file(path)
     changes = settings.pop("changes", None)
     if changes:
@@ -75,6 +68,9 @@ def settings_of_model(source):
     names = asdict(GPTConfig())
     return {name: value for name, value in read_settings(source).items() if name in names}
 
+# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+
 def refuse_rate_of_another_optimizer(optimizer, from_config, defaults):
     """A rate is good for the optimizer beside it: that of --config, if the rate is from there."""
     good_for = defaults["optimizer"]
@@ -83,6 +79,9 @@ def refuse_rate_of_another_optimizer(optimizer, from_config, defaults):
     if optimizer != good_for and optimizer in RATES:   # A misspelt one is refused later.
         refuse(f"--optimizer {optimizer}: needs another rate than {good_for}; add --lr "
                f"{RATES[optimizer]}")
+
+# Settings that may differ from those of the run in --init_from: they change no weights.
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def refuse_other_tokens(source, data, tokenizer):
     """source: the run in --init_from; tokenizer: that of the data"""
