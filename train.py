@@ -145,8 +145,8 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
-    """x, y (n, T) -> nats per token; bits per byte of text; of all sublayer runs (each token runs
-    each sublayer once) the share that was skipped. token_bytes (V,): how many bytes each token
+    """x, y (n, T) -> nats per token, bits per byte of text, and the share of the sublayer runs that
+    was skipped. (Each token runs each sublayer once.) token_bytes (V,): how many bytes each token
     stands for; decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
@@ -331,16 +331,16 @@ def train(model_config, config, data, folder, processes, signals):
         signal = processes.highest(signals[0] if signals else 0)
         is_last = bool(signal) or progress_of(config, step, flops) >= 1
 
-        # --- Evaluate and save. Each process evaluates all windows, because it is short.
+        # --- Save and evaluate. Each process evaluates all windows, because it is short.
         if is_last or step % config.eval_interval == 0:
             refuse_if_not_finite(step, folder, model)
-            if not signal:
-                part_size = config.batch_size // (config.grad_accum * processes.count)
-                evaluate_and_report(model, data, part_size, step, folder)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(optimizers), step=step, flops=flops,
                              data=data.fingerprint))
+            if not signal:
+                part_size = config.batch_size // (config.grad_accum * processes.count)
+                evaluate_and_report(model, data, part_size, step, folder)
             clock, clock_step = time.perf_counter(), step
         if is_last:
             break
@@ -356,7 +356,7 @@ def train(model_config, config, data, folder, processes, signals):
         # warmup is 0.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * (tokens_per_step * processes.mean(forward_flops))
+        flops += 3 * tokens_per_step * processes.mean(forward_flops)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:

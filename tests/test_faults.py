@@ -44,12 +44,12 @@ def raises(error):
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
     (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "--no-compile"),
     (RuntimeError("Failed to find C compiler. Please specify"), "--no-compile"),
+    (type("DistNetworkError", (RuntimeError,), {})("EADDRINUSE\nand a trace"), "another --master_port (Dist"),
     (OSError(28, "No space left on device"), "No space left")])
-def test_what_a_user_can_mend_is_one_sentence(error, words, capsys):
-    with pytest.raises(SystemExit, match="^1$"):
+def test_what_a_user_can_mend_is_one_sentence(error, words):
+    with pytest.raises(SystemExit) as end:
         sentences.start(raises(error))
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
+    assert words in end.value.code and "\n" not in end.value.code
 
 # The text may have a path such as dist-packages in it, or the name of torch's compiler.
 @pytest.mark.parametrize("text", ["shapes do not fit", "in /usr/lib/python3/dist-packages/torch/nn.py",

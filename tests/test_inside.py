@@ -160,7 +160,7 @@ def test_figures_by_steps_by_hand(text, windows, data):
     for _, sublayer in model.blocks[2].pairs():   # This block is silent.
         sublayer.c_proj.weight.zero_()
     x, y = (part[:48] for part in windows)
-    run = analyze.Run(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
+    run = analyze.StepsRun(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
     steps, cell = steps_of_targets(x, y, CELLS)
     def means(values):
         found = [[] for _ in range(MOST + 1)]

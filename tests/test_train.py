@@ -383,6 +383,8 @@ def test_init_from(data, copy, tmp_path):
     assert resume(out, "--max_iters", 3) == 0
     with pytest.raises(SystemExit, match="n_layer 2 there, 4 here"):
         begin(tmp_path / "x", "--n_layer", 4)
+    with pytest.raises(SystemExit, match="n_layer 2 there, 12 here"):   # --config goes first.
+        begin(tmp_path / "x", "--config", ROOT / "configs/gpt2.json", "--device", "cpu")
     with pytest.raises(SystemExit, match="Missing key.*router"):   # which it has not learned
         begin(tmp_path / "x", "--mod", "router")
     assert begin(tmp_path / "y", "--mod", "coins", "--seed", 9, "--max_iters", 2) == 0
@@ -636,7 +638,7 @@ def test_two_runs_in_one_folder(data, copy, monkeypatch):
 
 def test_overwrite_leaves_nothing_of_the_old_run(data, copy, monkeypatch):
     """... not even if the new one is stopped before its first checkpoint"""
-    monkeypatch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(train.RunFolder, "save", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         go(data, copy, "--overwrite")
     assert {*content(copy)} == {"config.json", "metrics.jsonl", "lock"} and not metrics(copy)
@@ -648,16 +650,16 @@ def test_what_a_new_run_may_find(data, tmp_path):
     go(data, run, *flags)
     whole = content(run)
     alien = json.dumps(dict(model_type="llama", hidden_size=4096)).encode()
-    for held, what in ((whole, "holds a run already"), ({"ckpt.pt": b"weights"}, "no run folder"),
-                       ({"config.json": alien, "ckpt.pt": b"weights"}, "no run folder")):
+    for held, what in ((whole, "holds a run already"), ({"ckpt.pt": b"weights"}, "no lock"),
+                       ({"config.json": alien, "ckpt.pt": b"weights"}, "no lock")):
         shutil.rmtree(run)
         run.mkdir()
         for name, raw in held.items():
             (run / name).write_bytes(raw)
-        for more in [], ["--overwrite"] if what == "no run folder" else []:
+        for more in [], ["--overwrite"] if what == "no lock" else []:
             assert what in refused("--data", data, *SIZE, "--out", run, *flags, *more)
             assert content(run) == held
-    (run / "config.json").write_bytes(whole["config.json"])   # Now it is ours.
+    (run / "lock").touch()   # Now it is ours: a run makes it before all others.
     (run / "notes").write_text("mine")
     assert go(data, run, *flags, "--overwrite") == 0 and (run / "notes").exists()
     shutil.rmtree(run)
