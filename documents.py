@@ -32,7 +32,7 @@ def read_text(path):
     return text
 
 def text_or_file(value):
-    """The text of that file if there is one, else `value` itself: so mean --prompt and --text."""
+    """--prompt and --text may be a text, or name a file: then this is the text of the file."""
     return read_text(value) if os.path.isfile(value) else value
 
 # --------------------------------------------------------------------------------------- documents
@@ -66,7 +66,7 @@ def json_lines(path, text, field):
 def cut(text, share):
     """A text -> two. The second has about this share of it, and begins a line if it can."""
     place = int(len(text) * (1 - share))
-    newline = text.rfind("\n", place - len(text) // 100, place)
+    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
     if newline >= 0:
         place = newline + 1
     return text[:place], text[place:]

@@ -46,8 +46,8 @@ def make_table(symbols, rows, rng):
         0 7 4 5 6 1 3 8 9 2    after an even one
         9 8 1 4 7 2 6 5 0 3    after an odd one
 
-    A row holds each digit once, so nothing is lost in a step. And a digit becomes one of each class:
-    3 becomes 5 or 4. So who does not know the neighbour can't even tell odd from even."""
+    A row holds each digit once, so nothing is lost in a step. And each digit has successors of all
+    classes: 3 becomes 5 or 4. So who does not know the neighbour can't even tell odd from even."""
     # To which class does each symbol go in the first row? With two rows, five become even.
     goes_to = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     by_class = np.zeros((rows, symbols), int)
@@ -71,6 +71,8 @@ def steps_text(config):
     return make_documents(config, "train"), make_documents(config, "val")
 
 def make_documents(config, split):
+    """-> the texts of "train" or of "val". Drawn at random are the digits of their first lines, and
+    how many steps each line asks for."""
     n, table = DOCUMENTS[split], make_puzzle(config)["table"]
     rng = np.random.default_rng((config.table, SEEDS[split]))
     weights = 0.85 ** np.arange(config.most + 1)   # Lines that ask for few steps are more frequent.
@@ -103,8 +105,8 @@ def line_length(cells):
     return 1 + cells + 1
 
 def columns_of_cells(begin, cells):
-    """begin (N,): the columns where N lines begin, with their letters -> dict(line=, answer=), as in
-    the picture: the columns of each line's cells, and those of its answer's, (N, cells)"""
+    """begin (N,): the columns where N lines begin, with their letters -> dict(line=, answer=), two
+    rows of the picture: the columns of each line's cells, and of its answer's, each (N, cells)"""
     cell = torch.arange(cells, device=begin.device)
     answer_begin = begin + line_length(cells)
     return dict(line=begin[:, None] + 1 + cell, answer=answer_begin[:, None] + cell)
@@ -118,8 +120,9 @@ def steps_of_targets(idx, targets, cells):
     tokens = torch.cat((idx[:, :1], targets), 1)   # the whole window, (n, T + 1)
     column = torch.arange(tokens.shape[1], device=idx.device).expand_as(tokens)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
-    begin = torch.where(is_letter, column, -1).cummax(dim=1).values   # where this line begins
-    begin_before = begin - line_length(cells)                         # where the one before does
+    # Where does the line of each token begin? At the last letter so far; -1: the window has none.
+    begin = torch.where(is_letter, column, -1).cummax(dim=1).values
+    begin_before = begin - line_length(cells)   # There begins the line before.
     cell = column - begin - 1
     # The first line of a document follows none: in front of it stands a 256, and no newline.
     follows = tokens.gather(1, (begin - 1).clamp_min(0)) == ord("\n")
