@@ -94,6 +94,15 @@ def test_tensors_that_lie_otherwise_in_memory(op):
     sums = [sum(y.sum() for y in run(op, inputs, way)) for way in ("on", "off")]
     assert_equal(*[torch.autograd.grad(y, inputs) for y in sums], 1e-5)
 
+@each_op
+def test_nan_stays_nan(op):
+    for place in (0, 1, 2):   # the direction, log-norm or update; the weights or a source
+        inputs = make_inputs(op)
+        inputs[place].data.view(-1)[0] = float("nan")
+        ours, expected = results(op, inputs), results(op, inputs, "off")
+        assert any(y.isnan().any() for y in expected[:2])
+        assert_equal([y.isnan() for y in ours], [y.isnan() for y in expected])
+
 def test_what_does_not_fit_is_refused():
     r, log_rms, u, gain = make_inputs(nag_write)
     weights, *v = make_inputs(depth_sum, n=2)
