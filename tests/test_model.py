@@ -330,6 +330,7 @@ def test_no_two_parameters_have_the_same_draws():
     drawn = {name: p for name, p in model.named_parameters() if p.dim() == 2}
     seen = {tuple((p / p.std()).flatten()[:4].tolist()) for p in drawn.values()}
     assert len(drawn) == 50 + 24 == len(seen)
+    assert not torch.equal(make(noise=0, seed=7).wte.weight, make(noise=0).wte.weight)
 
 def test_nag_starts_as_its_paper_says():
     model = make("nag:power=0.75,directions=7", noise=0)
