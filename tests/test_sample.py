@@ -6,7 +6,7 @@ import pytest, torch
 
 import prepare, sample, train
 from conftest import ROOT, make
-from model import EarlyExit
+from model import EarlyExit, Runner
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -33,6 +33,12 @@ def numbers(told):
     """-> percent skipped"""
     found = re.fullmatch(r"[\d,]+ tokens/s; ([-\d.]+)% of the sublayer runs skipped", told.splitlines()[-1])
     return float(found[1])
+
+def test_who_ran():
+    """The tests of skipping rely on it."""
+    keep = torch.tensor([[True, False]])
+    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
+    assert Runner.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
