@@ -170,11 +170,9 @@ class Run:
         """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
         ran each sublayer, bools (2L, B, T)"""
         runner, streams = Runner(self.model, decider), []
-        # A walk yields the stream before and after each sublayer. It may be several tensors:
-        # as_tensor makes one of them.
-        for _, before, after in self.model.walk(idx, runner=runner):
-            streams.append(self.model.ends.as_tensor(before))
-        streams.append(self.model.ends.as_tensor(after))
+        for _, stream in self.model.walk(idx, runner=runner):
+            # A stream may be several tensors. as_tensor makes one of them.
+            streams.append(self.model.ends.as_tensor(stream))
         return torch.stack(streams), runner.who_ran()
 
     def degrees(self, idx, decider=None):

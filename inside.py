@@ -64,14 +64,11 @@ class Probe:
 # --------------------------------------------------------------------------- what probes are fed on
 
 def after_blocks(model, idx):
-    """Yields L + 1 streams: that of the embedding, and that after each block. (A walk yields the
-    stream before and after each sublayer, at the places 1, 2, 3, .. A block is two of them, so
-    block 1 ends at place 2.)"""
-    for place, before, after in model.walk(idx):
-        if place == 1:
-            yield before
-        if place % 2 == 0:
-            yield after
+    """Yields L + 1 streams: that of the embedding, and that after each block. (A walk yields those
+    after 0, 1, 2, .. sublayers, and a block is two of them.)"""
+    for n_sublayers, stream in model.walk(idx):
+        if n_sublayers % 2 == 0:
+            yield stream
 
 @torch.no_grad()
 def vectors_of(model, idx, window, begin, cells):

@@ -363,16 +363,17 @@ class GPT(nn.Module):
             tie_weights(self)
 
     def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth. After each sublayer it yields (place, stream before, stream
-        after). The place counts 1, 2, .. It is l, unless --repeat runs blocks again."""
+        """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and at
+        1, 2, .. that after so many sublayers. A place is l, unless --repeat runs blocks again.
+        (After a walk of your own with a cache, add to cache.length, as forward does.)"""
         runner = runner or Runner(self)
         runner.begin(idx.shape)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
+        yield 0, stream
         for place, residual, f in self.sublayers(idx, cache):
-            before = stream
             # This is residual(stream, f), unless tokens skip: --mod, part 3.
             stream = runner.run(place, stream, residual, f)
-            yield place, before, stream
+            yield place, stream
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. cache: a KVCache"""
@@ -394,16 +395,17 @@ class GPT(nn.Module):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
         in nats (None without targets)"""
         runner = runner or Runner(self)
-        after_blocks = []   # streams, for --deep_supervision
-        for place, _, stream in self.walk(idx, cache, runner):
+        supervised = []   # streams, for --deep_supervision
+        for place, stream in self.walk(idx, cache, runner):
             if self.training and self.config.deep_supervision and place % 2 == 0:
-                after_blocks.append(stream)
+                supervised.append(stream)
         if cache is not None:
             cache.length += idx.shape[1]
         logits = self.head(stream)
         if targets is None:
             return logits, None
-        losses = [cross_entropy(self.head(each), targets) for each in after_blocks[:-1]]
+        # The first is the embedding, and of the last we have the logits already.
+        losses = [cross_entropy(self.head(each), targets) for each in supervised[1:-1]]
         losses.append(cross_entropy(logits, targets))
         loss = sum(losses) / len(losses)
         runner.cross_entropy = loss.detach()   # This is what train.py reports.

@@ -72,8 +72,7 @@ def logits(model, idx=None, **options):
 @torch.no_grad()
 def streams(model, idx=None):
     """The stream as one vector per token: before sublayer 1, and after each sublayer."""
-    walk = list(model.walk(ids() if idx is None else idx))
-    return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after in walk]]
+    return [model.ends.as_tensor(stream) for _, stream in model.walk(ids() if idx is None else idx)]
 
 def decode(model, idx, pieces, decider=None):
     """The logits of all tokens, piece by piece through a KV cache"""

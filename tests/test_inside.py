@@ -51,8 +51,8 @@ class Known:
             for begin, _, digits in lines_of(row + [ord("0")]):   # The last digit is a target.
                 for stream, after in zip(streams, lines_after(digits, L, self.text["table"])):
                     stream[i, begin + CELLS + 2:begin + 2 * CELLS + 2, 12:] = self.digit[after]
-        for place in range(1, 2 * L + 1):
-            yield place, streams[(place - 1) // 2], streams[place // 2]
+        for place in range(2 * L + 1):
+            yield place, streams[place // 2]
 
     def generate(self, idx, n, temperature):
         answers = [solve(bytes(row[:CELLS + 1]).decode(), self.text)[-1] for row in idx.tolist()]
@@ -94,7 +94,7 @@ class Noise(Known):
     """It has more channels than the text has lines, so a probe could learn each line by heart."""
     def walk(self, idx):
         x = some(*idx.shape, 400, seed=idx.sum().item())
-        yield from ((place, x, x) for place in (1, 2))
+        yield from ((place, x) for place in (0, 1, 2))
 
 def test_controls(text, windows, monkeypatch):
     """In an untrained model a probe reads what the token itself says, and no more. In noise, and where the
@@ -142,7 +142,7 @@ def test_patch(text, residual):
     """From the end of block 2 on, all of the stream is that of the window before."""
     model, idx = make(residual, n_layer=L, vocab_size=320), ids(4, 10)
     runner = patch.PatchingRunner(model, 2, slice(None))
-    for (place, _, own), (_, _, patched) in zip(model.walk(idx), model.walk(idx, runner=runner)):
+    for (place, own), (_, patched) in zip(model.walk(idx), model.walk(idx, runner=runner)):
         own, patched = map(model.ends.as_tensor, (own, patched))
         torch.testing.assert_close(patched, own.roll(1, 0) if place >= 4 else own)
 
@@ -178,8 +178,9 @@ def test_figures_by_steps_by_hand(text, windows, data):
     assert intact == without[2] == shares() and without[0] == shares(Without({1, 2}, model.decider))
     assert len(without) == L
     runner, turned = Runner(model), []
-    for place, before, _ in model.walk(x, runner=runner):
-        gain = model.residuals()[place - 1].gain(before).abs()[..., 0]
+    walk = list(model.walk(x, runner=runner))
+    for residual, (_, before) in zip(model.residuals(), walk[:-1]):
+        gain = residual.gain(before).abs()[..., 0]
         turned.append(means(torch.where(gain >= 0.3, gain.atan().rad2deg(), 0)))
     assert analyze.gain_by_steps(run)[:4] == turned[:4]   # The silent block turns nothing.
     ran, right = analyze.who_skips(run).values()

@@ -26,7 +26,7 @@ def at_rate(model, rate):
     """A threshold above a share `rate` of the dense model's gains, and near none: rounding would decide."""
     with torch.no_grad():
         steps = zip(model.sublayers(IDX), model.walk(IDX))
-        gains = torch.stack([residual.gain(x).abs() for (_, residual, _), (_, x, *_) in steps])
+        gains = torch.stack([residual.gain(x).abs() for (_, residual, _), (_, x) in steps])
     gains = gains.flatten().sort().values
     cut = next(i for i in range(int(rate * len(gains)), len(gains)) if gains[i] - gains[i - 1] > 1e-6)
     return M.ByGain(model.config, (gains[cut - 1] + gains[cut]).item() / 2)
@@ -145,11 +145,11 @@ def test_two_walks_in_turn_are_two_walks_one_after_the_other():
     other = (IDX + 5) % 64
     for model, decider in [(nag(), M.ByGain(nag().config, 0.3)), (routed(), None),
                            (make(n_layer=4), M.EarlyExit(0.06))]:
-        alone = [[after for _, _, after in model.walk(idx, runner=M.Runner(model, decider))]
+        alone = [[stream for _, stream in model.walk(idx, runner=M.Runner(model, decider))]
                  for idx in (IDX, other)]
         walks = [model.walk(idx, runner=M.Runner(model, decider)) for idx in (IDX, other)]
         for i, both in enumerate(zip(*walks)):
-            same([model.ends.as_tensor(after) for _, _, after in both],
+            same([model.ends.as_tensor(stream) for _, stream in both],
                  [model.ends.as_tensor(each[i]) for each in alone], 1e-14)
         runner = M.Runner(model, decider)
         model(IDX, runner=runner)
@@ -317,8 +317,8 @@ def test_early_exit(residual):
         out, inside = forward(model, decider=M.EarlyExit(confidence))
         assert torch.equal(inside[::2], inside[1::2]) and inside[0].all()
         same(out, masked(model, by_places(inside))[0].detach())
-        walk = list(model.walk(IDX, runner=M.Runner(model, by_places(inside))))[2::2]
-        best = torch.stack([model.head(before).softmax(-1).amax(-1) for _, before, _ in walk])
+        before_blocks = list(model.walk(IDX, runner=M.Runner(model, by_places(inside))))[2:-1:2]
+        best = torch.stack([model.head(stream).softmax(-1).amax(-1) for _, stream in before_blocks])
         assert torch.equal(inside[2::2], ~(best >= confidence).cumsum(0).bool())   # Nobody comes back.
         depth.append(inside.double().mean().item())
     assert depth[0] == 0.2 and depth[-1] == 1 and depth == sorted(depth) and depth[1] < depth[3]
