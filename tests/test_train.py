@@ -191,7 +191,7 @@ def test_evaluate():
 
 def test_main_leaves_a_process_as_it_found_it(data, tmp_path, monkeypatch):
     """... a notebook: Ctrl-C, random numbers, threads; also if it is refused"""
-    threads = [2]   # It only claims that there are two: a process that has used some can't be forked any more.
+    threads = [2]   # Not really: a process that has used two can't be forked any more.
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -258,8 +258,9 @@ def test_equalized_gradients(data, tmp_path):
     train.equalize(grads, norms)
     after = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
     assert torch.allclose(after[:2], norms.square().mean().sqrt().expand(2)) and after[2] == 0
+    flags = "--max_iters 3 --log_interval 1 --optimizer sgd --lr 1 --grad_clip 0"   # 0: no clipping
     for name, flag in ("plain", ""), ("equal", "--equalize_grads"):   # The flag does it.
-        go(data, tmp_path / name, f"--max_iters 3 --log_interval 1 --optimizer sgd --lr 1 --grad_clip 0 {flag}")
+        go(data, tmp_path / name, f"{flags} {flag}")
     plain, equal = reports(tmp_path / "plain"), reports(tmp_path / "equal")
     assert plain[0]["loss"] == equal[0]["loss"] and plain[2]["loss"] != equal[2]["loss"]
 
