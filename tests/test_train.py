@@ -301,8 +301,9 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
 
 @pytest.mark.parametrize("text, flags, words", [
     ('{"n_layers": 6}', "", "--n_layers: unknown flag, did you mean --n_layer?"),
-    ('{"lr": "1e-3"}', "", "--lr '1e-3': must be a number"), ("{", "", "mine.json: can't be read"),
-    ("[1]", "", "mine.json: can't be read"), ('{"lr": true}', "", "--lr True: must be a number"),
+    ("{", "", "mine.json: can't be read"), ("[1]", "", "mine.json: can't be read"),
+    ('{"lr": "1e-3"}', "", "--lr '1e-3': must be a number"),
+    ('{"lr": true}', "", "--lr True: must be a number"),
     ('{"batch_size": 2.5}', "", "--batch_size 2.5: must be a whole number"),
     ('{"compile": "no"}', "", "--compile 'no': must be true or false"),
     ('{"optimizer": "adam"}', "", "--optimizer 'adam': unknown; choose from adamw"),
@@ -438,19 +439,14 @@ def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
 
 # -------------------------------------------------------------------------------- resume
 
-@pytest.fixture
-def at_step(monkeypatch):
-    """at_step(13, action): action(model) during the thirteenth step of what is trained next"""
-    constrain = train.constrain_weights
-    def at_step(number, action):
-        calls = []
-        def constrained(model):
-            calls.append(number)
-            if len(calls) == number:
-                action(model)
-            constrain(model)
-        monkeypatch.setattr(train, "constrain_weights", constrained)
-    return at_step
+def at_step(number, action, monkeypatch):
+    """action(model) during this step of what is trained next, counted from 1"""
+    steps, constrain = iter(range(1, 999)), train.constrain_weights
+    def constrained(model):
+        if next(steps) == number:
+            action(model)
+        constrain(model)
+    monkeypatch.setattr(train, "constrain_weights", constrained)
 
 @pytest.mark.parametrize("number, flags", [
     (signal.SIGHUP, "--residual nag --gain_cost 0.1 --mod gain:below=0.3 --grad_accum 2"),
@@ -459,10 +455,10 @@ def at_step(monkeypatch):
     (signal.SIGTERM, "--residual nag --mod coins:rate=0.3"),
     (signal.SIGINT, "--residual hyper --optimizer sgd --lr 0.1"),
     (signal.SIGTERM, "--residual skipinit --mod router:rate=0.25")])
-def test_resume_after_a_signal_is_bit_identical(data, tmp_path, at_step, capsys, number, flags):
+def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, capsys, number, flags):
     flags = f"{flags} --max_iters 24 --log_interval 3 --eval_interval 10"
     assert go(data, tmp_path / "whole", flags) == 0
-    at_step(12, lambda model: signal.raise_signal(number))
+    at_step(12, lambda model: signal.raise_signal(number), monkeypatch)
     assert go(data, tmp_path / "parts", flags) == 128 + number
     assert load(tmp_path / "parts")["step"] == 12
     assert "--resume" in capsys.readouterr().out.splitlines()[-1]
@@ -508,7 +504,7 @@ def test_what_is_behind_the_checkpoint(copy, end):
     assert {line["step"] for line in lines} == {0, 4, 8, 12}
     assert metrics(copy)[12].keys() >= {"loss", "val_loss"}
 
-def test_nothing_that_is_not_finite_is_saved(data, tmp_path, at_step, monkeypatch):
+def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     """A weight gets infinite in step 8: a status line finds it in step 9, a checkpoint at once. And a
     gradient does: clipping makes it a zero, so the weights don't show it."""
     def poison(model):
@@ -517,9 +513,9 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, at_step, monkeypatc
         sentence = refused(go, data, out, f"--max_iters 12 {flags}")
         assert re.search(f"iteration {step}: .*not finite.*ckpt.pt.*--lr", sentence)
     log, pause, gradient = tmp_path / "log", tmp_path / "pause", tmp_path / "gradient"
-    at_step(8, poison)
+    at_step(8, poison, monkeypatch)
     stops(log, 9, "--log_interval 3 --eval_interval 100")
-    at_step(8, poison)
+    at_step(8, poison, monkeypatch)
     stops(pause, 8, "--log_interval 100 --eval_interval 4")
     assert load(pause)["step"] == 4 and resume(pause) == 0 and metrics(pause)[12]["val_loss"] > 0
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
@@ -717,18 +713,16 @@ def test_threads(monkeypatch, n_embd, environment, chosen):
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
     (RuntimeError("InvalidCxxCompiler: No working C++ compiler found"), "--no-compile"),
     (RuntimeError("Failed to find C compiler. Please specify"), "--no-compile"),
-    (OSError(28, "No space left on device"), "No space left")])
+    (OSError(28, "No space left on device"), "No space left"),
+    (torch.distributed.DistNetworkError("port: 29500: EADDRINUSE"), "another --master_port"),
+    # A mistake in the code has its traceback, also if there is "dist" or a compiler in its text.
+    (RuntimeError("in /usr/lib/python3/dist-packages/torch/nn.py"), None),
+    (RuntimeError("BackendCompilerFailed"), None)])
 def test_what_a_user_can_mend_is_one_sentence(error, words, capsys):
-    with pytest.raises(SystemExit, match="^1$"):
+    with pytest.raises(SystemExit if words else RuntimeError, match="^1$" if words else str(error)):
         sentences.start(Mock(side_effect=error))
     said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1
-
-# The text may have a path such as dist-packages in it, or the name of torch's compiler.
-@pytest.mark.parametrize("text", ["in /usr/lib/python3/dist-packages/torch/nn.py", "BackendCompilerFailed"])
-def test_a_mistake_in_the_code_has_its_traceback(text):
-    with pytest.raises(RuntimeError, match=text):
-        sentences.start(Mock(side_effect=RuntimeError(text)))
+    assert not words or words in said and said.count("\n") == 1
 
 # ---------------------------------------------------------------------------- several processes
 
@@ -783,15 +777,6 @@ def test_processes_stop_together(data, tmp_path):
     first, second = said()
     assert "lower --lr" in first.splitlines()[-1] and second.count("\n") == 1
 
-def test_a_port_in_use_is_one_sentence(data, tmp_path):
-    with socket.create_server(("localhost", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        one = start(tmp_path / "one", f"--data {data} {SIZE} --out {tmp_path}/x", RANK="0",
-                    LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
-        assert wait(one) == [1]
-    said = (tmp_path / "one.err").read_text()
-    assert "another --master_port" in said and "Traceback" not in said
-
 @pytest.mark.slow
 def test_torchrun(data, tmp_path):
     """The real thing: a run, a signal, and two processes that resume it"""
@@ -814,20 +799,22 @@ def test_torchrun(data, tmp_path):
 
 REFUSED = [   # a command line, perhaps after a variable, and the words that its sentence must have
     ("--n_head 2 --n_lay=3", "--n_lay: unknown flag, did you mean --n_layer?"),
-    ("--min_lr 6e-5", "share of --lr"), ("--mod_rate 0.25", "--mod_rate: unknown flag"),
-    ("--max_iters 0", "train nothing"),
-    ("--out ''", "--out: is empty"), ("--config ''", "--config: is empty"),
-    ("--out file", "'file'"), ("--out {long}", "too long"), ("--resume", "--out"),
-    ("--resume --config x.json --out x", "--config"), ("--config nothing", "nothing: no such file"),
+    ("--mod_rate 0.25", "--mod_rate: unknown flag"), ("--residual x", "choose from"),
+    ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "train nothing"),
+    ("--n_layer 1000000000", "--n_layer"), ("--repeat 1-2:999", "--repeat 1-2:999"),
+    ("--repeat 1:999999999999", "--repeat"), ("--config nothing", "nothing: no such file"),
+    ("--out ''", "--out: is empty"), ("--out file", "'file'"), ("--out {long}", "too long"),
+    ("WORLD_SIZE=2 --grad_accum 2 --batch_size 6", "multiple of grad_accum x processes = 4"),
+    ("--resume", "--out"), ("--resume --config x.json --out x", "--config"),
     ("--resume --init_from {run} --out {run}", "--init_from"),
-    ("--resume --overwrite --out {run}", "contradict"), ("--repeat 1:999999999999", "--repeat"),
+    ("--resume --overwrite --out {run}", "contradict"),
     ("--resume --out {run} --n_embd 64", "n_embd 32 there"),
-    ("--resume --out {run} --batch_size 8", "--batch_size 8"), ("--residual x", "choose from"),
+    ("--resume --out {run} --batch_size 8", "--batch_size 8"),
     # Moments are of one optimizer, so a run that is resumed keeps it.
     ("--resume --out {run} --optimizer sgd --lr 1", "--optimizer sgd"),
-    ("--resume --out {run} --eval_windows 9", "--eval_windows 9"),
-    ("WORLD_SIZE=2 --grad_accum 2 --batch_size 6", "multiple of grad_accum x processes = 4"),
-    ("--n_layer 1000000000", "--n_layer"), ("--repeat 1-2:999", "--repeat 1-2:999")]
+    ("--resume --out {run} --eval_windows 9", "--eval_windows 9")]
+if not torch.cuda.is_available():
+    REFUSED.append(("--device cuda", "--device cpu"))
 
 @pytest.mark.parametrize("line, words", REFUSED, ids=[line for line, _ in REFUSED])
 def test_refusals(data, finished, tmp_path, monkeypatch, line, words):
@@ -844,10 +831,6 @@ def test_refusals(data, finished, tmp_path, monkeypatch, line, words):
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(SystemExit, match="--n_layer.*\n.*--lr.*\n.*--warmup"):
         main("--lr -1 --warmup 2 --n_layer 0")
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has what is refused")
-def test_without_a_gpu():
-    assert "--device cpu" in refused(main, "--device cuda")
 
 def test_help(capsys):
     with pytest.raises(SystemExit):
