@@ -370,7 +370,10 @@ def test_without_the_environment():
     assert command == [".venv/bin/python", *words]
     assert re.search(f"^{target.rstrip(',')}:", (ROOT / "Makefile").read_text(), re.M)
 
-def test_on_windows(monkeypatch):
+@pytest.mark.parametrize("package", ["fcntl", "numpy", "tiktoken", "torch"])
+def test_without_one_package(monkeypatch, package):
+    """fcntl is missing on Windows only."""
     monkeypatch.delitem(sys.modules, "folders")
-    monkeypatch.setitem(sys.modules, "fcntl", None)   # It can't be imported.
-    assert "no fcntl; on Windows, use WSL" in refused(runpy.run_path, str(ROOT / "prepare.py"))
+    monkeypatch.setitem(sys.modules, package, None)   # It can't be imported.
+    said = refused(runpy.run_path, str(ROOT / "prepare.py"))
+    assert f"no {package}; " in said and ("on Windows, use WSL" in said) == (package == "fcntl")

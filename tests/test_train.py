@@ -302,8 +302,7 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
 @pytest.mark.parametrize("text, flags, words", [
     ('{"n_layers": 6}', "", "--n_layers: unknown flag, did you mean --n_layer?"),
     ("{", "", "mine.json: can't be read"), ("[1]", "", "mine.json: can't be read"),
-    ('{"lr": "1e-3"}', "", "--lr '1e-3': must be a number"),
-    ('{"lr": true}', "", "--lr True: must be a number"),
+    ('{"lr": "x"}', "", "--lr 'x': must be a number"), ('{"lr": true}', "", "--lr True: must be"),
     ('{"batch_size": 2.5}', "", "--batch_size 2.5: must be a whole number"),
     ('{"compile": "no"}', "", "--compile 'no': must be true or false"),
     ('{"optimizer": "adam"}', "", "--optimizer 'adam': unknown; choose from adamw"),
@@ -335,8 +334,10 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
-    """A hacker adds a field with a default. Runs that lack it go on as if they had it."""
+    """A hacker adds a field with a default. Runs that lack it go on as if they had it. What a
+    checkpoint has too much is no obstacle."""
     edited(lambda config: config.pop(name))(copy / "config.json")
+    edited(lambda ckpt: ckpt.update(best_loss=1.0))(copy / "ckpt.pt")
     if name == "activation":
         edited(lambda ckpt: ckpt["model_config"].pop(name))(copy / "ckpt.pt")
     model, _ = runs.open_run(copy)
@@ -663,17 +664,10 @@ def test_a_class_that_has_gone(data, tmp_path, monkeypatch, flag, value, registr
                      refused(main, f"--config {tmp_path}")):
         assert f"{flag} mine" in sentence and words in sentence
 
-def test_a_run_of_the_third_edition(copy):
-    """A sentence says what reads it."""
-    third = Path(shutil.copytree(copy, copy.parent / "third"))
-    edited(lambda config: config.update(mod_rate=0.0))(third / "config.json")
-    edited(lambda ckpt: ckpt["model_config"].update(mod_rate=0.0))(third / "ckpt.pt")
-    assert "git checkout 7cf98d5" in refused(resume, third)
-    assert "git checkout 7cf98d5" in refused(runs.open_run, third)
-    # This edition has had more in its checkpoints, and fewer flags.
-    edited(lambda ckpt: ckpt["model_config"].pop("gain_cost"))(copy / "ckpt.pt")
-    edited(lambda ckpt: ckpt.update(best_loss=1.0))(copy / "ckpt.pt")
-    assert resume(copy, "--max_iters 9") == 0 and load(copy)["step"] == 9
+def test_a_checkpoint_of_the_third_edition(copy):
+    """A sentence says what reads it. (That of its config.json is among the mistakes in files.)"""
+    edited(lambda ckpt: ckpt["model_config"].update(mod_rate=0.0))(copy / "ckpt.pt")
+    assert "git checkout 7cf98d5" in refused(runs.open_run, copy)
 
 # ------------------------------------------------------------------- signals, threads, and errors
 
