@@ -25,7 +25,7 @@ import prepare
 from documents import text_or_file
 from flags import flag, parse
 from inside import show_inside
-from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
+from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, why_not
 from processes import pick_device, set_threads
 from runs import data_of, open_run
 from sentences import printable, refuse, start
@@ -146,7 +146,7 @@ class Printer:
 
     def show_prompt(self, prompt, runner):
         """prompt: tokens; runner: that of the walk that has read them, or the end of too many"""
-        ran = who_ran(runner).float().mean(0)[0].tolist()   # The mean is over all sublayers.
+        ran = runner.who_ran().float().mean(0)[0].tolist()   # The mean is over all sublayers.
         # Nobody has predicted the first token that was read, nor those before it.
         unknown = [None] * (len(prompt) - len(ran) + 1)
         for token, share in zip(prompt, unknown + ran):

@@ -13,7 +13,7 @@ from model import ByGain, Runner, Without
 L = 4   # blocks
 
 def run_of(residual="pre", text="", windows=None, **config):
-    """Twelve windows: `some` are three batches of one."""
+    """Of twelve windows"""
     model = make(residual, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="")
     windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
@@ -177,9 +177,7 @@ def test_what_the_page_says():
 
 @pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
 def test_the_most_steps_that_are_known(right, most):
-    run = run_of()
-    run.right = right
-    assert run.most_known == most
+    assert analyze.StepsRun.most_known.fget(SimpleNamespace(right=right)) == most
 
 @pytest.mark.parametrize("residual, lacks", [
     ("pre", "skip_curve right_digits lines_inside patched written removal_by_steps gain_by_steps who_skips"),

@@ -187,7 +187,7 @@ def run_of(text, windows, data, residual="nag", **config):
     for _, sublayer in model.blocks[2].pairs():   # This block is silent.
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     settings = dict(batch_size=4, block_size=32, tokenizer="bytes", residual=residual, data=str(data))
-    return analyze.Run(model, settings, [part[:48] for part in windows], text, skip_below=0.3)
+    return analyze.StepsRun(model, settings, [part[:48] for part in windows], text, skip_below=0.3)
 
 @torch.no_grad()
 def test_figures_by_steps_by_hand(text, windows, data):
@@ -246,7 +246,7 @@ def test_statistics_of_the_lines_inside(text, windows, data):
 def test_too_few_windows_for_some_steps():
     text = dict(table=[[0, 1], [1, 0]], cells=2, most=9)
     about, windows = dict(batch_size=4, tokenizer="bytes", data=""), ids(2, 12, 250).split(6, 1)
-    run = analyze.Run(make("pre", vocab_size=320), about, windows, text)
+    run = analyze.StepsRun(make("pre", vocab_size=320), about, windows, text)
     with pytest.raises(analyze.NotHere, match="--windows"):
         analyze.right_digits(run)
 
