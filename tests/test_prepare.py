@@ -267,7 +267,8 @@ def test_meta(tmp_path):
     for content in "{", "", "{}", b"\xff", '{"tokenizer": "llama"}':
         write(tmp_path / "meta.json", content)
         assert "must name a tokenizer" in refused(prepare.load_meta, tmp_path)
-    for by_hand in dict(tokenizer="bytes"), dict(tokenizer="bytes", vocab_size=257):   # as it once was written
+    # The second is as it once was written.
+    for by_hand in dict(tokenizer="bytes"), dict(tokenizer="bytes", vocab_size=257):
         write(tmp_path / "meta.json", json.dumps(by_hand))
         assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
@@ -323,7 +324,8 @@ def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
         assert "another prepare.py" in refused(run, line)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", *line.split()], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", *line.split()],
+                          capture_output=True, text=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert done.returncode == 1 and re.fullmatch(".*prepare.py: .*File too large\n", done.stderr)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
