@@ -30,7 +30,7 @@ from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
 from model import ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, why_not
 from patch import patch
 from processes import pick_device, set_threads
-from runs import data_of, explain_write_errors, open_run
+from runs import explain_write_errors, open_run
 from sentences import printable, refuse, say, start
 from steps import answers, find_lines, in_words, solve, some_digits, spelled, steps_of_targets
 from train import evaluate
@@ -615,7 +615,7 @@ def open_runs(args):
     for path, name in zip(args.runs, names):
         model, config = open_run(path, device)
         set_threads(model.config.n_embd, device)
-        data = data_of(path, config)
+        data = config["data"]
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(data, "val", config["block_size"], n)
         run = make_run(model, config, windows, text=text, skip_below=args.skip_below)

@@ -163,7 +163,8 @@ def load_meta(data):
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except OSError as error:
-        refuse(f"--data {data}: no data set there ({error.strerror}); prepare.py makes one")
+        refuse(f"--data {data}: no data set there, seen from {os.getcwd()} ({error.strerror}); go "
+               f"where the data are, or make them with prepare.py")
     except ValueError:   # no JSON
         meta = {}
     if meta.get("tokenizer") not in VOCABULARIES:

@@ -89,14 +89,6 @@ def read_settings(run):
         settings |= changed
     return settings
 
-def data_of(run, settings):
-    """The data folder that the settings of a run name. It must be there."""
-    data = settings["data"]
-    if not Path(data).is_dir():
-        refuse(f"{run}: config.json names {data} as its data, and that isn't here; such a path "
-               f"begins in the folder where the training began, so go there")
-    return data
-
 def read_checkpoint(path):
     """-> what a ckpt.pt holds, a dict, and the config of its model"""
     if not Path(path).is_file():
@@ -176,8 +168,8 @@ class RunFolder:
         if not found:
             return
         if not (self.out / "lock").exists():   # Other programs have a config.json, too.
-            refuse(f"--out {self.out}: holds {found[0]}, but no lock as each run does, so it may be "
-                   f"another program's; take another --out")
+            refuse(f"--out {self.out}: holds {found[0]}, but no lock as each run does, so it may "
+                   f"be another program's; take another --out")
         if not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")

@@ -27,7 +27,7 @@ from flags import flag, parse
 from inside import show_inside
 from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, why_not
 from processes import pick_device, set_threads
-from runs import data_of, open_run
+from runs import open_run
 from sentences import printable, refuse, start
 
 @dataclass
@@ -69,7 +69,7 @@ def main(argv=None):
     set_threads(model.config.n_embd, device)
     model.decider = pick_decider(model, config)
     if config.inside:
-        show_inside(model, data_of(config.run, settings), config.prompt.strip())
+        show_inside(model, settings["data"], config.prompt.strip())
     else:
         print_samples(model, prepare.get_tokenizer(settings["tokenizer"]), config)
 

@@ -8,22 +8,26 @@ Where the settings of a training come from. For each flag, the first of these th
     defaults              those of GPTConfig and TrainConfig
 
 --resume goes with neither --init_from nor --config. `typed`, `settings` and `defaults` are dicts:
-names of flags, and their values. What can't be ends the program with a sentence: `refuse`.
+names of flags, and their values. `refuse` ends the program with a sentence.
 """
 import sys
 from dataclasses import asdict
 
 from flags import option_defaults
 from model import GPTConfig, RESIDUALS
-from runs import data_of, read_settings, read_settings_file
+from runs import read_settings, read_settings_file
 from sentences import refuse, say
 
-NOT_OF_THE_RUN = ("out", "config", "resume", "overwrite",   # They belong to one start of it.
-                  "tokenizer")   # It is no flag, but config.json has it, too.
+# Where this start of a run goes, and what it replaces, says nothing about the run. And config.json
+# has the tokenizer, which is no flag.
+NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer"
 
 def of_the_run(settings):
     """The flags among them that belong to the run"""
     return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
+
+# The usual learning rates, good ones for small models
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 def gather_settings(typed, defaults):
     """-> a value for each flag, a dict"""
@@ -33,8 +37,10 @@ def gather_settings(typed, defaults):
     source = (from_config | typed).get("init_from")
     from_model = settings_of_model(source) if source else {}
     settings = defaults | from_model | from_config | typed   # What stands later counts.
-    if "lr" not in typed:
-        refuse_rate_of_another_optimizer(settings["optimizer"], from_config, defaults)
+    # A rate is good for one optimizer. So another one than that of --config has its usual rate.
+    another = settings["optimizer"] != (defaults | from_config)["optimizer"]
+    if settings["lr"] == 0 or another and "lr" not in typed:
+        settings["lr"] = RATES.get(settings["optimizer"], 0.0)   # A misspelt one is refused later.
     return settings
 
 def settings_to_resume(typed, defaults):
@@ -44,18 +50,15 @@ def settings_to_resume(typed, defaults):
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
                "neither --config nor --init_from")
     settings = defaults | of_the_run(read_settings(typed["out"]))
-    # Another one would change batches or moments, or make losses that can't be compared.
+    # They would change the batches, the moments, and which losses can be compared.
     for name in "batch_size", "optimizer", "eval_windows":
         if name in typed and typed[name] != settings[name]:
             refuse(f"--{name} {typed[name]}: a run can't change it, and this one has "
                    f"{settings[name]}; leave that, or start a new run")
-    # If the default data are gone, train.py makes them anew.
-    if "data" not in typed and settings["data"] != defaults["data"]:
-        data_of(typed["out"], settings)   # refuses, if they are gone
     return settings
 
 def settings_of_config(path):
-    """How the run `path` began, or what that file says. A run's later changes are only told."""
+    """How the run `path` began, or what that file says. Later changes are printed, not taken."""
     settings = read_settings_file(path)
     changes = settings.pop("changes", None)
     if changes:
@@ -68,19 +71,7 @@ def settings_of_model(source):
     names = asdict(GPTConfig())
     return {name: value for name, value in read_settings(source).items() if name in names}
 
-# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-def refuse_rate_of_another_optimizer(optimizer, from_config, defaults):
-    """A rate is good for the optimizer beside it: that of --config, if the rate is from there."""
-    good_for = defaults["optimizer"]
-    if "lr" in from_config:
-        good_for = from_config.get("optimizer", good_for)
-    if optimizer != good_for and optimizer in RATES:   # A misspelt one is refused later.
-        refuse(f"--optimizer {optimizer}: needs another rate than {good_for}; add --lr "
-               f"{RATES[optimizer]}")
-
-# Settings that may differ from those of the run in --init_from: they change no weights.
+# Settings that may differ from those of the run in --init_from, whose weights fit all the same
 FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def refuse_other_tokens(source, data, tokenizer):

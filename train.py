@@ -8,9 +8,11 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, learning rate, model and optimizers,
-# and the loop, `train`. New here: tokens may skip sublayers. A decider says who skips what. Some
+# and the loop, `train`. New here: a residual is the rule by which a sublayer, attention or MLP,
+# changes the stream. And tokens may skip sublayers. A decider says who skips what. Some
 # residuals know how much a sublayer will change a token before it runs: that is its gain. A Runner
-# records one forward pass: who skipped, the loss and the gains. Both classes are in model.py.
+# carries the decider through one forward pass, and notes who skipped, the loss and the gains. Both
+# classes are in model.py.
 #
 # `processes` (processes.py): this process's rank and device, the count of all, and what they agree
 # on. `say` prints in the first one. `refuse` ends the program with a sentence (sentences.py).
@@ -64,8 +66,9 @@ class TrainConfig:
     grad_accum: int = flag(1, "parts of a batch that each process takes in turn", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
-    lr: float = flag(2e-2, "peak learning rate", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of gates: own_lr in model.py", 0, 1e3)
+    lr: float = flag(0.0, "peak learning rate; 0: 0.02 for muon, 0.006 for adamw, 0.1 for sgd",
+                     0, 1e3)
+    gate_lr: float = flag(1e-3, "that of gates: of what a residual's own_lr names", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -146,8 +149,8 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
     """x, y (n, T) -> nats per token, bits per byte of text, and the share of the sublayer runs that
-    was skipped. (Each token runs each sublayer once.) token_bytes (V,): how many bytes each token
-    stands for; decider: says who skips, in place of model.decider"""
+    was skipped. (In evaluation, the loss is the cross entropy alone.) token_bytes (V,): how many
+    bytes each token stands for; decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     with torch_as_it_was(str(model.device)):

@@ -239,7 +239,7 @@ def test_inside_needs_a_line_and_the_text(trained, tmp_path):
     refused("no val shard")
     (other / "meta.json").write_text(json.dumps({key: value for key, value in meta.items() if key != "steps"}))
     refused("--inside: is for a run on the steps text")
-    elsewhere = "config.json names data/elsewhere .* where the training began"
+    elsewhere = "data/elsewhere: no data set there, seen from .*; go where the data are"
     refused(elsewhere, "data/elsewhere")
     refused(elsewhere, "data/elsewhere", analyze.main, ["--only", "written", "--out", str(run / "figures")])
 

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import prepare, processes, pytest, runs, sample, sentences, torch, train
 from conftest import ROOT, TINY
+from settings import RATES
 from model import DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, flops_per_token
 
 # On CPUs, because what these tests compare has to be equal to the last bit.
@@ -294,7 +295,9 @@ def test_configs():
 @pytest.mark.parametrize("text, flags, rate", [
     ('{"optimizer": "adamw", "lr": 1e-3}', "--optimizer adamw", 1e-3), ('{"lr": 3e-2}', "", 3e-2),
     ('{"optimizer": "adamw"}', "--lr 0.01", 0.01), ("{}", "--optimizer muon", 0.02),
-    ("{}", "--optimizer adamw --lr 0.5", 0.5)])
+    ("{}", "--optimizer adamw --lr 0.5", 0.5), ("{}", "--optimizer adamw --lr 0", 0.006),
+    ('{"optimizer": "adamw"}', "", 0.006), ("{}", "--optimizer adamw", 0.006),
+    ('{"optimizer": "adamw", "lr": 1e-3}', "--optimizer muon", 0.02), ('{"lr": 3e-2}', "--optimizer sgd", 0.1)])
 def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
     (tmp_path / "mine.json").write_text(text)
     assert parsed(f"--config {tmp_path}/mine.json {flags}")[1].lr == rate
@@ -307,9 +310,7 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
     ('{"compile": "no"}', "", "--compile 'no': must be true or false"),
     ('{"optimizer": "adam"}', "", "--optimizer 'adam': unknown; choose from adamw"),
     ('{"mod_rate": 0.25, "layer_drop": 0}', "", "git checkout 7cf98d5 reads it"),
-    ('{"optimizer": "adamw"}', "", "add --lr 0.006"), ("{}", "--optimizer adamw", "add --lr 0.006"),
-    ('{"optimizer": "adamw", "lr": 1e-3}', "--optimizer muon", "add --lr 0.02"),
-    ('{"lr": 3e-2}', "--optimizer sgd", "add --lr 0.1")])
+    ('{"optimizer": "adam"}', "--lr 1", "--optimizer 'adam': unknown; choose from adamw")])
 def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
     (tmp_path / "mine.json").write_text(text)
     assert words in refused(parsed, f"--config {tmp_path}/mine.json {flags}")
@@ -354,7 +355,7 @@ def test_init_from(data, copy, tmp_path):
     edited(lambda meta: meta.update(name="other"))(other / "meta.json")
     def begin(out, flags):
         return main(f"--init_from {copy} --data {other} --out {tmp_path / out} --device cpu {flags}")
-    assert begin("new", "--lr 0 --gate_lr 0 --max_iters 2 --seed 9") == 0
+    assert begin("new", "--lr 1e-30 --gate_lr 0 --max_iters 2 --seed 9") == 0
     new, config = load(tmp_path / "new"), settings(tmp_path / "new")
     assert same_weights(new, load(copy)) and new["step"] == 2
     assert (config["init_from"], config["data"], config["n_embd"]) == (str(copy), str(other), 32)
@@ -395,7 +396,7 @@ def test_optimizer_groups(residual):
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
     assert bool(own) == (residual in ("nag", "attnres"))   # Others do best at the common rate.
     for optimizer in "adamw", "sgd", "muon":
-        config = train.TrainConfig(optimizer=optimizer, gate_lr=5e-4, gate_beta1=0.5, beta1=0.7)
+        config = train.TrainConfig(optimizer=optimizer, lr=0.02, gate_lr=5e-4, gate_beta1=0.5, beta1=0.7)
         made = train.make_optimizers(model, config)
         groups = [group for each in made for group in each.param_groups]
         for group in groups:
@@ -619,8 +620,7 @@ def test_other_data(data, copy, tmp_path, monkeypatch):
     assert "beyond its tokenizer" in refused(go, other, tmp_path / "new", "--max_iters 2")
     # A path in config.json begins where the training began.
     shutil.rmtree(other)
-    sentence = refused(resume, copy)
-    assert f"config.json names {other}" in sentence and "training began" in sentence
+    assert f"--data {other}: no data set there, seen from {os.getcwd()}" in refused(resume, copy)
 
 def flip_a_bit(path):
     raw = bytearray(path.read_bytes())
@@ -836,7 +836,8 @@ def test_help(capsys):
         for name, field in config.__dataclass_fields__.items():   # Every number has a range.
             is_number = field.type in (int, float)
             assert re.search(rf"--{name} \S+\s+\[" if is_number else f"--{name}", text), name
-    assert "(default )" not in text and "(default None)" not in text and "(default 0.02)" in text
+    assert "(default )" not in text and "(default None)" not in text and "(default 1337)" in text
+    assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in RATES.items())
     titles = "skipping", "run", "optimizer", "machine", "residuals, with their options"
     places = [text.index(f"\n{title}:") for title in titles]
     assert places == sorted(places) and text.index("  --residual") < text.index("  --n_head")
