@@ -27,11 +27,10 @@ import prepare
 from documents import text_or_file
 from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
-from model import (ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, who_ran,
-                   why_not)
+from model import ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, why_not
 from patch import patch
 from processes import pick_device, set_threads
-from runs import data_of, explain_write_errors, open_run
+from runs import explain_write_errors, open_run
 from sentences import printable, refuse, say, start
 from steps import answers, find_lines, in_words, solve, some_digits, spelled, steps_of_targets
 from train import evaluate
@@ -110,13 +109,13 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 
 # The words, in all that follows:
 #
-#     L             how many blocks run; one that --repeat runs twice counts twice
-#     place         the number of a sublayer, from 1 to 2L
-#     decider       says which tokens run a sublayer; the others skip it (model.py, part 3)
-#     gain          the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
-#     puzzle        what meta.json says of the steps text: table, cells, most; None: another text
-#     cell          a digit's place in its line
-#     steps asked   how many steps lead from a line to the next one, as its letter says
+#     L         how many blocks run; one that --repeat runs twice counts twice
+#     place     the number of a sublayer, from 1 to 2L
+#     walk      one pass through all sublayers. A Runner runs them, and notes who ran which
+#     decider   says which tokens run a sublayer; the others skip it. Decider, ByGain, Without and
+#               more are in model.py, part 3
+#     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
+#     NotHere   an exception: why a run can't have what was asked for, in a sentence
 
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
@@ -139,22 +138,22 @@ def angles(x, y):
 
 class Run:
     """A trained model, and validation windows to measure it on"""
-    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05):
+    puzzle = None   # Only the steps text has one: see StepsRun.
+
+    def __init__(self, model, config, windows, text="", skip_below=0.05):
         """windows: x, y (n, T)"""
         self.model = model             # in eval mode
         self.config = config           # of the run folder
-        self.data = config["data"]     # the folder of its text
-        self.puzzle = puzzle
         self.text = text               # --text
         self.skip_below = skip_below   # --skip_below
         x, y = (part.to(model.device) for part in windows)
         self.batches = in_batches(x, y)
-        # Quarters of the windows, from all over the text: for what is slow, and to choose by
+        # Every fourth window, for what is slow; and other ones, to choose a fixed set by
         self.quarter = in_batches(x[::4], y[::4])
         self.other_quarter = in_batches(x[2::4], y[2::4])
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
         # Nats per token, and bits per byte of text
-        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, 8)
+        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
 
     def mean(self, measure, batches=None):
         """The mean over batches of measure(idx), a tensor"""
@@ -165,18 +164,16 @@ class Run:
         """-> logits, and who ran each sublayer, bools (2L, B, T)"""
         runner = Runner(self.model, decider)
         logits, _ = self.model(idx, runner=runner)
-        return logits, who_ran(runner)
+        return logits, runner.who_ran()
 
     def watch(self, idx, decider=None):
         """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
         ran each sublayer, bools (2L, B, T)"""
         runner, streams = Runner(self.model, decider), []
-        # A walk yields the stream before and after each sublayer. It may be several tensors:
-        # as_tensor makes one of them.
-        for _, before, after in self.model.walk(idx, runner=runner):
-            streams.append(self.model.ends.as_tensor(before))
-        streams.append(self.model.ends.as_tensor(after))
-        return torch.stack(streams), who_ran(runner)
+        for _, stream in self.model.walk(idx, runner=runner):
+            # A stream may be several tensors. as_tensor makes one of them.
+            streams.append(self.model.ends.as_tensor(stream))
+        return torch.stack(streams), runner.who_ran()
 
     def degrees(self, idx, decider=None):
         """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
@@ -191,27 +188,6 @@ class Run:
         """The loss if this decider says who runs what. To save time, we see by how much it changes
         the loss of a quarter, and add this to the loss of all windows."""
         return self.loss + mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
-
-    # --- On the steps text
-
-    @functools.cached_property
-    def right(self):
-        """The share of right digits by steps asked: 0, 1, .. See right_by_steps."""
-        return right_by_steps(self)
-
-    @property
-    def guess(self):
-        """The share of digits that are right by chance"""
-        return 1 / len(self.puzzle["table"])
-
-    @property
-    def most_known(self):
-        """The most steps up to which at least 90 % of the digits are right. If there are none, we
-        look at one step."""
-        for k, share in enumerate(self.right):
-            if share < KNOWN:
-                return max(1, k - 1)
-        return len(self.right) - 1
 
 # --- Who runs what
 
@@ -231,31 +207,14 @@ def skipping(run):
         return run.model.decider
     return by_gain(run, run.skip_below)
 
-# Panels of which a verdict speaks, or that several figures have
-LOSS = "loss (nats per token)"
-RIGHT = "share of right digits"
-STEPS_LEARNED = "steps learned"
-AT_THE_LINE = "where the line stands"
-SUBLAYERS_RUN = "sublayers that run for a digit"
-LENGTH = "length of the stream"
-WITHOUT_BLOCK = "without the block"
-
 # ================================================================================= the steps text
 
-# What is asked for is known, so these figures are right or wrong.
-
-@stat("The puzzle", draw=None, needs_puzzle=True)
-def written(run):
-    """After each line of the text comes one with as many digits. The letter says how many steps
-    lead there: a 0, b 1, c 2. In a step, each digit becomes another, which depends on itself and on
-    its left neighbour. What has the model learned? Here it writes the answers. Wrong digits are
-    red.
-
-    The likeliest digit each time, after this line alone. What is right follows from the table."""
-    digits = some_digits(run.puzzle)
-    lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
-    return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
-            "true": [solve(line, run.puzzle)[-1] for line in lines]}
+# What is asked for is known, so these figures are right or wrong. Some more words (steps.py):
+#
+#     puzzle        what meta.json says of this text: its table, its cells, and the most steps
+#     cell          a digit's place in its line; `cells` is how many a line has
+#     steps asked   how many steps lead from a line to the next one, as its letter says
+#     known         at least 90 % of the digits are right (KNOWN, in inside.py)
 
 def by_steps(run, measure):
     """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
@@ -294,16 +253,59 @@ def steps_learned(right, guess):
     right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
+class StepsRun(Run):
+    """A run on the steps text: we know what is right, and so what it has learned."""
+    def __init__(self, model, config, windows, puzzle, **flags):
+        """flags: text and skip_below, as a Run has them"""
+        super().__init__(model, config, windows, **flags)
+        self.puzzle = puzzle
+
+    @property
+    def guess(self):
+        """The share of digits that are right by chance"""
+        return 1 / len(self.puzzle["table"])
+
+    @functools.cached_property
+    def right(self):
+        """The share of right digits by steps asked: 0, 1, .."""
+        return right_by_steps(self)
+
+    @property
+    def most_known(self):
+        """The most steps up to which digits are known. If there are none, we look at one step."""
+        for k, share in enumerate(self.right):
+            if share < KNOWN:
+                return max(1, k - 1)
+        return len(self.right) - 1
+
+    def steps_with(self, decider):
+        """How many steps it has learned if this decider says who runs what"""
+        return steps_learned(right_by_steps(self, decider), self.guess)
+
+@stat("The puzzle", draw=None, needs_puzzle=True)
+def written(run):
+    """After each line of the text comes one with as many digits. The letter says how many steps
+    lead there: a 0, b 1, c 2. In a step, each digit becomes another, which depends on itself and on
+    its left neighbour. What has the model learned? Here it writes the answers. Wrong digits are
+    red.
+
+    The likeliest digit each time, after this line alone. What is right follows from the table."""
+    digits = some_digits(run.puzzle)
+    lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
+    return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
+            "true": [solve(line, run.puzzle)[-1] for line in lines]}
+
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
       share_y=True)
 def right_digits(run):
     """The further right a line falls, the more steps the model can do.
 
-    Digits of the right half of a line, whose line before is in the window: each can be known. Those
-    on the left depend on few others, and may be learned by heart. Steps learned: the sum over 1, 2,
-    .. steps of how far a share is above guessing, which is 1 / symbols."""
+    Here, and wherever figures go by steps, a digit counts if it stands in the right half of a line:
+    those on the left depend on few others, and may be learned by heart. And the line before must be
+    in the window, or nobody can know it. Steps learned: how far a share is above guessing (1 /
+    symbols), summed over 1, 2, .. steps."""
     guessing = [run.guess] * len(run.right)
-    return {RIGHT: {"measured": run.right, "guessing": guessing}}
+    return {"share of right digits": {"measured": run.right, "guessing": guessing}}
 
 @right_digits.verdict
 def how_many_steps(result, run):
@@ -321,8 +323,8 @@ def lines_inside(run):
     Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
     reads no such line in an untrained model, nor shuffled digits."""
     k = run.most_known
-    # To fit probes takes many windows, whatever --windows says.
-    windows = prepare.windows_of(run.data, "val", run.model.config.block_size, WINDOWS)
+    # Inside fits the probes. That takes many windows, whatever --windows says.
+    windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
     *_, of_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
@@ -350,24 +352,24 @@ def patched(run):
     line belongs to one answer, and the digits so far to the other: so neither comes out whole, but
     one share is above chance."""
     found = patch(run.model, run.puzzle, run.most_known)
-    return {AT_THE_LINE: found["line"], "where the answer is predicted": found["answer"]}
+    return {"where the line stands": found["line"],
+            "where the answer is predicted": found["answer"]}
 
 @patched.verdict
 def which_block_fetches(result, run):
-    own = result[AT_THE_LINE]["its own answer"]   # after block 1, 2, ..
+    own = result["where the line stands"]["its own answer"]   # after block 1, 2, ..
     if own[-1] < KNOWN:
         return "It doesn't know these answers, so a patch shows nothing."
     block = next(block for block, share in enumerate(own, 1) if share >= 0.95 * own[-1])
     return f"Block {block} fetches the line. After it, the answer no longer needs the line's place."
 
 @stat("What breaks without a block", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="block left out (0: none)", first_y=0, label=RIGHT, share=True)
+      y="block left out (0: none)", first_y=0, label="share of right digits", share=True)
 def removal_by_steps(run):
     """Right digits without one block. The lowest row is the whole model. If another row is as
     bright, the model hardly needs that block.
 
-    The stream passes a removed block unchanged; nothing is trained after it. Digits as in the
-    figure of the steps learned."""
+    The stream passes a removed block unchanged; nothing is trained after it."""
     rows = [run.right]
     for block in range(len(run.model.blocks)):
         without = Without(sublayers_of(run.model, block), run.model.decider)
@@ -389,9 +391,7 @@ def gain_by_steps(run):
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
     those who need it. On the far right may stand what the model has not learned.
 
-    Mean angle between the stream before and after, where the digit is predicted; 0 if it skips.
-    NAG's gain is the tangent of this angle: 0.05 is 3 degrees. Digits as in the figure of the steps
-    learned."""
+    Mean angle between the stream before and after, where the digit is predicted; 0 if it skips."""
     return by_steps(run, lambda idx, targets: run.degrees(idx))
 
 @gain_by_steps.verdict
@@ -406,11 +406,10 @@ def which_sublayer_works_for_them(result, run):
 def who_skips(run):
     """Whether a digit that needs less depth gets less. A level line: all digits skip alike.
 
-    A token skips what would turn it by less than --skip_below (0.05, which are 3 degrees), or as it
-    was trained. Counted where the digit is predicted. Digits as in the figure of the steps
-    learned."""
+    A token skips what would turn it by less than --skip_below, or as it was trained. Counted where
+    the digit is predicted."""
     decider = skipping(run)
-    if isinstance(decider, Routers):
+    if isinstance(decider, Routers):   # --mod router
         raise NotHere("a router also scales what its block adds, so if all tokens run, without "
                       "routers, it is another model")
     def ran_and_right(idx, targets):
@@ -418,14 +417,16 @@ def who_skips(run):
         return torch.stack((ran.float().mean(0), logits.argmax(-1) == targets))
     shares, right = by_steps(run, ran_and_right)
     n_sublayers = 2 * len(run.model.order)
-    return {SUBLAYERS_RUN: {"as it skips": [n_sublayers * share for share in shares]},
-            RIGHT: {"as it skips": right, "if all run": right_by_steps(run, ALL_RUN)}}
+    n_run = [n_sublayers * share for share in shares]
+    if_all_run = right_by_steps(run, ALL_RUN)
+    return {"sublayers that run for a digit": {"as it skips": n_run},
+            "share of right digits": {"as it skips": right, "if all run": if_all_run}}
 
 @who_skips.verdict
 def how_many_sublayers(result, run):
-    sublayers, most = result[SUBLAYERS_RUN]["as it skips"], run.most_known
-    return (f"A copied digit runs {sublayers[0]:.1f} sublayers, and one after {in_words(most)} "
-            f"{sublayers[most]:.1f}.")
+    n_run, most = result["sublayers that run for a digit"]["as it skips"], run.most_known
+    return (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after {in_words(most)} "
+            f"{n_run[most]:.1f}.")
 
 # ======================================================================================= any text
 
@@ -454,39 +455,39 @@ def skip_curve(run):
 
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
-    trained: as the model skipped in training. It was trained for none of the others. Steps learned
-    as in their own figure."""
+    trained: as the model skipped in training. It was trained for none of the others."""
     deciders = [by_gain(run, below) for below in BELOW]
+    if run.puzzle:
+        what, batches, measure = "steps learned", run.batches, run.steps_with
+    else:
+        what, batches, measure = "loss (nats per token)", run.quarter, run.loss_with
     # The fixed set is chosen by other windows than those on which it is measured.
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    if run.puzzle:
-        what, batches = STEPS_LEARNED, run.batches
-        def measure(decider):
-            return steps_learned(right_by_steps(run, decider), run.guess)
-    else:
-        what, batches, measure = LOSS, run.quarter, run.loss_with
-    gain_line, coins_line, fixed_line = [], [], []
+    # First we find who skips: a point of a line is the share that is skipped, and the decider.
+    lines = {"by gain": [], "a fixed set": [], "coins": []}
     for decider in deciders:
         ran = share_that_ran(run, decider, batches)
         skipped = 1 - ran.mean().item()
-        gain_line.append([skipped, measure(decider)])
-        coins_line.append([skipped, measure(coins(ran))])
+        lines["by gain"].append((skipped, decider))
+        lines["coins"].append((skipped, coins(ran)))
         n_removed = round(skipped * len(ran))
         if n_removed > 0:
             fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
-            fixed_line.append([n_removed / len(ran), measure(fixed_set)])
-    lines = {"by gain": gain_line, "a fixed set": fixed_line, "coins": coins_line}
+            lines["a fixed set"].append((n_removed / len(ran), fixed_set))
     if run.model.config.mod != "all":
-        as_trained = run.model.decider
-        skipped = 1 - share_that_ran(run, as_trained, batches).mean().item()
-        lines["as trained"] = [[skipped, measure(as_trained)]]
-    return {what: lines}
+        skipped = 1 - share_that_ran(run, run.model.decider, batches).mean().item()
+        lines["as trained"] = [(skipped, run.model.decider)]
+    # Then we measure what it costs.
+    measured = {}
+    for name, points in lines.items():
+        measured[name] = [[skipped, measure(decider)] for skipped, decider in points]
+    return {what: measured}
 
 @skip_curve.verdict
 def what_it_costs_below_a_tenth(result, run):
-    what = STEPS_LEARNED if run.puzzle else LOSS
-    lines, at = result[what], BELOW.index(0.1)
+    [(what, lines)] = result.items()   # There is one panel.
+    at = BELOW.index(0.1)
     skipped, by_gains = lines["by gain"][at]
     _, by_coins = lines["coins"][at]
     _, if_all_run = lines["by gain"][0]
@@ -501,8 +502,8 @@ def depth_map(run):
     """Dark: the sublayer turns the stream of this token much. Grey: the token skips it.
 
     The angle between the stream before and after. Who skips: who would turn by less than
-    --skip_below (0.05, which are 3 degrees), or as it was trained; without gains, nobody. The text
-    is --text, or a short function. Source: NAG, arXiv:2606.16112, appendix A."""
+    --skip_below, or as it was trained; without gains, nobody. The text is --text, or a short
+    function. Source: NAG, arXiv:2606.16112, appendix A."""
     if run.puzzle and not run.text:
         raise NotHere("on the steps text, the figures by steps say more; --text makes a map")
     encoding = prepare.get_tokenizer(run.config["tokenizer"])
@@ -530,18 +531,19 @@ def turning(run):
     that later blocks turn it less, that is PreNorm dilution.
 
     Means over tokens of the angle between the stream before and after, and of |x| / sqrt(C) at the
-    start (0) and after each block. NAG turns by atan|gain|. Sources: arXiv:2505.13898; NAG,
-    arXiv:2606.16112, figure 3."""
+    start (0) and after each block. NAG's gain is the tangent of the angle: 0.05 is 3 degrees.
+    Sources: arXiv:2505.13898; NAG, arXiv:2606.16112, figure 3."""
     turned = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
     def lengths_of(idx):
         streams, _ = run.watch(idx)
         return streams[::2].square().mean(-1).sqrt().mean((1, 2))   # A block is two sublayers.
     lengths = run.mean(lengths_of).tolist()
-    return {"turned by (degrees)": by_kind(turned), LENGTH: {"stream": list(enumerate(lengths))}}
+    return {"turned by (degrees)": by_kind(turned),
+            "length of the stream": {"stream": list(enumerate(lengths))}}
 
 @turning.verdict
 def how_much_longer(result, run):
-    lengths = [length for _, length in result[LENGTH]["stream"]]
+    lengths = [length for _, length in result["length of the stream"]["stream"]]
     longer = lengths[-1] / lengths[0]
     return f"At the end, the stream is {longer:.1f} times as long as at its start."
 
@@ -557,11 +559,11 @@ def logit_lens(run):
         for i, stream in enumerate(after_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[i] += loss.item() / len(run.batches)
-    return {LOSS: {"after each block": losses}}
+    return {"loss (nats per token)": {"after each block": losses}}
 
 @logit_lens.verdict
 def from_where_it_reads(result, run):
-    losses = result[LOSS]["after each block"]
+    losses = result["loss (nats per token)"]["after each block"]
     block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
     return f"After block {block}, the head reads as well as at the end, to 0.1 nats."
 
@@ -576,11 +578,12 @@ def removal(run):
         return run.loss_with(Without(places, run.model.decider)) - run.loss
     of_sublayers = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
     of_blocks = [worth(sublayers_of(run.model, block)) for block in range(len(run.model.blocks))]
-    return {"without one sublayer": by_kind(of_sublayers), WITHOUT_BLOCK: {"block": of_blocks}}
+    return {"without one sublayer": by_kind(of_sublayers),
+            "without the block": {"block": of_blocks}}
 
 @removal.verdict
 def which_block_is_worth_most(result, run):
-    worth = dict(enumerate(result[WITHOUT_BLOCK]["block"], 1))
+    worth = dict(enumerate(result["without the block"]["block"], 1))
     block = max(worth, key=worth.get)
     return f"Block {block} is worth most, {worth[block]:.2f} nats."
 
@@ -598,9 +601,9 @@ def main(argv=None):
     runs = open_runs(args)
     out = Path(args.out)
     refuse_if_taken(out)   # now, not after minutes of measuring
-    results, missing = measure_all(runs, wanted)
+    found = measure_all(runs, wanted)
     import draw   # here, because it loads matplotlib, and who only measures needs none
-    draw.write_page(out, runs, STATS, results, missing)
+    draw.write_page(out, runs, STATS, found)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
@@ -612,16 +615,22 @@ def open_runs(args):
     for path, name in zip(args.runs, names):
         model, config = open_run(path, device)
         set_threads(model.config.n_embd, device)
-        data = data_of(path, config)
+        data = config["data"]
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(data, "val", config["block_size"], n)
-        puzzle = prepare.load_meta(data).get("steps")
-        run = Run(model, config, windows, puzzle, text, args.skip_below)
+        run = make_run(model, config, windows, text=text, skip_below=args.skip_below)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
         runs[printable(name if names.count(name) == 1 else path)] = run
     return runs
+
+def make_run(model, config, windows, **flags):
+    """-> a Run, or a StepsRun if it is one of the steps text. flags: --text and --skip_below"""
+    puzzle = prepare.load_meta(config["data"]).get("steps")
+    if puzzle:
+        return StepsRun(model, config, windows, puzzle, **flags)
+    return Run(model, config, windows, **flags)
 
 def refuse_if_taken(out):
     """Makes the folder. SystemExit if it can't, or if it has files, but no page of ours"""
@@ -632,21 +641,31 @@ def refuse_if_taken(out):
         if any(out.iterdir()) and not is_ours:
             refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
+@dataclass
+class Found:
+    """What one statistic says of all runs"""
+    results: dict    # {run: what it returned}, as in numbers.json
+    verdicts: dict   # {run: a sentence}
+    missing: dict    # {run: why it can't have it}
+
 def measure_all(runs, wanted):
-    """-> results, {statistic: {run: result}}; missing, {statistic: {run: why it can't have it}}.
-    Both have the order of the page."""
-    results = {name: {} for name in STATS if name in wanted}
-    missing = {name: {} for name in results}
+    """-> {statistic: Found}, in the order of the page"""
+    found = {name: Found({}, {}, {}) for name in STATS if name in wanted}
     for run_name, run in runs.items():
-        for name in results:
+        for name, each in found.items():
+            statistic = STATS[name]
             print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
-                results[name][run_name] = as_json(STATS[name](run))
+                result = as_json(statistic(run))
             except NotHere as why:
-                missing[name][run_name] = str(why)
                 print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
-    return results, missing
+                each.missing[run_name] = str(why)
+                continue
+            each.results[run_name] = result
+            if statistic.says:
+                each.verdicts[run_name] = statistic.says(result, run)
+    return found
 
 def as_json(value):
     """As numbers.json has it: lists for tensors, and None for what is no number"""

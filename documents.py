@@ -32,7 +32,7 @@ def read_text(path):
     return text
 
 def text_or_file(value):
-    """The text of that file if there is one, else `value` itself: so mean --prompt and --text."""
+    """--prompt and --text may be a text, or name a file: then this is the text of the file."""
     return read_text(value) if os.path.isfile(value) else value
 
 # --------------------------------------------------------------------------------------- documents
@@ -66,7 +66,7 @@ def json_lines(path, text, field):
 def cut(text, share):
     """A text -> two. The second has about this share of it, and begins a line if it can."""
     place = int(len(text) * (1 - share))
-    newline = text.rfind("\n", place - len(text) // 100, place)
+    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
     if newline >= 0:
         place = newline + 1
     return text[:place], text[place:]
@@ -83,9 +83,8 @@ def hold_out(documents):
     if len(documents) < 2 and not long:
         refuse("--input: has too little text outside of --out; name several documents, or one of "
                "more than 1,000 characters")
-    val = short[::20]
-    train = list(short)
-    del train[::20]
+    train = [text for number, text in enumerate(short) if number % 20 != 0]
+    val = [text for number, text in enumerate(short) if number % 20 == 0]
     say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
         f"at 95 % for both")
     for text in long:

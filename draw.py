@@ -1,8 +1,8 @@
 """
 How analyze.py draws what its statistics have found, and makes a page of it. Each drawing gets
-found, {run: what a statistic returned}, and colors, {run: colour}, and returns a figure. Its other
-keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of
-rows, the lowest first, and None in it is grey.
+results, {run: what a statistic returned}, and colors, {run: colour}, and returns a figure. Its
+other keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a
+list of rows, the lowest first, and None in it is grey.
 """
 import base64
 import io
@@ -38,17 +38,17 @@ def new_figure(panels, panels_a_row, panel_size):
 
 # ------------------------------------------------------------------------------------------- lines
 
-def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
+def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
     """{panel: {name: line}} of each run. The colour says which run, the dashes which line.
 
     x, y: names of the axes (without y, the panel's name); first_x: where [y, ...] begins; share_x,
-    share_y: values are between 0 and 1; asinh: y as a logarithm has it, but through 0"""
-    titles = all_keys(found.values())
-    names = all_keys(panel for panels in found.values() for panel in panels.values())
+    share_y: values are between 0 and 1; asinh: y grows as in a logarithm, but goes through 0"""
+    titles = all_keys(results.values())
+    names = all_keys(panel for panels in results.values() for panel in panels.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
     figure, grid = new_figure(len(titles), 3, (4.2, 3.2))
     for axes, title in zip(grid, titles):
-        for run, panels in found.items():
+        for run, panels in results.items():
             for name, line in panels.get(title, {}).items():
                 xs, ys = x_and_y(line, first_x)
                 # A line of one point would be overlooked.
@@ -64,15 +64,18 @@ def draw_lines(found, colors, x="", y="", first_x=1, share_x=False, share_y=Fals
             axes.set_ylim(-0.03, 1.03)
         if asinh:
             axes.set_yscale("asinh", linear_width=0.01)
-            axes.yaxis.set_major_formatter(
-                lambda value, _: "" if 0 < abs(value) < 0.01 else f"{value:g}")   # These overlap.
+            axes.yaxis.set_major_formatter(tick_label)
     # What the legend shows: a thick line for each run, and a grey one for each kind of line
     panel = grid[0]
-    entries = {run: panel.plot([], [], color=colors[run], lw=3)[0] for run in found}
+    entries = {run: panel.plot([], [], color=colors[run], lw=3)[0] for run in results}
     if len(names) > 1:
         entries |= {name: panel.plot([], [], styles[name], color="0.3", ms=4)[0] for name in names}
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=3, frameon=False)
     return figure
+
+def tick_label(value, position):
+    """The numbers next to 0 would overlap, so we leave them out."""
+    return "" if 0 < abs(value) < 0.01 else f"{value:g}"
 
 def all_keys(dicts):
     """The keys of all of them, once each, in their order"""
@@ -86,9 +89,9 @@ def x_and_y(line, first_x):
 
 # ----------------------------------------------------------------------------------------- matrices
 
-def draw_heat(found, colors, **options):
+def draw_heat(results, colors, **options):
     """A matrix of each run. options: those of draw_matrices"""
-    figure, _ = draw_matrices([(run, colors[run], found[run]) for run in found], **options)
+    figure, _ = draw_matrices([(run, colors[run], results[run]) for run in results], **options)
     return figure
 
 def draw_matrices(panels, x="", y="", first_x=1, first_y=1, label="", share=False, power=1,
@@ -127,23 +130,23 @@ def write(axes, x, y, value, image, share):
         axes.text(x, y, text, ha="center", va="center", fontsize=7,
                   color="white" if red + green + blue < 1.5 else "black")
 
-def draw_lines_inside(found, colors):
+def draw_lines_inside(results, colors):
     """What a probe reads: where the line stands, and where the answer is predicted"""
     panels = []
-    for run, result in found.items():
+    for run, result in results.items():
         panels += [(f"{run}: where the line stands", colors[run], result["line"]),
                    (f"{run}: where the answer is predicted", colors[run], result["answer"])]
     figure, _ = draw_matrices(panels, x="the line after so many steps", first_x=0, y="blocks run",
                               first_y=0, label="share of digits read", share=True)
     return figure
 
-def draw_depth_map(found, colors):
+def draw_depth_map(results, colors):
     """A column per token, with the tokens below"""
-    panels = [(run, colors[run], result["degrees"]) for run, result in found.items()]
+    panels = [(run, colors[run], result["degrees"]) for run, result in results.items()]
     figure, grid = draw_matrices(panels, x="token (grey: it skips)", y="sublayer", power=0.5,
                                  label="angle (degrees)", panels_a_row=1)
     figure.set_figwidth(12)
-    for axes, result in zip(grid, found.values()):
+    for axes, result in zip(grid, results.values()):
         # repr writes a tab as '\t'. We leave its quotes out.
         tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in result["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
@@ -153,43 +156,41 @@ def draw_depth_map(found, colors):
 DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "lines_inside": draw_lines_inside,
             "depth_map": draw_depth_map}
 
-def as_png(statistic, found, colors):
+def as_png(statistic, results, colors):
     """-> bytes of a figure, and its width in inches"""
     png = io.BytesIO()
     with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name, or of a text.
-        figure = DRAWINGS[statistic.draw](found, colors, **statistic.options)
+        figure = DRAWINGS[statistic.draw](results, colors, **statistic.options)
         figure.savefig(png, format="png", dpi=130)
     return png.getvalue(), figure.get_figwidth()
 
 # ----------------------------------------------------------------------------------------- the page
 
-def write_page(out, runs, statistics, results, missing):
+def write_page(out, runs, statistics, found):
     """Writes figures, numbers and page to the folder `out`. runs: {name: Run}; statistics: {name:
-    Statistic}; results, missing: see measure_all in analyze.py"""
+    Statistic}; found: {name: Found}, in the order of the page. These classes are in analyze.py."""
     colors = dict(zip(runs, itertools.cycle(COLORS)))
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
     entries, pngs = {}, {}
-    for name, found in results.items():
+    for name, each in found.items():
         statistic = statistics[name]
-        entry = dict(title=statistic.title, caption=statistic.caption, results=found,
-                     definition=statistic.definition, missing=missing[name])
-        if statistic.says:
-            entry["verdicts"] = {run: statistic.says(found[run], runs[run]) for run in found}
-        if statistic.draw and found:
-            pngs[name], inches = as_png(statistic, found, colors)
-            entry["image"] = "data:image/png;base64," + base64.b64encode(pngs[name]).decode()
+        entry = dict(title=statistic.title, caption=statistic.caption,
+                     definition=statistic.definition, results=each.results,
+                     verdicts=each.verdicts, missing=each.missing)
+        if statistic.draw and each.results:
+            png, inches = as_png(statistic, each.results, colors)
+            entry["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
             entry["width"] = 80 * inches   # in pixels of the page
+            pngs[name] = png
         entries[name] = entry
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
     write_text(out / "index.html", template.replace("REPORT", report))
-    numbers = dict(runs=about, statistics=results, missing=missing)
+    numbers = dict(runs=about, statistics={name: each.results for name, each in found.items()},
+                   missing={name: each.missing for name, each in found.items()})
     write_text(out / "numbers.json", json.dumps(numbers, indent=1))
     for name, png in pngs.items():
-        write_png(out / f"{name}.png", png)
-
-def write_png(path, png):
-    write_file(path, lambda file: file.write(png))
+        write_file(out / f"{name}.png", lambda file: file.write(png))

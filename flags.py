@@ -26,10 +26,8 @@ from sentences import refuse, script
 def flag(default, help="", low=None, high=None, group=None):
     """A field of a config. low, high: the range of a number, both or neither; group: the title of a
     section of --help, which begins with this flag"""
-    about = dict(help=help, low=low, high=high, group=group)
-    return dataclasses.field(default=default, metadata=about)
-
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    limits = None if low is None else (low, high)
+    return dataclasses.field(default=default, metadata=dict(help=help, limits=limits, group=group))
 
 def field_problems(config):
     """-> a sentence for each field that can't have the value it has"""
@@ -41,17 +39,25 @@ def field_problems(config):
             bad.append(f"--{field.name} {value!r}: {problem}")
     return bad
 
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
 def problem_of(field, value):
     """Why a field can't have this value, or None if it can. The value may be of any type: perhaps
     it comes from a config.json that somebody has written."""
-    choices = get_args(field.type)   # of a Literal; other types have none
-    low, high = field.metadata.get("low"), field.metadata.get("high")
-    if choices:
-        return None if value in choices else f"unknown; choose from {', '.join(choices)}"
     types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-    if field.type in KINDS and type(value) not in types:
-        return f"must be {KINDS[field.type]}"
-    if low is not None and not low <= value <= high:   # This also finds nan.
+    if field.type in TYPE_NAMES and type(value) not in types:
+        return f"must be {TYPE_NAMES[field.type]}"
+    return not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+
+def not_allowed(value, allowed):
+    """Why this value is not allowed, or None if it is. allowed: the choices of a word, or the
+    lowest and the highest number; None: all are"""
+    if not allowed:
+        return None
+    if isinstance(allowed[0], str):
+        return None if value in allowed else f"unknown; choose from {', '.join(allowed)}"
+    low, high = allowed
+    if not low <= value <= high:   # This also finds nan.
         return f"must be from {low:g} to {high:g}"
     return None
 
@@ -76,23 +82,6 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
     # Misspelt flags come first: argparse would complain of the words that they leave over.
     refuse_unknown(names_among(words), names_of(classes) | {"help"})
     return vars(parser.parse_args(words))
-
-def make_configs(classes, values):
-    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
-    refused: field_problems says why, or the config's own method `problems`."""
-    refuse_unknown(values, names_of(classes))
-    made, bad = [], []
-    for config_class in classes:
-        own = {field.name for field in dataclasses.fields(config_class)}
-        config = config_class(**{name: values[name] for name in own & values.keys()})
-        problems = field_problems(config)
-        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
-            problems = config.problems()
-        bad += problems
-        made.append(config)
-    if bad:
-        refuse(*(f"{script()}: {sentence}" for sentence in bad))
-    return made
 
 def names_among(words):
     """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
@@ -130,9 +119,10 @@ def make_parser(classes, doc, positional, epilog):
     return parser
 
 def help_text(field):
-    text, low = field.metadata.get("help", ""), field.metadata.get("low")
-    if low is not None:
-        text = f"[{low:g}, {field.metadata['high']:g}] {text}"
+    text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
+    if limits:
+        low, high = limits
+        text = f"[{low:g}, {high:g}] {text}"
     if field.default is not False and field.default not in ("", None):
         text += f" (default {field.default})"
     return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
@@ -154,6 +144,23 @@ def not_empty(word):
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
     return word
 
+def make_configs(classes, values):
+    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
+    refused: field_problems says why, or the config's own method `problems`."""
+    refuse_unknown(values, names_of(classes))
+    made, bad = [], []
+    for config_class in classes:
+        own = names_of([config_class])
+        config = config_class(**{name: value for name, value in values.items() if name in own})
+        problems = field_problems(config)
+        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
+            problems = config.problems()
+        bad += problems
+        made.append(config)
+    if bad:
+        refuse(*(f"{script()}: {sentence}" for sentence in bad))
+    return made
+
 # -------------------------------------------------------------------------- options: name:key=value
 
 # A flag's value may be a name, and then values for what has this name. Of --residual
@@ -170,8 +177,8 @@ def option_defaults(function):
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 def read_options(text, defaults, allowed):
-    """See above. A value gets the type of its default. allowed: the choices of a word, or the
-    lowest and the highest number. ValueError, with a sentence, if that can't be"""
+    """See above. A value gets the type of its default. ValueError, with a sentence, if there is no
+    such option, or if it can't have this value"""
     found = {}
     if not text:
         return found
@@ -181,26 +188,17 @@ def read_options(text, defaults, allowed):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
             raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
         found[key] = option_value(key, word, defaults[key])
-        if key in allowed:
-            check_option(key, found[key], allowed[key])
+        problem = not_allowed(found[key], allowed.get(key))
+        if problem:
+            raise ValueError(f"option {option}: {problem}")
     return found
 
 TRUTH = {"0": False, "false": False, "1": True, "true": True}
 
 def option_value(key, word, default):
     """("n", "2", 4) -> 2, a whole number as 4 is. ValueError if the word stands for none"""
-    kind = type(default)
+    wanted = type(default)
     try:
-        return TRUTH[word.lower()] if kind is bool else kind(word)
+        return TRUTH[word.lower()] if wanted is bool else wanted(word)
     except (KeyError, ValueError):
-        raise ValueError(f"option {key} must be {KINDS[kind]}, such as {default}") from None
-
-def check_option(key, value, allowed):
-    """ValueError if the value is not among the choices, or not in the range"""
-    if isinstance(value, str):
-        if value not in allowed:
-            raise ValueError(f"option {key}={value} must be one of {', '.join(allowed)}")
-        return
-    low, high = allowed
-    if not low <= value <= high:
-        raise ValueError(f"option {key}={value} must be from {low} to {high}")
+        raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}, such as {default}") from None

@@ -1,5 +1,6 @@
 """
-A folder that one prepare.py at a time writes to. Files are made beside it, and moved to it whole.
+A folder that one prepare.py at a time writes to. A file is made in a folder inside of it, and moved
+up when it is whole.
 """
 import contextlib
 import fcntl

@@ -1,23 +1,18 @@
-r"""
+"""
 The lines that nobody wrote. A line of the steps text, such as c314159265358, asks for the line two
 steps later, which is its answer. The text never has the line between. Is it inside of the model?
 
 A probe looks for it, in a model that is trained. It is a linear map from the stream of one token
 (the vector that each block reads and changes) to a digit. After which block can it read the digits
 after one step? sample.py --inside and analyze.py show it. (And patch.py asks whether the answer
-needs what is there.) Here is a line in a window of the text, if lines had four digits only:
+needs what is there.)
 
-    column     0  1  2  3  4  5  6  7  8  9 10
-    token      c  3  1  4  1 \n  a  1  0  8  5
-    "line"        0  1  2  3                      cells, where the line's digits stand
-    "answer"                     0  1  2  3       cells, where the answer's are predicted
-
-A token predicts the next one, so the answer's digits are predicted from its letter on. In cell 0
-is a 3 after no step, a 5 after one, which nobody wrote, and a 1 after two. We look for all three in
-both columns of cell 0: 1 and 6. The words, in all that follows:
+steps.py has a picture of a line in a window. Cell 0 of c314159265358 is a 3 after no step, a 5
+after one, which nobody wrote, and a 1 after two. We look for all three at two places: where the
+line's 3 stands, and where the answer's 1 is predicted. The words, in all that follows:
 
     k        how many steps a line asks for; `steps` counts from 0 to k
-    column   a token's place in its window. A line begins at its letter.
+    begin    the column of a line's letter: its place in its window
     cell     a digit's place in its line; `cells` is how many a line has
     where    "line" or "answer": in which columns we look
     block    after which block we look; 0: at the embedding. Each run of a block counts (--repeat).
@@ -31,7 +26,8 @@ import torch.nn.functional as F
 import prepare
 from model import unit
 from sentences import refuse
-from steps import answers, find_lines, in_words, lines_after, solve, spelled, why_no_line
+from steps import (answers, columns_of_cells, find_lines, in_words, lines_after, solve, spelled,
+                   why_no_line)
 
 WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
 KNOWN = 0.9      # From this share on, we say that digits can be read, or that a model knows them.
@@ -68,22 +64,18 @@ class Probe:
 # --------------------------------------------------------------------------- what probes are fed on
 
 def after_blocks(model, idx):
-    """Yields L + 1 streams: that of the embedding, and that after each block. (A walk yields the
-    stream before and after each sublayer, at the places 1, 2, 3, .. A block is two of them, so
-    block 1 ends at place 2.)"""
-    for place, before, after in model.walk(idx):
-        if place == 1:
-            yield before
-        if place % 2 == 0:
-            yield after
+    """Yields L + 1 streams: that of the embedding, and that after each block. (A walk yields those
+    after 0, 1, 2, .. sublayers, and a block is two of them.)"""
+    for n_sublayers, stream in model.walk(idx):
+        if n_sublayers % 2 == 0:
+            yield stream
 
 @torch.no_grad()
-def vectors_of(model, idx, window, column, cells):
+def vectors_of(model, idx, window, begin, cells):
     """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. The i-th line
-    begins at column[i] of idx[window[i]]; idx (n, T). All are on the CPU, wherever the model is."""
-    begin, cell = column[:, None], torch.arange(cells)
-    columns = {"line": begin + 1 + cell,             # each (lines, cells), as in the picture
-               "answer": begin + cells + 2 + cell}
+    begins at column begin[i] of idx[window[i]]; idx (n, T). All are on the CPU, wherever the model
+    is."""
+    columns = columns_of_cells(begin, cells)   # "line" and "answer", each (lines, cells)
     vectors = {}
     for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
         # A stream may be several tensors: as_tensor makes one of them, (n, T, C).
@@ -99,8 +91,8 @@ def vectors_and_digits(model, puzzle, x, y, k):
     digits    (k + 1, N): those of these cells after 0, 1, .. k steps"""
     vectors, digits = [], []   # of 64 windows at a time
     for idx, targets in zip(x.split(64), y.split(64)):
-        window, column, lines = find_lines(idx, targets, k, puzzle)
-        vectors.append(vectors_of(model, idx, window, column, puzzle["cells"]))
+        window, begin, lines = find_lines(idx, targets, k, puzzle)
+        vectors.append(vectors_of(model, idx, window, begin, puzzle["cells"]))
         digits.append(lines_after(lines, k, puzzle["table"]).flatten(1))
     all_digits = torch.cat(digits, 1)
     if all_digits.shape[1] < 200:
@@ -156,9 +148,9 @@ class Inside:
         right = solve(line, self.puzzle)
         # The answer's last digit is predicted, but predicts no cell.
         idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
-        # This is one window, and the line begins where it begins.
-        window, column = torch.tensor([0]), torch.tensor([0])
-        vectors = vectors_of(self.model, idx, window, column, self.puzzle["cells"])
+        # This is one window, number 0, and the line begins where it begins, in column 0.
+        window, begin = torch.tensor([0]), torch.tensor([0])
+        vectors = vectors_of(self.model, idx, window, begin, self.puzzle["cells"])
         blocks = [self.read_after(block, vectors, right) for block in range(self.n_blocks + 1)]
         return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
 
@@ -196,9 +188,10 @@ def show_inside(model, data, line):
     except NotHere as why:
         refuse(f"--inside: {why}")
     print(f"\n{line}")
-    print(f"{line[0]} asks for the line after {in_words(k)}. The text never shows the lines "
-          f"between.")
-    print("A probe reads them in the stream (%: how often it is right, on other lines):\n")
+    # Where no step or one is asked for, nothing is between.
+    between = " The text never shows what is between." if k > 1 else ""
+    print(f"{line[0]} asks for the line after {in_words(k)}.{between}")
+    print("A probe reads in the stream (%: how often it is right, on other lines):\n")
     for block, read in enumerate(found["blocks"][1:], 1):   # without the embedding
         if read:
             digits = marked(read["digits"], read["true"])

@@ -19,9 +19,10 @@ V = vocab_size different tokens. Our words, in all files:
 
     stream     what flows through the depth. Its form is up to the residual: one tensor (B, T, C) in
                PreNorm, and a tuple of several things in some others
-    sublayer   an attention or an MLP; a residual sees it as a function f: (B, T, C) -> (B, T, C)
+    sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
+               Its number is 0 .. L - 1, and block b has the sublayers 2b + 1 and 2b + 2.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
@@ -35,9 +36,9 @@ The file has four parts:
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
-queries and keys with another scale, a head of its own, other first weights, no biases, no dropout,
-and a cache in sampling. To try a rule of your own, copy class Template, and add it to RESIDUALS
-(end of part 2).
+queries and keys with another scale, a head that is not tied to the embedding, other first weights,
+no biases, no dropout, and a cache in sampling. To try a rule of your own, copy class Template, and
+add it to RESIDUALS (end of part 2).
 """
 import contextlib
 import itertools
@@ -61,16 +62,20 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 # Part 1 calls some functions of the other parts. Without any flag, this is what they do:
 #
-#     make_residual    makes a PreNorm, the rule stream + f(norm(stream))
+#     make_residual    makes a PreNorm (with some more hooks): stream + f(norm(stream))
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
-#     Runner(model)    runs the sublayers. All tokens run all of them; see GPT.walk
+#     config_problems  sentences, if a config is not possible
+#     Runner           runs the sublayers: its `run` returns residual(stream, f), for all tokens.
+#                      Its extra_loss is 0
+#     make_decider     makes the decider that tells a Runner: all tokens run
+#     run_sublayer     residual(stream, f), as a function that can be compiled
 
 @dataclass
 class GPTConfig:
-    """flag(default, help, lowest, highest) declares a field of a dataclass, which is also a flag of
-    train.py."""
+    """The settings of a model. flag(default, help, lowest, highest) makes a field that is a flag of
+    train.py, too. (group: --help begins a section there.)"""
     residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -94,7 +99,7 @@ class GPTConfig:
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
                     group="skipping")
-    gain_cost: float = flag(0.0, "nag, in training: adds gain_cost x mean |gain| to the loss",
+    gain_cost: float = flag(0.0, "for nag, in training: adds this x mean |gain| to the loss",
                             0, 1000)
 
     def problems(self):
@@ -117,8 +122,8 @@ def rotation_table(config):
 
 def rotate(x, rotation):
     """Turns x (..., n_head, head_size): channels 2p and 2p + 1 are read as a complex number, and
-    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2). (On a CPU, no other way that
-    we know is as fast.)"""
+    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2). In float32: bfloat16 has no
+    complex numbers."""
     points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
     turned = points * torch.view_as_complex(rotation)
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
@@ -192,28 +197,19 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class PreNorm(nn.Module):
-    """The rule of GPT-2 and of most models since.
+    """The rule of GPT-2 and of most models since, for sublayer l = 1 .. 2L.
 
-    Sublayer l has residual l, with l = 1 .. 2L. A model has one more residual, `ends`, number
-    2L + 1, which has no sublayer. It makes the first stream (start), and closes the last one
-    (finish): its norm is what GPT-2 calls ln_f."""
+    A model has one more residual, `ends`, number 2L + 1, which has no sublayer. Its start makes the
+    first stream, and its finish closes the last one. (Its norm is what GPT-2 calls ln_f.)"""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
         self.norm = make_norm(config)
 
-    def start(self, embedding):
-        """The embedding (B, T, C) -> the first stream"""
-        return embedding
-
     def forward(self, stream, f):
         """A stream, and a sublayer f as a function -> the next stream. A rule treats each token by
-        itself; f may look at others."""
+        itself, so that some tokens can skip (part 3). f may look at others."""
         return stream + f(self.norm(stream))
-
-    def finish(self, stream):
-        """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(stream)
 
     @torch.no_grad()
     def init_sublayer(self, module):
@@ -222,13 +218,25 @@ class PreNorm(nn.Module):
         # is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
+    # --- Of `ends` only
+
+    def start(self, embedding):
+        """The embedding (B, T, C) -> the first stream"""
+        return embedding
+
+    def finish(self, stream):
+        """The last stream -> what the head reads, (B, T, C)"""
+        return self.norm(stream)
+
+    # --- PreNorm needs neither of these, but NAG and nGPT do (part 2).
+
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        """Of `ends`: the weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
 
     def constrain(self, module):
         """After the weights are drawn, and after each step of a training: may change the weights of
-        module, an attention or MLP. `ends` gets the embedding, and then the head."""
+        module. Those of blocks get their attention or MLP, and `ends` both embedding and head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -257,8 +265,7 @@ class SublayerFunction:
     attention, nothing for an MLP.
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
-    head are computed in it. The stream stays float32: its rounding errors would add up. (It is a
-    class, because part 3 looks at its module.)"""
+    head are computed in it. The stream stays float32: its rounding errors would add up."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -306,7 +313,7 @@ def init_weights(model):
             std = 0.02
         else:
             std = module.weight.shape[1] ** -0.5
-        module.weight.normal_(generator=seeded(config, name)).mul_(std)
+        module.weight.normal_(std=std, generator=seeded(config, name))
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
@@ -314,7 +321,7 @@ def init_weights(model):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Calls constrain of each residual"""
+    """Lets residuals bring weights back to where they have to be. Of ours, only nGPT does."""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
@@ -329,6 +336,10 @@ def tie_weights(model):
     model.embedding_scale = embedding_std / head_std
 
 # -------------------------------------------------------------------------------------- the model
+
+def cross_entropy(logits, targets):
+    """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
@@ -352,23 +363,25 @@ class GPT(nn.Module):
             tie_weights(self)
 
     def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth. After each sublayer it yields (place, stream before, stream
-        after). The place counts 1, 2, .. It is l, unless --repeat runs blocks again."""
+        """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and at
+        1, 2, .. that after so many sublayers. A place is l, unless --repeat runs blocks again.
+        (After a walk of your own with a cache, add to cache.length, as forward does.)"""
         runner = runner or Runner(self)
+        runner.begin(idx.shape)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
+        yield 0, stream
         for place, residual, f in self.sublayers(idx, cache):
-            before = stream
-            # This is residual(stream, f), unless tokens skip (--mod): part 3.
+            # This is residual(stream, f), unless tokens skip: --mod, part 3.
             stream = runner.run(place, stream, residual, f)
-            yield place, before, stream
+            yield place, stream
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. cache: a KVCache"""
         past = 0 if cache is None else cache.length   # how many tokens came before idx
-        length = past + idx.shape[1]
-        if length > self.config.block_size:
-            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
-        rotation = self.rotation[past:length]
+        end = past + idx.shape[1]
+        if end > self.config.block_size:
+            raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
+        rotation = self.rotation[past:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
             # Each run has its own keys, also where --repeat runs a block again: so i, not number.
@@ -379,17 +392,25 @@ class GPT(nn.Module):
             yield 2 * i + 2, block.mlp_residual, mlp
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the mean cross entropy in nats
-        (None without targets). In training, --gain_cost and others add to it: Runner.loss."""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
+        in nats (None without targets)"""
         runner = runner or Runner(self)
-        for _, _, stream in self.walk(idx, cache, runner):
-            pass   # At the end, it is the last stream.
+        supervised = []   # streams, for --deep_supervision
+        for place, stream in self.walk(idx, cache, runner):
+            if self.training and self.config.deep_supervision and place % 2 == 0:
+                supervised.append(stream)
         if cache is not None:
             cache.length += idx.shape[1]
         logits = self.head(stream)
-        loss = None
-        if targets is not None:
-            loss = runner.loss(logits, targets)
+        if targets is None:
+            return logits, None
+        # The first is the embedding, and of the last we have the logits already.
+        losses = [cross_entropy(self.head(each), targets) for each in supervised[1:-1]]
+        losses.append(cross_entropy(logits, targets))
+        loss = sum(losses) / len(losses)
+        runner.cross_entropy = loss.detach()   # This is what train.py reports.
+        if self.training:   # Some flags, such as --gain_cost, add to it: part 3.
+            loss = loss + runner.extra_loss()
         return logits, loss
 
     def head(self, stream):
@@ -423,15 +444,15 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def causal_mask(n, length, device):
-    """Of the n last of `length` tokens: bools (1, n, length), True where a token sees another"""
-    return torch.ones(n, length, dtype=torch.bool, device=device).tril(length - n)[None]
+def causal_mask(n, end, device):
+    """Of the n last of `end` tokens: bools (1, n, end), True where a token sees another"""
+    return torch.ones(n, end, dtype=torch.bool, device=device).tril(end - n)[None]
 
 class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # of how many tokens; GPT.forward counts them when all is stored
+        self.length = 0   # how many tokens it has; GPT.forward counts them when a walk is over
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
@@ -762,6 +783,10 @@ class CompleteP(Residual):
 
 # ------------------------------------------------------------------------ reading earlier sublayers
 
+class Source(NamedTuple):
+    value: torch.Tensor   # (B, T, C)
+    scores: tuple         # of each of the 2L reads that have a query, (B, T)
+
 class AttnRes(Residual):
     """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4). Nothing is added up. The
     stream is a list of sources: the embedding, and all updates so far. Each sublayer, and finally
@@ -780,7 +805,7 @@ class AttnRes(Residual):
 
     The code has a trick: a source meets the queries of all 2L reads when it is made, in one matrix
     product. So the stream is a pair: all queries (2L, C), and a dict from the number of a group (0:
-    the embedding) to its source (B, T, C) and its scores, a list of 2L tensors (B, T)."""
+    the embedding) to its Source."""
     can_skip = False
     stream_grows = True
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
@@ -792,25 +817,26 @@ class AttnRes(Residual):
         self.group = (l - 1) // group + 1
         # Reads 2 .. 2L + 1 have the rows 0 .. 2L - 1 of `query`. Read 1 has one source, so its
         # weight is 1 whatever the query. It uses row 0, too.
-        self.row = max(0, l - 2)
+        self.query_row = max(0, l - 2)
         if self.is_end:
             self.query = nn.Parameter(torch.zeros(2 * config.n_layer, config.n_embd))
             self.key_weight = nn.Parameter(torch.ones(2 * config.n_layer, config.n_embd))
 
     def start(self, x):
         queries = self.query * self.key_weight
-        return queries, {0: (x, self.scores(x, queries))}
+        return queries, {0: self.source(x, queries)}
 
-    def scores(self, source, queries):
-        return (unit(source) @ queries.mT).unbind(-1)
+    def source(self, value, queries):
+        return Source(value, (unit(value) @ queries.mT).unbind(-1))
 
     def weigh(self, stream):
         """-> the weights of all n sources for this read, (n, B, T)"""
         _, sources = stream
-        return torch.stack([scores[self.row] for _, scores in sources.values()]).softmax(0)
+        scores = [source.scores[self.query_row] for source in sources.values()]
+        return torch.stack(scores).softmax(0)
 
     def read(self, stream):
-        values = [source for source, _ in stream[1].values()]
+        values = [source.value for source in stream[1].values()]
         weights = len(values) * self.weigh(stream)[..., None]
         return self.norm(depth_sum(weights, values, self.config.kernels))   # (weights * v).sum(0)
 
@@ -818,13 +844,13 @@ class AttnRes(Residual):
 
     def forward(self, stream, f):
         queries, sources = stream
-        source = f(self.read(stream))
+        value = f(self.read(stream))
         if self.group in sources:   # This group has begun, so its sum grows.
-            source = sources[self.group][0] + source
-        return queries, sources | {self.group: (source, self.scores(source, queries))}
+            value = sources[self.group].value + value
+        return queries, sources | {self.group: self.source(value, queries)}
 
     def as_tensor(self, stream):
-        return sum(source for source, _ in stream[1].values())   # what PreNorm's stream would be
+        return sum(source.value for source in stream[1].values())   # as in PreNorm
     def flops(self):
         return 4 * self.config.n_layer * self.config.n_embd   # one source times 2L queries
 
@@ -1126,16 +1152,6 @@ def run_sublayer(stream, residual, f, gain=None):
     if a decider or --gain_cost has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-class Work(NamedTuple):
-    """What a sublayer has computed, as shares of all tokens, for flops_per_token"""
-    ran: float = 1.0       # the tokens that ran it
-    queries: float = 1.0   # those with a query, with the padding of attend_kept
-    keys: float = 1.0      # those with a key and a value
-    gains: float = 1.0     # those whose gain was computed
-
 class Runner:
     """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
     walks never disturb each other. A decider finds here, of the sublayer that comes next:
@@ -1150,24 +1166,26 @@ class Runner:
         self.model, self.decider = model, decider or model.decider
         # What train.py has compiled is for training. In sampling, shapes change all the time.
         self.run_sublayer = model.run_sublayer if model.training else run_sublayer
+        self.must_pay = model.training and model.config.gain_cost > 0
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
-        self.after_blocks = []     # the streams that --deep_supervision needs
         self.decider_flops = 0.0   # what deciders have computed, per token
+
+    def begin(self, shape):
+        """shape: (B, T), of the tokens"""
+        if self.keeps:
+            raise ValueError("a Runner is for one walk; make a new one")
+        self.shape = shape
         self.decider.begin(self)
 
     def run(self, place, stream, residual, f):
         """-> the next stream: residual(stream, f), for the tokens that run it"""
-        if place <= len(self.keeps):
-            raise ValueError("a Runner is for one walk; make a new one")
-        if place == 1:
-            self.shape = residual.as_tensor(stream).shape[:2]
         self.place, self.residual, self.stream = place, residual, stream
         self.known_gain = None
         keep = self.decider.decide(self)
-        if keep is not REMOVED and self.must_pay():
-            self.gain()   # All tokens pay, whether they run or skip.
+        if self.must_pay:   # All tokens pay, whether they run or skip.
+            self.gain()
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
         if keep is EVERYONE:
@@ -1175,13 +1193,7 @@ class Runner:
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
-        stream = self.decider.after(self, stream)
-        if self.model.training and self.model.config.deep_supervision and place % 2 == 0:
-            self.after_blocks.append(stream)
-        return stream
-
-    def must_pay(self):
-        return self.model.training and self.model.config.gain_cost > 0
+        return self.decider.after(self, stream)
 
     def gain(self):
         if not self.residual.knows_gain:
@@ -1190,60 +1202,43 @@ class Runner:
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
+    def extra_loss(self):
+        """After a walk in training: what is added to the cross entropy. The decider may ask for
+        something, and --gain_cost is the price of turning. (arXiv:1603.08983 puts one on pondering.
+        NAG's paper has none, as far as we know.)"""
+        extra = self.decider.loss(self)
+        if self.must_pay:
+            extra = extra + self.model.config.gain_cost * self.mean_gain()
+        return extra
+
+    # --- What a walk has noted. It is asked for when the walk is over.
+
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
         known = [gain.abs().mean() for gain in self.gains if gain is not None]
         return sum(known) / len(known) if known else None
 
-    def loss(self, logits, targets):
-        """-> what a training makes smaller. It is the cross entropy, in nats per token (with
-        --deep_supervision its mean after each block), and in training also what the decider asks
-        for, and --gain_cost, the price of turning. (arXiv:1603.08983 puts one on pondering. NAG's
-        paper has none, as far as we know.)"""
-        losses = [cross_entropy(self.model.head(stream), targets)
-                  for stream in self.after_blocks[:-1]]
-        losses.append(cross_entropy(logits, targets))
-        loss = self.cross_entropy = sum(losses) / len(losses)   # This is what train.py reports.
-        if self.model.training:
-            loss = loss + self.decider.loss(self)
-        gain = self.mean_gain() if self.must_pay() else None
-        if gain is not None:   # It is None, too, if all sublayers are removed.
-            loss = loss + self.model.config.gain_cost * gain
-        return loss
+    def who_ran(self):
+        """-> bools (2L, B, T), True where a token ran a sublayer"""
+        masks = [keep if torch.is_tensor(keep)
+                 else torch.full(self.shape, keep is EVERYONE, device=self.model.device)
+                 for keep in self.keeps]
+        return torch.stack(masks)
+
+    def all_ran(self):
+        return all(keep is EVERYONE for keep in self.keeps)
 
     def ran(self, last=False):
         """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
         token of each sequence only"""
-        return self.shares(lambda keep: (keep[:, -1:] if last else keep).float().mean())
-
-    def shares(self, measure):
-        """-> of each sublayer 1.0 if everyone ran it, 0.0 if it is removed, else measure(keep)"""
-        masks = [measure(keep) for keep in self.keeps if torch.is_tensor(keep)]
-        # tolist waits for a GPU: once, or never.
-        measured = iter(torch.stack(masks).tolist() if masks else [])
-        return [next(measured) if torch.is_tensor(keep) else float(keep is EVERYONE)
-                for keep in self.keeps]
-
-    def work(self):
-        """-> what each sublayer has computed, a list of Work"""
-        found = []
-        queries = self.shares(lambda keep: keep.float().mean(1).amax())
-        for keep, ran, longest, gain in zip(self.keeps, self.ran(), queries, self.gains):
-            everyone_has_keys = keep is not REMOVED and self.decider.skippers_make_keys
-            found.append(Work(ran, longest, keys=1.0 if everyone_has_keys else ran,
-                              gains=ran if gain is None else 1.0))
-        return found
+        if self.all_ran():   # Below, tolist would wait for a GPU.
+            return [1.0] * len(self.keeps)
+        who = self.who_ran()[:, :, -1:] if last else self.who_ran()
+        return who.float().mean((1, 2)).tolist()
 
     def skipped(self, last=False):
         """-> the share of all sublayer runs that were skipped, or removed"""
         return 1 - sum(self.ran(last)) / len(self.keeps)
-
-def who_ran(runner):
-    """After a walk -> bools (2L, B, T), True where a token ran a sublayer"""
-    device = runner.model.device
-    return torch.stack([keep if torch.is_tensor(keep)
-                        else torch.full(tuple(runner.shape), keep is EVERYONE, device=device)
-                        for keep in runner.keeps])
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
@@ -1373,11 +1368,7 @@ class Routers(Decider):
         keep = weight > 0
         if runner.model.training:
             count = max(1, round(self.share_that_runs * x.shape[1]))
-            # Rounded, so that weights that differ by rounding errors are equal (nearly always). Of
-            # equal ones, that of the earlier token counts as larger.
-            rounded = weight.detach().float().mul(2 ** 16).round()
-            largest = rounded.sort(dim=1, descending=True, stable=True).indices[:, :count]
-            keep = torch.zeros_like(keep).scatter(1, largest, True)
+            keep = largest(weight.detach(), count)
         notes.losses.append(F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype)))
         notes.keep, notes.before, notes.weight = keep, x, weight[..., None]
 
@@ -1391,6 +1382,12 @@ class Routers(Decider):
     def loss(self, runner):
         losses = runner.notes.losses
         return self.loss_weight * sum(losses) / len(losses) if losses else 0.0
+
+def largest(weight, count):
+    """weight (B, T) -> bools (B, T), True where it is one of the `count` largest of its sequence"""
+    # stable: of equal weights, that of the earlier token counts as larger.
+    best = weight.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return torch.zeros_like(weight, dtype=torch.bool).scatter(1, best, True)
 
 # What --mod can be. Yours goes here: a class, with decide(runner).
 DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins,
@@ -1441,16 +1438,14 @@ class EarlyExit(Decider):
         self.confidence = confidence
 
     def begin(self, runner):
-        runner.notes.inside = None
+        runner.notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=runner.model.device)
 
     def decide(self, runner):
         notes, model = runner.notes, runner.model
-        if notes.inside is None:
-            notes.inside = torch.ones(runner.shape, dtype=torch.bool, device=model.device)
-        elif runner.place % 2 == 1 and notes.inside.any():
+        block_begins = runner.place > 1 and runner.place % 2 == 1
+        if block_begins and notes.inside.any():
             probability = model.head(runner.stream).softmax(-1).amax(-1)   # (B, T)
-            # Who has exited stays out: its stream, and so its probability, no longer changes.
-            notes.inside = probability < self.confidence
+            notes.inside = notes.inside & (probability < self.confidence)
             runner.decider_flops += 2 * model.lm_head.weight.numel()
         return notes.inside
 
@@ -1527,7 +1522,7 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
-def heads(attn, x, rows):
+def project(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
     tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
     x = F.linear(x, attn.c_attn.weight[rows])
@@ -1537,7 +1532,7 @@ def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
     attn, (rotation, store) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = heads(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
+        k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
         return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attention_of_kept(f, x, tokens, keys):
@@ -1550,7 +1545,7 @@ def attention_of_kept(f, x, tokens, keys):
             q, k, v = attn.qkv(x, rotation)
             keys = with_older(store, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
-            [q] = heads(attn, x, slice(0, x.shape[-1]))
+            [q] = project(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))
         return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
 
@@ -1665,6 +1660,27 @@ def checkpoint_blocks(model):
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
+class Work(NamedTuple):
+    """What a sublayer has computed, as shares of all tokens"""
+    ran: float = 1.0       # the tokens that ran it
+    queries: float = 1.0   # those with a query, with the padding of attend_kept
+    keys: float = 1.0      # those with a key and a value
+    gains: float = 1.0     # those whose gain was computed
+
+def work_of(runner):
+    """-> what each sublayer of a walk has computed, a list of Work"""
+    if runner.all_ran():
+        return [Work()] * len(runner.keeps)
+    who = runner.who_ran().float()
+    shares = who.mean((1, 2)).tolist()
+    fullest = who.mean(2).amax(1).tolist()   # attend_kept pads all sequences to the fullest one.
+    found = []
+    for keep, ran, queries, gain in zip(runner.keeps, shares, fullest, runner.gains):
+        everyone_has_keys = keep is not REMOVED and runner.decider.skippers_make_keys
+        found.append(Work(ran, queries, keys=1.0 if everyone_has_keys else ran,
+                          gains=ran if gain is None else 1.0))
+    return found
+
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
     has three times as many. The scores of later tokens count, too. runner: a Runner after its
@@ -1673,7 +1689,8 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    for (residual, module), work in zip(pairs, runner.work() if runner else [Work()] * len(pairs)):
+    works = work_of(runner) if runner else [Work()] * len(pairs)
+    for (residual, module), work in zip(pairs, works):
         total += work.gains * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):   # Half of its weights make keys and values.

@@ -3,13 +3,13 @@ Does the answer need what is inside? A probe (inside.py) sees that digits are th
 the model uses them. So we change what is there: after one block, the stream of another line takes
 the place of this one's. Whose answer comes out? analyze.py shows it.
 
-The words and the picture of a window are those of inside.py.
+The words are those of inside.py. steps.py has a picture of a window.
 """
 import torch
 
 from inside import NotHere
 from model import Runner
-from steps import lines_after
+from steps import line_length, lines_after
 
 class PatchingRunner(Runner):
     """Runs the sublayers of a walk. After one block, some columns of each window get the stream of
@@ -63,12 +63,13 @@ def patch(model, puzzle, k, n=400):
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells = puzzle["cells"]
-    if 2 * cells + 2 > model.config.block_size:
+    answer_begins = line_length(cells)
+    if answer_begins + cells > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
     idx, answer = (tokens.to(model.device) for tokens in random_windows(puzzle, k, n))
     other_answer = answer.roll(1, dims=0)
-    columns = {"line": slice(0, cells + 2),        # from its letter to its newline
-               "answer": slice(cells + 2, None)}   # from its letter on
+    columns = {"line": slice(0, answer_begins),        # from its letter to its newline
+               "answer": slice(answer_begins, None)}   # from its letter on
     found = {}
     for where in columns:
         own, other = [], []

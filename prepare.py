@@ -114,11 +114,12 @@ def encode(texts, tokenizer_name):
         tokens.append(tokenizer.eot_token)
     return tokens
 
-def token_bytes(meta, vocab_size):
-    """How many bytes of text each token stands for, (vocab_size,) int64: with these, a loss becomes
-    bits per byte. End-of-text has 0. So have the rows that a model has beyond the tokenizer's."""
+def token_bytes(meta, n_rows):
+    """How many bytes of text each token stands for, (n_rows,) int64: with these, a loss becomes
+    bits per byte. End-of-text has 0, and so have the rows that a model has beyond the tokenizer's.
+    meta: of a data set or a run, in which the tokenizer is named"""
     tokenizer = get_tokenizer(meta["tokenizer"])
-    sizes = torch.zeros(vocab_size, dtype=torch.long)
+    sizes = torch.zeros(n_rows, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
         if token != tokenizer.eot_token:
             sizes[token] = len(tokenizer.decode_single_token_bytes(token))
@@ -128,7 +129,6 @@ def token_bytes(meta, vocab_size):
 
 # A shard is as llm.c has it: 256 int32 (magic, version, number of tokens, zeros), uint16 tokens.
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
-LLAMA_3_MAGIC = 20240801   # that of llm.c's other kind of shards
 
 def write_shard(path, tokens):
     """tokens: numbers below 2**16, less than 2**31 of them"""
@@ -140,14 +140,11 @@ def read_shard(path):
     """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
     if it has another format, or is cut short"""
     header = np.fromfile(path, "<i4", 3).tolist()
-    if header[:2] != [MAGIC, VERSION]:
-        found = "no header, as nanoGPT's .bin"
-        if header[:1] == [LLAMA_3_MAGIC]:
-            found = "Llama 3's tokens (version 7, uint32)"
-        refuse(f"{path}: has {found}; what is read here is llm.c's version 1: 256 int32 ({MAGIC}, "
-               f"{VERSION}, number of tokens, zeros), then the tokens as uint16")
+    if header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, say, or llm.c's of Llama 3
+        refuse(f"{path}: is no shard of llm.c's version {VERSION}, which has 256 int32 ({MAGIC}, "
+               f"{VERSION}, number of tokens, zeros), and then the tokens as uint16")
     n = header[2]
-    n_here = max(0, os.path.getsize(path) - HEADER) // 2
+    n_here = max(0, os.path.getsize(path) - HEADER) // 2   # two bytes each
     if n_here < n:
         refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
@@ -166,7 +163,8 @@ def load_meta(data):
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except OSError as error:
-        refuse(f"--data {data}: no data set there ({error.strerror}); prepare.py makes one")
+        refuse(f"--data {data}: no data set there, seen from {os.getcwd()} ({error.strerror}); go "
+               f"where the data are, or make them with prepare.py")
     except ValueError:   # no JSON
         meta = {}
     if meta.get("tokenizer") not in VOCABULARIES:

@@ -1,6 +1,7 @@
 """
 Where a program runs: its device and threads, its processes, and the signals that stop it.
 """
+import atexit
 import contextlib
 import os
 import signal
@@ -47,6 +48,7 @@ def join_processes(device):
         torch.cuda.set_device(device)
     if count > 1:   # gloo carries what is on the CPU, as in `highest`; nccl gradients on GPUs.
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     return Processes(device, rank, count)
 
 class Processes:

@@ -6,7 +6,8 @@ Run folders: how they are written, opened as a model, and gone on with.
     metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
                      flops, data (its fingerprint: another one shows that the data have changed)
-    lock             held by the process that trains here; the system frees it when that ends
+    lock             made first of all, so it marks a run's folder; the process that trains here
+                     holds it, and the system frees it when that ends
 
 People pass such folders on, so no code in one is run. What is missing, broken or can't be written
 ends the program with one sentence: `refuse` in sentences.py raises SystemExit with it.
@@ -25,6 +26,23 @@ from model import GPT, GPTConfig
 from sentences import refuse, say
 
 # ------------------------------------------------------------------------------------------- files
+
+@contextlib.contextmanager
+def explain_write_errors(path):
+    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+
+@contextlib.contextmanager
+def explain_read_errors(path):
+    """with explain_read_errors(path): what fails to be read there ends with a sentence."""
+    try:
+        yield
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
+        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
 
 def write_file(path, write):
     """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
@@ -48,23 +66,6 @@ def write_text(path, text):
 def write_json(path, values):
     write_text(path, json.dumps(values, indent=2) + "\n")
 
-@contextlib.contextmanager
-def explain_write_errors(path):
-    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """with explain_read_errors(path): what fails to be read there ends with a sentence."""
-    try:
-        yield
-    except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
-        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
-
 # ----------------------------------------------------------------------------- reading a run folder
 
 def read_settings_file(path):
@@ -77,12 +78,9 @@ def read_settings_file(path):
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it must be a JSON object")
-    refuse_third_edition(path, settings)
-    return settings
-
-def refuse_third_edition(path, settings):
-    if "mod_rate" in settings:
+    if "mod_rate" in settings:   # a flag that is gone
         refuse(f"{path}: is of the third edition; git checkout 7cf98d5 reads it")
+    return settings
 
 def read_settings(run):
     """Run folder -> its settings after all changes, a dict"""
@@ -90,14 +88,6 @@ def read_settings(run):
     for changed in settings.pop("changes", {}).values():
         settings |= changed
     return settings
-
-def data_of(run, settings):
-    """The data folder that the settings of a run name. It must be there."""
-    data = settings["data"]
-    if not Path(data).is_dir():
-        refuse(f"{run}: config.json names {data} as its data, and that isn't here; such a path "
-               f"begins in the folder where the training began, so go there")
-    return data
 
 def read_checkpoint(path):
     """-> what a ckpt.pt holds, a dict, and the config of its model"""
@@ -108,7 +98,6 @@ def read_checkpoint(path):
             raise ValueError("it is damaged")
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        refuse_third_edition(path, ckpt["model_config"])
         return ckpt, GPTConfig(**ckpt["model_config"])
 
 def make_model(path, ckpt, config):
@@ -125,21 +114,20 @@ def read_model(path, wanted, may_differ):
     """-> the checkpoint, a dict, and a model of the config `wanted` with its weights. may_differ:
     names of those settings that may be others in the checkpoint"""
     ckpt, saved = read_checkpoint(path)
-    differ = []
-    for name, value in asdict(saved).items():
-        if name not in may_differ and value != getattr(wanted, name):
-            differ.append(f"{name} {value} there, {getattr(wanted, name)} here")
+    there, here = asdict(saved), asdict(wanted)
+    differ = [f"{name} {there[name]} there, {here[name]} here" for name in there
+              if name not in may_differ and there[name] != here[name]]
     if differ:
         refuse(f"{path}: is of another model ({'; '.join(differ)}); use the settings it has")
     return ckpt, make_model(path, ckpt, wanted)
 
 def open_run(run, device="cpu"):
     """Run folder -> its model in eval mode, and its settings, a dict. Nothing is written."""
-    path = Path(run) / "ckpt.pt"
+    settings, path = read_settings(run), Path(run) / "ckpt.pt"
     ckpt, config = read_checkpoint(path)
     config = replace(config, kernels="auto")   # "on" would refuse a machine without Triton.
     model = make_model(path, ckpt, config)
-    return model.to(device).eval(), read_settings(run) | asdict(config)
+    return model.to(device).eval(), settings | asdict(config)
 
 def read_metric_lines(run):
     """metrics.jsonl -> a list of dicts, one a line"""
@@ -174,14 +162,14 @@ class RunFolder:
             self.take_lock()
 
     def refuse_if_taken(self, overwrite):
-        ours = "config.json", "ckpt.pt", "metrics.jsonl"
-        if not any((self.out / name).exists() for name in ours):   # Other files don't matter.
+        """A new run would replace these files. All others stay."""
+        names = "config.json", "ckpt.pt", "metrics.jsonl"
+        found = [name for name in names if (self.out / name).exists()]
+        if not found:
             return
-        # Other programs have a config.json, too, but no residuals.
-        config_path = self.out / "config.json"
-        if not config_path.is_file() or '"residual"' not in config_path.read_text(errors="replace"):
-            refuse(f"--out {self.out}: holds files, and is no run folder of this program; take "
-                   f"another --out")
+        if not (self.out / "lock").exists():   # Other programs have a config.json, too.
+            refuse(f"--out {self.out}: holds {found[0]}, but no lock as each run does, so it may "
+                   f"be another program's; take another --out")
         if not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")

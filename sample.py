@@ -25,9 +25,9 @@ import prepare
 from documents import text_or_file
 from flags import flag, parse
 from inside import show_inside
-from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, who_ran, why_not
+from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, why_not
 from processes import pick_device, set_threads
-from runs import data_of, open_run
+from runs import open_run
 from sentences import printable, refuse, start
 
 @dataclass
@@ -42,8 +42,7 @@ class SampleConfig:
     seed: int = flag(1337, "of the draws", 0, 9e18)
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
-                             "degrees); 0: none skips; if not given: as trained", -1, 100,
-                             group="depth")
+                             "degrees); 0: none skips; -1: as trained", -1, 100, group="depth")
     exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never",
                        0, 1)
     remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
@@ -57,6 +56,8 @@ class SampleConfig:
                                                   group="machine")
 
     def problems(self):
+        if -1 < self.skip_below < 0:
+            yield f"--skip_below {self.skip_below}: must be from 0 to 100, or -1, as trained"
         if self.skip_below >= 0 and self.exit < 1:
             yield "--skip_below and --exit: each decides by itself who runs; give one of them"
 
@@ -68,27 +69,20 @@ def main(argv=None):
     set_threads(model.config.n_embd, device)
     model.decider = pick_decider(model, config)
     if config.inside:
-        show_inside(model, data_of(config.run, settings), config.prompt.strip())
-        return
-    tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
-    skipped, begin = [], time.perf_counter()
-    for _ in range(config.num_samples):
-        skipped += sample(model, tokenizer, config)
-    speed = len(skipped) / (time.perf_counter() - begin)
-    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
-          file=sys.stderr)
+        show_inside(model, settings["data"], config.prompt.strip())
+    else:
+        print_samples(model, prepare.get_tokenizer(settings["tokenizer"]), config)
 
 def pick_decider(model, config):
-    """-> the decider, which says which tokens run the next sublayer: as the flags ask for it.
-    SystemExit if the model can't do so"""
-    decider = model.decider   # as trained
+    """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks
+    for it, and without the blocks of --remove. SystemExit if the model can't do so"""
+    decider = model.decider
+    if config.skip_below >= 0:
+        decider = ByGain(model.config, config.skip_below)
+        refuse_misfit("--skip_below", decider, model)
     if config.exit < 1:
         decider = EarlyExit(config.exit)
         refuse_misfit("--exit", decider, model)
-    elif config.skip_below >= 0:
-        decider = ByGain(model.config, config.skip_below)
-        refuse_misfit("--skip_below", decider, model)
     return Without(places_to_remove(model, config.remove), decider)
 
 def refuse_misfit(asked, decider, model):
@@ -110,6 +104,16 @@ def places_to_remove(model, blocks):
     return {place for word in words for place in sublayers_of(model, int(word) - 1)}
 
 # ----------------------------------------------------------------------------------------- sampling
+
+def print_samples(model, tokenizer, config):
+    """One after the other; and at the end, how fast it was, and how much was skipped"""
+    torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
+    skipped, begin = [], time.perf_counter()
+    for _ in range(config.num_samples):
+        skipped += sample(model, tokenizer, config)
+    speed = len(skipped) / (time.perf_counter() - begin)
+    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
+          file=sys.stderr)
 
 def sample(model, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
@@ -145,12 +149,15 @@ class Printer:
         show(text, ran if self.in_colours else None)
 
     def show_prompt(self, prompt, runner):
-        """prompt: tokens; runner: that of the walk that has read them, or the end of too many"""
-        ran = who_ran(runner).float().mean(0)[0].tolist()   # The mean is over all sublayers.
-        # Nobody has predicted the first token that was read, nor those before it.
-        unknown = [None] * (len(prompt) - len(ran) + 1)
-        for token, share in zip(prompt, unknown + ran):
-            self.show_token(token, share)
+        """prompt: tokens; runner: that of the walk that has read them. If they are too many for the
+        context, it has read the last ones only."""
+        ran = runner.who_ran().float().mean(0)[0].tolist()   # a share for each token it has read
+        # The first token it has read has nobody before it who was read. So it gets no colour.
+        n_plain = len(prompt) - len(ran) + 1
+        for token in prompt[:n_plain]:
+            self.show_token(token, ran=None)
+        for token, share in zip(prompt[n_plain:], ran):
+            self.show_token(token, ran=share)
 
     def end(self):
         show(self.decoder.decode(b"", final=True) + "\n")

@@ -5,7 +5,7 @@ import os
 import sys
 
 def refuse(*sentences):
-    """Ends the program with sentences for the user, a line each. `start` prints them."""
+    """Ends the program: Python prints these sentences to stderr, a line each, and exits with 1."""
     raise SystemExit("\n".join(sentences))
 
 def from_torchrun(name, default):
@@ -37,42 +37,37 @@ def start(main):
     each process that has found it. A mistake in the code shows its traceback."""
     if sys.stdout:   # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
-    sentence = None
     try:
-        status = main() or 0
+        status = main()
     except KeyboardInterrupt:
         status = 130   # what shells expect of Ctrl-C
     except BrokenPipeError:   # A reader of stdout, such as head, has had enough.
         mute(sys.stdout)
         status = 0
-    except SystemExit as end:
-        status = end.code or 0
-        if isinstance(status, str):   # the sentences of `refuse`
-            sentence, status = status, 1
     except (OSError, MemoryError, RuntimeError) as error:
         remedy = remedy_of(error)
         if not remedy:
             raise
-        sentence, status = f"{script()}: {remedy}", 1
-    if sentence:
-        print(sentence, file=sys.stderr, flush=True)
-    if "RANK" in os.environ:   # A tidy exit may abort in a thread of torch, though all is saved.
-        os._exit(status)
-    sys.exit(status)
+        status = f"{script()}: {remedy}"
+    sys.exit(status)   # If that is a sentence, Python prints it and exits with 1.
+
+# torch has few types for what a user can mend. So these are words in what it says, and a remedy.
+REMEDIES = [
+    (["MemoryError", "out of memory", "allocate memory"],
+     "out of memory; make the model, the batch (or, with --grad_accum, its parts), the context or "
+     "the text smaller"),
+    (["C++ compiler", "C compiler"],
+     "torch can't compile here; install a C compiler, or add --no-compile"),
+    (["gloo", "DistBackendError", "DistNetworkError", "DistStoreError"],
+     "another process of this run has ended, or can't be reached; see what it says, or give "
+     "torchrun another --master_port")]
 
 def remedy_of(error):
-    """What a user can do about an error; None if it may be a mistake in the code. torch has no
-    types for most of them, so this looks for words in what it says."""
-    text = f"{type(error).__name__} {error}".lower()
+    """What a user can do about an error; None if it may be a mistake in the code"""
     if isinstance(error, OSError):
         return str(error)
-    if isinstance(error, MemoryError) or "allocate" in text or "out of memory" in text:
-        return ("out of memory; make the model, the batch (or, with --grad_accum, its parts), the "
-                "context or the text smaller")
-    if "c++ compiler" in text or "c compiler" in text:   # what torch says, and what triton says
-        return "torch can't compile here; install a C compiler, or add --no-compile"
-    if text.startswith("dist") or "gloo" in text or "nccl" in text:   # DistBackendError and others
-        why = str(error).partition("\n")[0]
-        return (f"another process of this run has ended, or can't be reached ({why}); see what it "
-                f"says, or give torchrun another --master_port")
+    text = f"{type(error).__name__}: {error}"
+    for words, remedy in REMEDIES:
+        if any(each in text for each in words):
+            return f"{remedy} ({text.splitlines()[0]})"
     return None

@@ -3,49 +3,45 @@ Where the settings of a training come from. For each flag, the first of these th
 
     what is typed
     --resume              the run in --out, with all that was changed since it began
-    --init_from runs/pre  the model of that run. But --config decides on what is FREE, see below
     --config runs/pre     how that run began; or a file such as configs/gpt2.json
+    --init_from runs/pre  the model of that run
     defaults              those of GPTConfig and TrainConfig
 
 --resume goes with neither --init_from nor --config. `typed`, `settings` and `defaults` are dicts:
-names of flags, and their values. What can't be ends the program with a sentence: `refuse`.
+names of flags, and their values. `refuse` ends the program with a sentence.
 """
 import sys
 from dataclasses import asdict
 
 from flags import option_defaults
 from model import GPTConfig, RESIDUALS
-from runs import data_of, read_settings, read_settings_file
+from runs import read_settings, read_settings_file
 from sentences import refuse, say
 
-# Good rates for small models. Another optimizer needs another rate, so --optimizer asks for --lr.
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# These belong to one start, not to the run: where it goes, and what it replaces, is typed anew.
-OF_ONE_START = "out", "config", "resume", "overwrite"
-
-# Settings that may differ from those of the run in --init_from: they change no weights.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+# Where this start of a run goes, and what it replaces, says nothing about the run. And config.json
+# has the tokenizer, which is no flag.
+NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer"
 
 def of_the_run(settings):
-    """The flags among them that belong to the run. (config.json also has the tokenizer: no flag)"""
-    others = OF_ONE_START + ("tokenizer",)
-    return {name: value for name, value in settings.items() if name not in others}
+    """The flags among them that belong to the run"""
+    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
+
+# The usual learning rates, good ones for small models
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 def gather_settings(typed, defaults):
     """-> a value for each flag, a dict"""
     if typed.get("resume"):
         return settings_to_resume(typed, defaults) | typed
-    settings = settings_to_repeat(typed["config"]) if "config" in typed else {}
-    source = typed.get("init_from") or settings.get("init_from")
-    if source:
-        settings |= settings_of_model(source, settings)
-    chosen = defaults | settings | typed
-    if "lr" not in typed:
-        rate_from = settings if "lr" in settings else defaults
-        good_for = rate_from.get("optimizer", defaults["optimizer"])
-        refuse_rate_of_another_optimizer(chosen["optimizer"], good_for)
-    return chosen
+    from_config = settings_of_config(typed["config"]) if "config" in typed else {}
+    source = (from_config | typed).get("init_from")
+    from_model = settings_of_model(source) if source else {}
+    settings = defaults | from_model | from_config | typed   # What stands later counts.
+    # A rate is good for one optimizer. So another one than that of --config has its usual rate.
+    another = settings["optimizer"] != (defaults | from_config)["optimizer"]
+    if settings["lr"] == 0 or another and "lr" not in typed:
+        settings["lr"] = RATES.get(settings["optimizer"], 0.0)   # A misspelt one is refused later.
+    return settings
 
 def settings_to_resume(typed, defaults):
     """-> all settings of the run in --out. Some flags beside --resume are refused. (Those of the
@@ -54,18 +50,15 @@ def settings_to_resume(typed, defaults):
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
                "neither --config nor --init_from")
     settings = defaults | of_the_run(read_settings(typed["out"]))
-    # Another one would change batches or moments, or make losses that can't be compared.
+    # They would change the batches, the moments, and which losses can be compared.
     for name in "batch_size", "optimizer", "eval_windows":
         if name in typed and typed[name] != settings[name]:
             refuse(f"--{name} {typed[name]}: a run can't change it, and this one has "
                    f"{settings[name]}; leave that, or start a new run")
-    # If the default data are gone, train.py makes them anew.
-    if "data" not in typed and settings["data"] != defaults["data"]:
-        data_of(typed["out"], settings)   # refuses, if they are gone
     return settings
 
-def settings_to_repeat(path):
-    """How a run began, or what a file says. If the run was changed later, that is only told."""
+def settings_of_config(path):
+    """How the run `path` began, or what that file says. Later changes are printed, not taken."""
     settings = read_settings_file(path)
     changes = settings.pop("changes", None)
     if changes:
@@ -73,17 +66,13 @@ def settings_to_repeat(path):
             file=sys.stderr)
     return of_the_run(settings)
 
-def settings_of_model(source, settings):
-    """The settings of the model in the run `source`. What is FREE stays as `settings` say it."""
-    model_settings = asdict(GPTConfig()) | read_settings(source)
-    kept = set(FREE) & set(settings)
-    return {name: model_settings[name] for name in asdict(GPTConfig()) if name not in kept}
+def settings_of_model(source):
+    """The settings of the model in the run `source`"""
+    names = asdict(GPTConfig())
+    return {name: value for name, value in read_settings(source).items() if name in names}
 
-def refuse_rate_of_another_optimizer(optimizer, good_for):
-    """good_for: the optimizer that the rate is good for, as far as we know"""
-    if optimizer != good_for and optimizer in RATES:   # A misspelt one is refused later.
-        refuse(f"--optimizer {optimizer}: needs another rate than {good_for}; add --lr "
-               f"{RATES[optimizer]}")
+# Settings that may differ from those of the run in --init_from, whose weights fit all the same
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def refuse_other_tokens(source, data, tokenizer):
     """source: the run in --init_from; tokenizer: that of the data"""

@@ -39,18 +39,23 @@ def lines_after(digits, steps, table):
 
 def make_table(symbols, rows, rng):
     """-> table (symbols, symbols): what a digit becomes, by its left neighbour and itself. Of the
-    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
+    neighbour only the class counts, left % rows. With two rows: whether it is even or odd. Here are
+    these two rows, as README.md has them:
 
-    Each row holds each symbol once, so nothing is lost in a step. Rows of two classes send a symbol
-    to two classes: 3 becomes an odd digit after an even one, say, and an even one after an odd one.
-    So who does not know the neighbour can't even tell odd from even."""
-    by_class = np.zeros((rows, symbols), int)   # by the class of the neighbour
-    # To which class row 0 sends each symbol. The next row sends it one class further, and so on.
-    in_row_0 = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+        0 1 2 3 4 5 6 7 8 9    this digit becomes
+        0 7 4 5 6 1 3 8 9 2    after an even one
+        9 8 1 4 7 2 6 5 0 3    after an odd one
+
+    A row holds each digit once, so nothing is lost in a step. And each digit has successors of all
+    classes: 3 becomes 5 or 4. So who does not know the neighbour can't even tell odd from even."""
+    # To which class does each symbol go in the first row? With two rows, five become even.
+    goes_to = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    by_class = np.zeros((rows, symbols), int)
     for row in range(rows):
-        for to in range(rows):
-            goes_there = (in_row_0 + row) % rows == to
-            by_class[row, goes_there] = rng.permutation(np.arange(to, symbols, rows))
+        for each_class in range(rows):
+            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
+            by_class[row, goes_to == each_class] = rng.permutation(members)
+        goes_to = (goes_to + 1) % rows   # In the next row, each goes to the next class.
     return by_class[np.arange(symbols) % rows]
 
 # ----------------------------------------------------------------------------------------- the text
@@ -66,6 +71,8 @@ def steps_text(config):
     return make_documents(config, "train"), make_documents(config, "val")
 
 def make_documents(config, split):
+    """-> the texts of "train" or of "val". Drawn at random are the digits of their first lines, and
+    how many steps each line asks for."""
     n, table = DOCUMENTS[split], make_puzzle(config)["table"]
     rng = np.random.default_rng((config.table, SEEDS[split]))
     weights = 0.85 ** np.arange(config.most + 1)   # Lines that ask for few steps are more frequent.
@@ -83,6 +90,27 @@ def make_documents(config, split):
 
 # ------------------------------------------------------------------------- lines in windows of text
 
+# A window is a row of tokens, and a token's place in it is its column. If lines had four digits
+# only, c3141 and its answer would stand like this:
+#
+#     column     0  1  2  3  4  5  6  7  8  9 10
+#     token      c  3  1  4  1 \n  a  1  0  8  5
+#     "line"        0  1  2  3                      cells, where the line's digits stand
+#     "answer"                     0  1  2  3       cells, where the answer's are predicted
+#
+# A token predicts the next one, so the answer's digits are predicted from its letter on.
+
+def line_length(cells):
+    """How many columns a line takes: its letter, its digits, its newline"""
+    return 1 + cells + 1
+
+def columns_of_cells(begin, cells):
+    """begin (N,): the columns where N lines begin, with their letters -> dict(line=, answer=), two
+    rows of the picture: the columns of each line's cells, and of its answer's, each (N, cells)"""
+    cell = torch.arange(cells, device=begin.device)
+    answer_begin = begin + line_length(cells)
+    return dict(line=begin[:, None] + 1 + cell, answer=answer_begin[:, None] + cell)
+
 def steps_of_targets(idx, targets, cells):
     """How many steps lead to each target? idx, targets: windows (n, T). Returns two tensors (n, T):
 
@@ -92,13 +120,14 @@ def steps_of_targets(idx, targets, cells):
     tokens = torch.cat((idx[:, :1], targets), 1)   # the whole window, (n, T + 1)
     column = torch.arange(tokens.shape[1], device=idx.device).expand_as(tokens)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
-    letter = torch.where(is_letter, column, -1).cummax(dim=1).values   # where this line begins
-    cell = column - letter - 1
-    before = letter - (cells + 2)                                      # where the one before begins
+    # Where does the line of each token begin? At the last letter so far; -1: the window has none.
+    begin = torch.where(is_letter, column, -1).cummax(dim=1).values
+    begin_before = begin - line_length(cells)   # There begins the line before.
+    cell = column - begin - 1
     # The first line of a document follows none: in front of it stands a 256, and no newline.
-    newline = tokens.gather(1, (letter - 1).clamp_min(0)) == ord("\n")
-    known = newline & (before >= 0) & (cell >= 0) & (cell < cells)
-    asked = tokens.gather(1, before.clamp_min(0)) - ord("a")
+    follows = tokens.gather(1, (begin - 1).clamp_min(0)) == ord("\n")
+    known = follows & (begin_before >= 0) & (cell >= 0) & (cell < cells)
+    asked = tokens.gather(1, begin_before.clamp_min(0)) - ord("a")
     steps = torch.where(known, asked, -1)
     return steps[:, 1:], cell[:, 1:]   # Targets are all tokens but the first.
 
@@ -106,17 +135,17 @@ def find_lines(idx, targets, k, puzzle):
     """Finds all N lines that ask for k steps, and whose whole answer is in the same window. idx,
     targets: windows (n, T); puzzle: what meta.json says of the steps text. Returns
 
-    window, column (N,)   the i-th line begins in idx[window[i]], with its letter, at column[i]
-    digits (N, cells)     what stands in these lines"""
+    window, begin (N,)   the i-th line begins in idx[window[i]], with its letter, at begin[i]
+    digits (N, cells)    what stands in these lines"""
     cells = puzzle["cells"]
     steps, cell = steps_of_targets(idx, targets, cells)
-    # An answer begins with its letter, and there the target is its first digit.
-    answer_begins = (steps == k) & (cell == 0)
+    # At the letter of an answer, the target is the answer's first digit.
+    is_answer = (steps == k) & (cell == 0)
     last = idx.shape[1] - cells   # Of an answer that begins further right, some digits are missing.
-    window, letter_of_answer = answer_begins[:, :last + 1].nonzero().T
-    column = letter_of_answer - (cells + 2)
-    columns = column[:, None] + 1 + torch.arange(cells, device=idx.device)
-    return window, column, idx[window[:, None], columns] - ord("0")
+    window, answer_begin = is_answer[:, :last + 1].nonzero().T
+    begin = answer_begin - line_length(cells)
+    columns = columns_of_cells(begin, cells)["line"]
+    return window, begin, idx[window[:, None], columns] - ord("0")
 
 # --------------------------------------------------------------------------- lines to type and read
 

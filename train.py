@@ -8,9 +8,11 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, learning rate, model and optimizers,
-# and the loop, `train`. New here: tokens may skip sublayers. A decider says who skips what. Some
+# and the loop, `train`. New here: a residual is the rule by which a sublayer, attention or MLP,
+# changes the stream. And tokens may skip sublayers. A decider says who skips what. Some
 # residuals know how much a sublayer will change a token before it runs: that is its gain. A Runner
-# records one forward pass: who skipped, the loss and the gains. Both classes are in model.py.
+# carries the decider through one forward pass, and notes who skipped, the loss and the gains. Both
+# classes are in model.py.
 #
 # `processes` (processes.py): this process's rank and device, the count of all, and what they agree
 # on. `say` prints in the first one. `refuse` ends the program with a sentence (sentences.py).
@@ -22,7 +24,6 @@ import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import prepare   # comes first, because it says what to do where torch is not installed
@@ -65,8 +66,9 @@ class TrainConfig:
     grad_accum: int = flag(1, "parts of a batch that each process takes in turn", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
-    lr: float = flag(2e-2, "peak learning rate", 0, 1e3)
-    gate_lr: float = flag(1e-3, "peak learning rate of gates: own_lr in model.py", 0, 1e3)
+    lr: float = flag(0.0, "peak learning rate; 0: 0.02 for muon, 0.006 for adamw, 0.1 for sgd",
+                     0, 1e3)
+    gate_lr: float = flag(1e-3, "that of gates: of what a residual's own_lr names", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -107,8 +109,16 @@ def read_configs(argv=None):
 
 # --------------------------------------------------------------------------------------------- data
 
+@dataclass
+class Data:
+    """What a run reads"""
+    meta: dict                   # what prepare.py says about the text
+    shards: list                 # the training tokens, an array a shard
+    val: tuple                   # windows (x, y) for validation, (eval_windows, block_size) each
+    token_bytes: torch.Tensor    # how many bytes each token stands for
+    fingerprint: dict            # --resume refuses if meta.json, a shard's name or size is another
+
 def open_data(config, block_size, processes):
-    """-> what a run reads: shards of training tokens, and val, windows (x, y) for validation"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
         say(f"{folder} is not there yet: making it from the Python standard library")
@@ -117,18 +127,15 @@ def open_data(config, block_size, processes):
     meta = prepare.load_meta(folder)
     # This reads windows all over the training text, only to refuse tokens of another tokenizer.
     prepare.windows_of(folder, "train", block_size, config.eval_windows)
-    return SimpleNamespace(
-        meta=meta,
-        shards=prepare.open_split(folder, "train", block_size),
-        val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
-        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),   # bytes of each token
-        # --resume refuses if meta.json, or a shard's name or size, has changed.
-        fingerprint=prepare.fingerprint(folder, meta))
+    return Data(meta, shards=prepare.open_split(folder, "train", block_size),
+                val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
+                token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),
+                fingerprint=prepare.fingerprint(folder, meta))
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
     part only, so there is no random state to save: any number of processes, and a run that is
-    resumed, see the same batches. data: see open_data; device: its name"""
+    resumed, see the same batches. device: its name"""
     T = model_config.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
@@ -141,9 +148,9 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size, decider=None):
-    """x, y (n, T) -> nats per token; bits per byte of text; of all sublayer runs (each token runs
-    each sublayer once) the share that was skipped. token_bytes (V,): how many bytes each token
-    stands for; decider: says who skips, in place of model.decider"""
+    """x, y (n, T) -> nats per token, bits per byte of text, and the share of the sublayer runs that
+    was skipped. (In evaluation, the loss is the cross entropy alone.) token_bytes (V,): how many
+    bytes each token stands for; decider: says who skips, in place of model.decider"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     with torch_as_it_was(str(model.device)):
@@ -151,8 +158,8 @@ def evaluate(model, x, y, token_bytes, batch_size, decider=None):
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
             runner = Runner(model, decider)
             share = len(xi) / len(x)
-            model(xi.to(model.device), yi.to(model.device), runner=runner)
-            nats += runner.cross_entropy.item() * share
+            _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
+            nats += loss.item() * share
             skipped += runner.skipped() * share
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
@@ -226,10 +233,9 @@ def make_ready(model, config, processes):
     # It may be that no token of this process runs some sublayer.
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-def make_optimizers(model, config):
-    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW and, for the matrices of
-    blocks, Muon. Matrices have weight decay, and vectors have none. Gates, which residuals name in
-    own_lr, have the learning rate gate_lr."""
+def sort_parameters(model, with_muon):
+    """-> four lists: gates, vectors, matrices, and the matrices of blocks if Muon trains these.
+    Gates are what residuals name in own_lr."""
     named_in_own_lr = set()
     for residual in model.residuals():
         for name, p in residual.named_parameters():
@@ -242,10 +248,16 @@ def make_optimizers(model, config):
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
-        elif config.optimizer == "muon" and p in in_blocks and p.dim() == 2:
+        elif with_muon and p in in_blocks and p.dim() == 2:
             for_muon.append(p)
         else:
             matrices.append(p)
+    return gates, vectors, matrices, for_muon
+
+def make_optimizers(model, config):
+    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
+    of blocks. Only matrices have weight decay."""
+    gates, vectors, matrices, for_muon = sort_parameters(model, config.optimizer == "muon")
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
@@ -270,7 +282,7 @@ def seed_draws(seed, step, part):
 def record(runner):
     """What is reported of a forward pass. The loss is the cross entropy, without what --mod or
     --gain_cost adds to it. (With --deep_supervision, it is a mean over the blocks.)"""
-    found = dict(loss=runner.cross_entropy.detach(), skip_rate=runner.skipped())
+    found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped())
     gain = runner.mean_gain()
     if gain is not None:   # A decider or --gain_cost has asked for it.
         found["mean_gain"] = gain.detach()
@@ -300,8 +312,8 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
 def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
 
-    model_config, config: the settings of the model and of its training; data: see open_data;
-    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
+    model_config, config: the settings of the model and of its training; data: a Data; folder: a
+    RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
     ckpt, model = begin_or_resume(model_config, config, data, folder.out)
     wrapped = make_ready(model, config, processes)
     optimizers = make_optimizers(model, config)
@@ -322,20 +334,16 @@ def train(model_config, config, data, folder, processes, signals):
         signal = processes.highest(signals[0] if signals else 0)
         is_last = bool(signal) or progress_of(config, step, flops) >= 1
 
-        # --- Evaluate and save. Each process evaluates all windows, because it is short.
+        # --- Save and evaluate. Each process evaluates all windows, because it is short.
         if is_last or step % config.eval_interval == 0:
             refuse_if_not_finite(step, folder, model)
-            if not signal:
-                part_size = config.batch_size // (config.grad_accum * processes.count)
-                val_loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
-                refuse_if_not_finite(step, folder, model, val_loss)
-                folder.log(step=step, val_loss=val_loss, val_bpb=bits, val_skip_rate=skipped)
-                say(f"iter {step:5d} | validation loss {val_loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{skipped:.1%} skipped")
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(optimizers), step=step, flops=flops,
                              data=data.fingerprint))
+            if not signal:
+                part_size = config.batch_size // (config.grad_accum * processes.count)
+                evaluate_and_report(model, data, part_size, step, folder)
             clock, clock_step = time.perf_counter(), step
         if is_last:
             break
@@ -351,7 +359,7 @@ def train(model_config, config, data, folder, processes, signals):
         # warmup is 0.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * (tokens_per_step * processes.mean(forward_flops))
+        flops += 3 * tokens_per_step * processes.mean(forward_flops)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -388,6 +396,13 @@ def refuse_if_not_finite(step, folder, model, number=0.0):
         refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
                f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
                f"--resume and a lower --lr")
+
+def evaluate_and_report(model, data, batch_size, step, folder):
+    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, batch_size)
+    refuse_if_not_finite(step, folder, model, loss)
+    folder.log(step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
+    say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
+        f"{skipped:.1%} skipped")
 
 def say_report(step, report):
     about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""

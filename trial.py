@@ -66,11 +66,12 @@ def look_at_shapes(model, name):
     if not isinstance(first, (torch.Tensor, tuple)):
         raise ValueError(f"{name}.start returned a {type(first).__name__}, and a stream is a "
                          f"tensor or a tuple of tensors")
-    for _, before, after in model.walk(idx, runner=Runner(model, Decider())):
-        wanted, found = shapes_of(before), shapes_of(after)
+    wanted = shapes_of(first)
+    for _, stream in model.walk(idx, runner=Runner(model, Decider())):
+        found = shapes_of(stream)
         if wanted != found and not model.ends.stream_grows:
             raise ValueError(f"{name}.forward returned {found}, expected {wanted}")
-    wanted, found = shapes_of(embedding), shapes_of(model.ends.finish(after))
+    wanted, found = shapes_of(embedding), shapes_of(model.ends.finish(stream))
     if wanted != found:
         raise ValueError(f"{name}.finish returned {found}, expected {wanted}")
 

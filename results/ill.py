@@ -42,16 +42,17 @@ def rms(x):
 def stream_and_change(model, idx):
     """-> two lists, with a number a block; see above"""
     handed_on, changes, before = [], [], None
-    for place, stream, after in model.walk(idx):
+    for place, stream in model.walk(idx):
         if place % 2 == 1:
-            before = model.ends.as_tensor(stream)
-            continue
-        now = model.ends.as_tensor(after)
-        source = now
-        if model.ends.stream_grows:
-            source = list(after[1].values())[-1][0]   # of AttnRes: that of the last group
-        handed_on.append(rms(source).mean().item())
-        changes.append((rms(now - before) / rms(before)).mean().item())
+            continue   # It is inside of a block.
+        now = model.ends.as_tensor(stream)
+        if before is not None:
+            source = now
+            if model.ends.stream_grows:
+                source = list(stream[1].values())[-1].value   # of AttnRes: that of the last group
+            handed_on.append(rms(source).mean().item())
+            changes.append((rms(now - before) / rms(before)).mean().item())
+        before = now
     return handed_on, changes
 
 def measure(inspected, history):

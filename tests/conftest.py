@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
-from model import GPT, GPTConfig, KVCache, Runner, SHARPNESS
+from model import GPT, GPTConfig, KVCache, Runner
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
@@ -72,8 +72,7 @@ def logits(model, idx=None, **options):
 @torch.no_grad()
 def streams(model, idx=None):
     """The stream as one vector per token: before sublayer 1, and after each sublayer."""
-    walk = list(model.walk(ids() if idx is None else idx))
-    return [model.ends.as_tensor(x) for x in [walk[0][1]] + [after for _, _, after in walk]]
+    return [model.ends.as_tensor(stream) for _, stream in model.walk(ids() if idx is None else idx)]
 
 def decode(model, idx, pieces, decider=None):
     """The logits of all tokens, piece by piece through a KV cache"""
@@ -126,7 +125,7 @@ def attention_by_hand(attn, x, keep=None):
     seen = torch.ones(T, T, dtype=torch.bool).tril().expand(B, T, T)
     if keep is not None:         # A token sees itself, because a row without any key would be NaN.
         seen = seen & (keep[:, None] | torch.eye(T, dtype=torch.bool))
-    scores = torch.einsum("bihc,bjhc->bhij", q, k) * SHARPNESS / hs
+    scores = torch.einsum("bihc,bjhc->bhij", q, k) * 128 ** 0.5 / hs   # as is usual in heads of 128
     weights = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
     return torch.einsum("bhij,bjhc->bihc", weights, v).flatten(-2) @ attn.c_proj.weight.T
 

@@ -13,7 +13,7 @@ from model import ByGain, Runner, Without
 L = 4   # blocks
 
 def run_of(residual="pre", text="", windows=None, **config):
-    """Twelve windows: `some` are three batches of one."""
+    """Of twelve windows"""
     model = make(residual, n_layer=L, vocab_size=320, **config)
     settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="")
     windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
@@ -77,9 +77,10 @@ def test_depth_map():
     found = analyze.depth_map(run)
     assert found["tokens"][:8] == ["a", "\t", "", "é", "$", "x", "$", "\n"]
     assert len(found["tokens"]) == 16
+    walk = list(run.model.walk(idx, runner=Runner(run.model, analyze.skipping(run))))
     gains = []
-    for place, before, _ in run.model.walk(idx, runner=Runner(run.model, analyze.skipping(run))):
-        gains.append(run.model.residuals()[place - 1].gain(before).abs()[0, :, 0])
+    for residual, (_, before) in zip(run.model.residuals(), walk[:-1]):
+        gains.append(residual.gain(before).abs()[0, :, 0])
     gains = torch.stack(gains)
     angles = torch.where(gains >= 0.3, gains.atan().rad2deg(), torch.nan)
     torch.testing.assert_close(found["degrees"], angles, equal_nan=True)
@@ -99,7 +100,8 @@ def test_what_skipping_costs():
     run.mean = mean
     lines, = analyze.skip_curve(run).values()
     idx = run.other_quarter[0][0]
-    gains = [run.model.residuals()[place - 1].gain(x) for place, x, _ in run.model.walk(idx)]
+    befores = [stream for _, stream in run.model.walk(idx)][:-1]
+    gains = [residual.gain(x) for residual, x in zip(run.model.residuals(), befores)]
     turned = [gain.abs().atan().rad2deg().mean().item() for gain in gains]
     assert asked[0](idx).tolist() == pytest.approx(turned, rel=1e-3)
     assert lines["by gain"][0] == pytest.approx([0, run.loss])
@@ -177,9 +179,7 @@ def test_what_the_page_says():
 
 @pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
 def test_the_most_steps_that_are_known(right, most):
-    run = run_of()
-    run.right = right
-    assert run.most_known == most
+    assert analyze.StepsRun.most_known.fget(SimpleNamespace(right=right)) == most
 
 @pytest.mark.parametrize("residual, lacks", [
     ("pre", "skip_curve right_digits lines_inside patched written removal_by_steps gain_by_steps who_skips"),

@@ -1,5 +1,6 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import fcntl, hashlib, json, os, re, resource, shlex, signal, subprocess, sys
+import fcntl, hashlib, json, os, re, resource, runpy, shlex, signal, subprocess, sys
+from unittest.mock import Mock
 import numpy as np
 import documents
 import prepare, pytest, tiktoken, tiktoken_ext.openai_public, torch
@@ -18,12 +19,13 @@ def shard(array, magic=20240520, version=1, kind="<u2"):
     header = np.array([magic, version, len(array)] + 253 * [0], "<i4")
     return bytes(header) + bytes(np.asarray(array, kind))
 
-def run(*words):
-    prepare.main(list(map(str, words)))
+def run(line):
+    prepare.main(shlex.split(line))
 
-def refused(*words, call=run):
+def refused(function, *given):
+    """The one sentence with which function(*given) ends the program"""
     with pytest.raises(SystemExit, match="^[^\n]{20,}$") as refusal:
-        call(*words)
+        function(*given)
     return refusal.value.code
 
 def tokens(out, split):
@@ -50,16 +52,15 @@ def test_one_rule_says_what_text_is(tmp_path, content, expected):
     path = write(tmp_path / "its name.txt", content)
     for read in prepare.read_text, lambda path: documents.text_or_file(str(path)):
         if expected in ("not UTF-8", "empty"):
-            said = refused(path, call=read)
+            said = refused(read, path)
             assert str(path) in said and expected in said
         else:
             assert read(path) == expected
 
 def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
+    """What is no file's name is a text."""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "prompt.txt", "The river\n")
     (tmp_path / "folder").mkdir()
-    assert documents.text_or_file("prompt.txt") == "The river\n"
     for text in "", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline":
         assert documents.text_or_file(text) == text
 
@@ -82,42 +83,44 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
     """60 questions, each in a file of its own, and as lines of JSON in one. All but three are
     trained on, to their ends; and that is said."""
     lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
-    for i, line in enumerate(lines):
-        write(tmp_path / "files" / f"{i:02}.txt", line)
-    objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2)
-               for i, line in enumerate(lines)]
+    objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2) for i, line in enumerate(lines)]
     objects.insert(3, "")
     write(tmp_path / "lines.jsonl", "\ufeff" + "\r\n".join(objects))
-    for words in ["files"], ["lines.jsonl", "--jsonl", "body"]:
-        run("text", "--out", tmp_path / "data", "--input", tmp_path / words[0], *words[1:])
+    for i, line in enumerate(lines):
+        write(tmp_path / "files" / f"{i:02}.txt", line)
+    for flags in f"--input {tmp_path}/files", f"--input {tmp_path}/lines.jsonl --jsonl body":
+        run(f"text --out {tmp_path}/data {flags}")
         assert "documents: 57 for training, 3 for validation, 0 cut" in capsys.readouterr().out
         train, val = (side(tmp_path / "data", split) for split in ("train", "val"))
         assert sorted(train + val) == sorted(line.encode() for line in lines)
         assert val == [lines[i].encode() for i in (0, 20, 40)]
+
+def test_what_is_wrong_in_a_line(tmp_path):
+    path = tmp_path / "wrong.jsonl"
     for number, wrong in enumerate(["{", "5", '{"text": "x"}', '{"body": 5}', '["body"]'], 1):
-        write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * (number - 1) + wrong + "\n")
-        said = refused("text", "--input", tmp_path / "wrong.jsonl", "--jsonl", "body")
+        write(path, '{"body": "x"}\n' * (number - 1) + wrong + "\n")
+        said = refused(run, f"text --input {path} --jsonl body")
         assert f"wrong.jsonl, line {number}: " in said and "'body'" in said
-    assert "--jsonl FIELD" in refused("text", "--input", tmp_path / "lines.jsonl")
+    assert "--jsonl FIELD" in refused(run, f"text --input {path}")
 
 def test_what_is_no_text_is_passed_over_in_a_folder_only(tmp_path, capsys):
-    write(tmp_path / "mixed" / "a.txt", PROSE)
+    mixed, flags = tmp_path / "mixed", f"text --out {tmp_path}/data --input {tmp_path}/mixed"
+    write(mixed / "a.txt", PROSE)
     wrong = {"picture.png": b"\x89PNG", "sub/empty.txt": "", "sub/utf16.txt": "a".encode("utf-16")}
     for name, content in wrong.items():
-        write(tmp_path / "mixed" / name, content)
-        named = ["--input", tmp_path / "mixed" / name]
-        assert name in refused("text", "--out", tmp_path / "data", *named)
-    (tmp_path / "mixed" / "link").symlink_to(tmp_path / "nowhere")
-    run("text", "--out", tmp_path / "data", "--input", tmp_path / "mixed")
+        write(mixed / name, content)
+        assert name in refused(run, f"{flags}/{name}")
+    (mixed / "link").symlink_to(tmp_path / "nowhere")
+    run(flags)
     said = capsys.readouterr().out
     assert "documents: 0 for training, 0 for validation, 1 cut" in said
     assert "files passed over: 3, " in said and "picture.png" in said
     (train,), (val,) = (side(tmp_path / "data", split) for split in ("train", "val"))
     assert train + val == PROSE.encode()
 
-def test_folders_and_links(tmp_path):
+def test_folders_and_links(tmp_path, capsys):
     """Three inputs, two of which are in the first. No document comes twice."""
-    folder, out = tmp_path / "in", tmp_path / "in" / "data"
+    folder, out = tmp_path / "in", tmp_path / "in" / "it's;  $HOME é*"
     for i in range(9):
         write(folder / f"sub{i % 3}" / f"{i}.md", f"this is document {i}\r\n" * 9)
     write(tmp_path / "elsewhere" / "9.md", "this is document 9\r\n" * 9)
@@ -126,9 +129,11 @@ def test_folders_and_links(tmp_path):
     for name in ".hidden", ".git/x", "sub0/__pycache__/x.pyc":
         write(folder / name, "no document")
     for _ in range(2):   # The second time there is its own output, which is no input.
-        run("text", "--input", folder, folder / "sub0", "--out", out, "--input", folder / "link")
+        run(f"text --input {folder} {folder}/sub0 --out {shlex.quote(str(out))} --input {folder}/link")
     documents = side(out, "train") + side(out, "val")
     assert sorted(documents) == [f"this is document {i}\r\n".encode() * 9 for i in range(10)]
+    next_command = capsys.readouterr().out.split("next: ")[-1]   # A shell can read it.
+    assert shlex.split(next_command) == ["python", "train.py", "--data", str(out)]
 
 def test_stdlib(tmp_path):
     """... on a terminal that knows ASCII only, into a link to another disk."""
@@ -138,7 +143,6 @@ def test_stdlib(tmp_path):
                           capture_output=True, text=True, env=os.environ | dict(PYTHONIOENCODING="ascii"))
     assert done.returncode == 0 and done.stderr == "" and "next: python train.py --data" in done.stdout
     assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
-    assert json.loads((out / "meta.json").read_text()) == dict(name="stdlib", tokenizer="bytes")
     assert prepare.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
     train, val = (tokens(out, split) for split in ("train", "val"))
     assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
@@ -152,14 +156,14 @@ def test_shakespeare(tmp_path, monkeypatch):
     source = write(tmp_path / "input.txt", raw)
     monkeypatch.setattr(prepare, "SHAKESPEARE_URL", source.as_uri())
     monkeypatch.setattr(prepare, "SHAKESPEARE_SHA256", hashlib.sha256(raw).hexdigest())
-    run("shakespeare", "--out", out)
+    run(f"shakespeare --out {out}")
     head, tail = (bytes(tokens(out, split)[:-1].astype("u1")) for split in ("train", "val"))
     assert head + tail == raw and 0.09 < len(tail) / len(raw) < 0.12
     before = contents(out)
     write(source, "<html>please log in</html>")
-    assert "hash" in refused("shakespeare", "--out", out)
+    assert "hash" in refused(run, f"shakespeare --out {out}")
     source.unlink()
-    assert "network" in refused("shakespeare", "--out", out)
+    assert "network" in refused(run, f"shakespeare --out {out}")
     assert contents(out) == before and sorted(os.listdir(tmp_path)) == ["out"]
 
 def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
@@ -168,13 +172,13 @@ def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
         write(web / f"fineweb_{name}.bin", shard(np.arange(30_000 + i)))
     monkeypatch.setattr(prepare, "FINEWEB_URL", web.as_uri() + "/")
     write(web / "fineweb_train_000002.bin", second[:-2])   # The connection breaks there.
-    assert "fineweb_train_000002.bin" in refused("fineweb", "--shards", 2, "--out", out)
+    assert "fineweb_train_000002.bin" in refused(run, f"fineweb --shards 2 --out {out}")
     assert len(tokens(out, "train")) == 30_001 and len(list(out.glob("*.bin"))) == 2   # to train on
     for shards in out.glob("*.bin"):
         (web / shards.name).unlink()   # They are not asked for again.
     write(web / "fineweb_train_000002.bin", second)
-    run("fineweb", "--shards", 2, "--out", out)
-    run("fineweb", "--shards", 3, "--out", out)
+    run(f"fineweb --shards 2 --out {out}")
+    run(f"fineweb --shards 3 --out {out}")
     assert len(tokens(out, "train")) == 90_006 and sorted(os.listdir(tmp_path)) == ["out", "web"]
     assert "not checked" in capsys.readouterr().out and "gpt2" in (out / "meta.json").read_text()
 
@@ -188,13 +192,13 @@ def merging():
                              mergeable_ranks={token: i for i, token in enumerate(tokens)},
                              special_tokens={"<|endoftext|>": len(tokens)})
 
-@pytest.mark.parametrize("tokenizer", [prepare.get_tokenizer("bytes"), merging()], ids=["bytes", "merging"])
-def test_round_trip(tmp_path, monkeypatch, tokenizer):
+def test_round_trip(tmp_path, monkeypatch):
     """Two texts longer than a piece. In the second there is no good place to cut."""
+    tokenizer = merging()
     monkeypatch.setattr(prepare, "get_tokenizer", lambda name: tokenizer)
     pieces = "four\n" + "line text\n" * 50_000 + PROSE   # A cut at 200,000 would part " text".
     for content, traceless in (pieces, True), (PROSE * 8 + "x" * 400_000 + " " * 300_000, False):
-        run("text", "--input", write(tmp_path / "a.txt", content), "--out", tmp_path / "out")
+        run(f"text --input {write(tmp_path / 'a.txt', content)} --out {tmp_path}/out")
         train, val = (tokens(tmp_path / "out", split).tolist() for split in ("train", "val"))
         assert train.pop() == val.pop() == tokenizer.eot_token not in train + val
         assert tokenizer.decode(train) + tokenizer.decode(val) == content
@@ -209,7 +213,7 @@ def test_tokenizers(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    assert "TIKTOKEN_CACHE_DIR" in refused("gpt2", call=prepare.get_tokenizer)
+    assert "TIKTOKEN_CACHE_DIR" in refused(prepare.get_tokenizer, "gpt2")
 
 def test_shards_and_windows(tmp_path):
     a = prepare.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
@@ -221,38 +225,38 @@ def test_shards_and_windows(tmp_path):
     write(tmp_path / "fineweb_val_000000.bin", shard(range(50)))
     x, y = prepare.windows_of(tmp_path, "val", 9, 5)
     assert x[:, 0].tolist() == [0, 10, 20, 30, 40] and torch.equal(y, x + 1)
-    assert "--block_size 50" in refused(tmp_path, "val", 50, 5, call=prepare.windows_of)
+    assert "--block_size 50" in refused(prepare.windows_of, tmp_path, "val", 50, 5)
     write(tmp_path / "fineweb_val_000000.bin", shard([1, 2, 3, 50257]))   # gpt2 has no such token.
-    assert "50257" in refused(tmp_path, "val", 3, 1, call=prepare.windows_of)
+    assert "50257" in refused(prepare.windows_of, tmp_path, "val", 3, 1)
 
 @pytest.mark.parametrize("content, found, deletes", [
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off
     (shard([1, 2, 3])[:100], "0 of 3 tokens", True),
-    (shard([1, 2, 3], 20240801, 7, "<u4"), "Llama 3's tokens (version 7, uint32)", False),
-    (bytes(range(1, 200)) * 20, "no header", False),   # nanoGPT's
-    (b"\1\0\2\0", "no header", False), (b"", "no header", False)])
+    (shard([1, 2, 3], 20240801, 7, "<u4"), "version 1, which", False),   # llm.c's of Llama 3
+    (bytes(range(1, 200)) * 20, "version 1, which", False),   # nanoGPT's
+    (b"\1\0\2\0", "version 1, which", False), (b"", "version 1, which", False)])
 def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     """Only one that is cut short can't be of any use any more."""
-    said = refused(write(tmp_path / "its.bin", content), call=prepare.read_shard)
+    said = refused(prepare.read_shard, write(tmp_path / "its.bin", content))
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
-    assert ("version 1" in said and "uint16" in said) == (found[0] in "Ln")   # what is read
 
-@pytest.mark.parametrize("name, splits", [
-    ("festival_train_000000", ["train"]), ("arrival_val_000000", ["val"]), ("train", ["train"]),
-    ("tiny_shakespeare_val", ["val"]), ("fineweb-val.3", ["val"]), ("train7", ["train"]),
-    ("strain_validity_0", []), ("interval", []), ("train_of_val", None), ("val-train-0", None)])
-def test_the_split_is_a_word_of_the_name(tmp_path, name, splits):
+@pytest.mark.parametrize("name, split", [
+    ("festival_train_000000", "train"), ("arrival_val_000000", "val"), ("train", "train"),
+    ("tiny_shakespeare_val", "val"), ("fineweb-val.3", "val"), ("train7", "train"),
+    ("strain_validity_0", None), ("interval", None)])
+def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
     write(tmp_path / f"{name}.bin", shard([1, 2]))
-    for split in "train", "val":
-        if splits and split in splits:
-            assert tokens(tmp_path, split).tolist() == [1, 2]
+    for asked in "train", "val":
+        if asked == split:
+            assert tokens(tmp_path, asked).tolist() == [1, 2]
         else:
-            said = refused(tmp_path, split, call=prepare.open_split)
-            assert ("rename" in said) == (splits is None)
+            assert f"no {asked} shard" in refused(prepare.open_split, tmp_path, asked)
+    write(tmp_path / "train_of_val.bin", shard([1, 2]))
+    assert "rename" in refused(prepare.open_split, tmp_path, "val")
 
 def test_meta(tmp_path):
     for missing in tmp_path / "nowhere", tmp_path:
-        assert "no data set there" in refused(missing, call=prepare.load_meta)
+        assert "no data set there" in refused(prepare.load_meta, missing)
     for name in "llm.c", "fineweb":   # Neither llm.c nor modded-nanogpt write a meta.json.
         for i in (2, 1):
             write(tmp_path / name / f"{name.replace('.', '')}_train_{i:06d}.bin", shard([i]))
@@ -261,27 +265,24 @@ def test_meta(tmp_path):
         assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
     for content in "{", "", "{}", b"\xff", '{"tokenizer": "llama"}':
         write(tmp_path / "meta.json", content)
-        assert "must name a tokenizer" in refused(tmp_path, call=prepare.load_meta)
-    for by_hand in dict(tokenizer="bytes"), dict(tokenizer="bytes", vocab_size=257):   # as it once was written
+        assert "must name a tokenizer" in refused(prepare.load_meta, tmp_path)
+    # The second is as it once was written.
+    for by_hand in dict(tokenizer="bytes"), dict(tokenizer="bytes", vocab_size=257):
         write(tmp_path / "meta.json", json.dumps(by_hand))
         assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 
-def killed(words, at):
+def killed(line, at):
     """A prepare.py that gets kill -9 before it writes its first shard (at = 0) or its second, or
     moves the first of its three files (2), and so on"""
+    left = list(range(at + 1))
     def counted(function):
-        def call(*args):
-            if next(calls) == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args)
-        return call
+        return lambda *args: function(*args) if left.pop() else os.kill(os.getpid(), signal.SIGKILL)
     if os.fork() == 0:
-        calls = iter(range(9))
         prepare.write_shard, os.replace = counted(prepare.write_shard), counted(os.replace)
         try:
-            run(*words)
+            run(line)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
@@ -290,50 +291,63 @@ def killed(words, at):
 def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
     """... and what else it leaves is cleared up by the next prepare.py."""
     out = tmp_path / "out"
-    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
-    killed(words, at)   # No data set is there yet.
-    refused(out, "val", call=prepare.open_split)
-    run(*words)
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
+    killed(line, at)   # No data set is there yet.
+    refused(prepare.open_split, out, "val")
+    run(line)
     before = contents(out)
     write(tmp_path / "a.txt", PROSE[::-1])
-    killed(words, at)
+    killed(line, at)
     if at < 2:   # The new one wasn't whole.
         assert before.items() < contents(out).items()
     else:
-        refused(out, "val", call=prepare.open_split)
-    run(*words)
+        refused(prepare.open_split, out, "val")
+    run(line)
     assert contents(out) != before and contents(out).keys() == before.keys()
     assert sorted(os.listdir(out)) == ["lock", "meta.json", "train_000000.bin", "val_000000.bin"]
 
 def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
     """Another prepare.py, a full disk, Ctrl-C, a folder of another data set"""
     out = tmp_path / "out"
-    words = ["text", "--input", write(tmp_path / "a.txt", PROSE), "--out", out]
-    run(*words)
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
+    run(line)
     write(tmp_path / "a.txt", PROSE[::-1])
     write(out / "notes.txt", "mine")
     write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
     before = contents(tmp_path)
-    for command in (["stdlib", "--out", out], ["fineweb", "--out", out],
-                    [*words, "--tokenizer", "gpt2"], [*words[:-1], tmp_path / "theirs"]):
-        assert "another data set" in refused(*command)
+    for command in (f"stdlib --out {out}", f"fineweb --out {out}", f"{line} --tokenizer gpt2",
+                    f"{line} --out {tmp_path}/theirs"):
+        assert "another data set" in refused(run, command)
     with open(out / "lock") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
-        assert "another prepare.py" in refused(*words)
+        assert "another prepare.py" in refused(run, line)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "prepare.py", *line.split()],
+                          capture_output=True, text=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert done.returncode == 1 and re.fullmatch(".*prepare.py: .*File too large\n", done.stderr)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare, "write_shard", lambda *_: signal.raise_signal(signal.SIGINT))
-        run(*words)
+        run(line)
     assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
-    def no_locks(*_):
-        raise OSError("a file system without locks")
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    run(*words)   # Now nothing is in its way.
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
+    run(line)   # Now nothing is in its way.
     assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
+
+REFUSED = {   # a command line -> words of its sentence
+    "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
+    "text --input one": "too little", "text --input good latin": "latin",
+    "text --input empty --out empty": "outside of --out", "text --input empty": "too little",
+    "text --input ''": "--input '': no such file", "text --input good no": "--input no: no such",
+    "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
+    "steps --jsonl text": "text only", "text": "--input", "steps --symbols 11": "--symbols",
+    "steps --shards 5": "--shards: is for", "stdlib --cells 5": "--cells: is for",
+    "text --table 1 --input one": "--table: is for", "steps --symbols 1": "--symbols",
+    "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
+    "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards",
+    "--shards 1": "required: name",
+    "--tabel 3": "did you mean --table?"}   # What is misspelt is told before what is missing.
 
 def test_bad_input(tmp_path, monkeypatch):
     """One sentence; and no folder has been made."""
@@ -343,41 +357,24 @@ def test_bad_input(tmp_path, monkeypatch):
     for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
         write(tmp_path / name, content)
     before = sorted(os.listdir())
-    for words, message in {
-            "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
-            "text --input one": "too little", "text --input good latin": "latin",
-            "text --input empty --out empty": "outside of --out", "text --input empty": "too little",
-            "text --input ''": "--input '': no such file", "text --input good no": "--input no: no such",
-            "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
-            "steps --jsonl text": "text only", "text": "--input", "steps --symbols 11": "--symbols",
-            "steps --shards 5": "--shards: is for", "stdlib --cells 5": "--cells: is for",
-            "text --table 1 --input one": "--table: is for", "steps --symbols 1": "--symbols",
-            "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
-            "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards"}.items():
-        assert message in refused(*shlex.split(words)), words
+    for line, words in REFUSED.items():
+        assert words in refused(run, line), line
         assert sorted(os.listdir()) == before
     assert (tmp_path / "good").read_text() == PROSE
 
-@pytest.mark.parametrize("name", ["two words", "it's", "$HOME", "a;b", "é*"])
-def test_the_next_command_can_be_typed(tmp_path, capsys, name):
-    run("text", "--input", write(tmp_path / "a.txt", PROSE), "--out", tmp_path / name)
-    command = capsys.readouterr().out.split("next: ")[1]
-    assert shlex.split(command) == ["python", "train.py", "--data", str(tmp_path / name)]
-
-@pytest.mark.parametrize("package", ["fcntl", "numpy", "tiktoken", "torch", "all"])
-def test_without_the_environment(package):
-    """... the sentence says what to type. -S: a Python without any packages"""
-    program = [ROOT / "prepare.py", "steps", "--out", "two words"]
-    python = [sys.executable, "-S"]
-    if package != "all":   # None: it can't be imported.
-        code = f"import runpy, sys; sys.modules['{package}'] = None; sys.argv = sys.argv[1:]; "
-        python = [sys.executable, "-c", code + "runpy.run_path(sys.argv[0], run_name='__main__')"]
-    done = subprocess.run([*python, *program], capture_output=True, text=True)
+def test_without_the_environment():
+    """The sentence says what to type. -S: a Python without any packages"""
+    words = [str(ROOT / "prepare.py"), "steps", "--out", "two words"]
+    done = subprocess.run([sys.executable, "-S", *words], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert package == "all" or f"no {package};" in done.stderr
-    if package == "fcntl":
-        assert "WSL" in done.stderr
-    else:
-        _, target, _, _, *command = shlex.split(done.stderr.split("; type ")[1])
-        assert command == [".venv/bin/python", *map(str, program)]
-        assert re.search(f"^{target.rstrip(',')}:", (ROOT / "Makefile").read_text(), re.M)
+    _, target, _, _, *command = shlex.split(done.stderr.split("; type ")[1])
+    assert command == [".venv/bin/python", *words]
+    assert re.search(f"^{target.rstrip(',')}:", (ROOT / "Makefile").read_text(), re.M)
+
+@pytest.mark.parametrize("package", ["fcntl", "numpy", "tiktoken", "torch"])
+def test_without_one_package(monkeypatch, package):
+    """fcntl is missing on Windows only."""
+    monkeypatch.delitem(sys.modules, "folders")
+    monkeypatch.setitem(sys.modules, package, None)   # It can't be imported.
+    said = refused(runpy.run_path, str(ROOT / "prepare.py"))
+    assert f"no {package}; " in said and ("on Windows, use WSL" in said) == (package == "fcntl")

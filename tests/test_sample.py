@@ -6,7 +6,7 @@ import pytest, torch
 
 import prepare, sample, train
 from conftest import ROOT, make
-from model import EarlyExit, who_ran
+from model import EarlyExit, Runner
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -35,9 +35,10 @@ def numbers(told):
     return float(found[1])
 
 def test_who_ran():
+    """The tests of skipping rely on it."""
     keep = torch.tensor([[True, False]])
     runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
-    assert who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
+    assert Runner.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
@@ -78,59 +79,47 @@ def test_depth(main):
     long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
     assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
 
-def test_colours(capsys):
+def test_colours():
     assert sample.painted("x", 0.2) == sample.painted("x", 0.5) != sample.painted("x", 0.8)
     assert sample.painted("x", 1.0) != sample.painted("x", 0.9)
-    sample.show("a", 0.5)
-    sample.show(" \n", 0.5)   # needs no colour
-    sample.show("b")
-    assert capsys.readouterr().out == sample.painted("a", 0.5) + " \nb"
 
 @pytest.mark.parametrize("name, flags, message", [
-    ("nag", "--temperature nan", "must be from"), ("nag", "--remove 0", "blocks 1 to 3"),
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
-    ("attnres", "--exit 0.5", "--exit"), ("nag", "--remove 4", "blocks 1 to 3"),
-    ("nag", "--remove 1,2,3", "blocks 1 to 3"), ("nag", "--remove 1,x", "blocks 1 to 3"),
-    ("nag", "--skip 0.3", "did you mean --skip_below")])
+    ("nag", "--skip_below -0.5", "from 0 to 100"), ("attnres", "--exit 0.5", "--exit"),
+    ("nag", "--temperature nan", "must be from"),
+    *[("nag", f"--remove {blocks}", "blocks 1 to 3") for blocks in ("0", "4", "1,2,3", "1,x")]])
 def test_bad_input(main, name, flags, message):
     with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
         main(name, *flags.split())
 
-RUNNER = SimpleNamespace(skipped=lambda last: 0.25 if last else None, keeps=[None, False], shape=(1, 1),
-                         model=SimpleNamespace(device="cpu"))   # of stand-ins for a model
+def test_stops_at_end_of_text(monkeypatch, capsys):
+    """é comes in two tokens. For each, three quarters of the sublayers ran."""
+    asked, runner = [], SimpleNamespace(skipped=lambda last: 0.25 if last else None,
+                                        who_ran=lambda: torch.ones(6, 1, 1))
+    said = iter([(torch.tensor([[token]]), runner) for token in (0xc3, 0xa9, ord("\n"), 0xc3, 256, 67)])
+    def new_tokens(model, idx, *_, n_vocab):
+        asked.append((idx.tolist(), n_vocab))   # how many tokens may come
+        return said
+    monkeypatch.setattr(sample, "new_tokens", new_tokens)
+    config, tokenizer = sample.SampleConfig(prompt="A", depth=True), prepare.get_tokenizer("bytes")
+    assert sample.sample(SimpleNamespace(device="cpu"), tokenizer, config) == [0.25] * 5
+    assert asked == [([[ord("A")]], 257)]
+    assert capsys.readouterr().out == f"A{sample.painted('é', 0.75)}\n\ufffd\n"   # A space needs no colour.
+    assert [token.item() for token, _ in said] == [67]   # It has not asked for this one.
 
-@pytest.fixture
-def say(capsys, monkeypatch):
-    """(tokens that a stand-in says, settings) -> what is returned, what is printed, what new_tokens got"""
-    def call(tokens, **settings):
-        calls, tokens = [], iter([(torch.tensor([[token]]), RUNNER) for token in tokens])
-        def new_tokens(model, *args, n_vocab):
-            calls.append((*args, n_vocab))
-            return tokens
-        monkeypatch.setattr(sample, "new_tokens", new_tokens)
-        model = SimpleNamespace(device="cpu")
-        config = sample.SampleConfig(**settings)
-        found = sample.sample(model, prepare.get_tokenizer("bytes"), config)
-        return found, capsys.readouterr().out, calls[0], [token.item() for token, _ in tokens]
-    return call
-
-def test_stops_at_end_of_text(say):
-    """é comes in two tokens."""
-    found, shown, call, left = say((0xc3, 0xa9, 0xc3, 256, 67), prompt="A")
-    assert found == [0.25] * 4 and shown == "Aé\ufffd\n" and left == [67]
-    assert call[0].tolist() == [[ord("A")]] and call[-1] == 257   # tokens that may come
-
-def test_a_terminal_gets_no_control_characters(say, monkeypatch):
+def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
     """Whoever has written the prompt, or the text that the model has learned. A file gets all of it."""
-    prompt = "a\tb\n\x1b]0;x\x07\r\x9b31m\b" + 400 * "é"
-    bad = [*b"\x1b]0;y\x07\r\b\t\n", *"\x9b5n\u202e".encode(), ord("z")]
-    assert say(bad, prompt=prompt)[1] == prompt + bytes(bad).decode() + "\n"
+    bad = b"a\tb\n\x1b]0;x\x07\r\b" + "\x9b5né\u202e".encode() + b"z"
+    def printed(in_colours):
+        printer = sample.Printer(prepare.get_tokenizer("bytes"), in_colours)
+        for token in bad:
+            printer.show_token(token, 0.75)
+        printer.end()
+        return capsys.readouterr().out
+    assert printed(False) == bad.decode() + "\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    plain = say(bad, prompt=prompt)[1]
-    assert plain == "a\tb\n?]0;x???31m?" + 400 * "é" + "?]0;y???\t\n?5n?z\n"
-    shown = say(bad, prompt=prompt, depth=True)[1]
-    assert re.sub(r"\033\[([\d;]*)m", "", shown) == plain
-    assert sample.painted("z", 0.75) in shown   # Three quarters ran for it. The prompt's depths are all alike.
+    assert printed(False) == "a\tb\n?]0;x????5né?z\n"
+    assert re.sub(r"\033\[([\d;]*)m", "", printed(True)) == printed(False)
 
 def test_a_reader_that_has_had_enough_and_knows_ascii_only(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"

@@ -1,6 +1,5 @@
 """Who runs a sublayer: thresholds, routers, LayerDrop, removal, early exit. Float64. The reference: every
 token runs every sublayer, and the result is thrown away for those that skip."""
-import re
 from functools import partial
 
 import pytest, torch
@@ -27,14 +26,10 @@ def at_rate(model, rate):
     """A threshold above a share `rate` of the dense model's gains, and near none: rounding would decide."""
     with torch.no_grad():
         steps = zip(model.sublayers(IDX), model.walk(IDX))
-        gains = torch.stack([residual.gain(x).abs() for (_, residual, _), (_, x, *_) in steps])
+        gains = torch.stack([residual.gain(x).abs() for (_, residual, _), (_, x) in steps])
     gains = gains.flatten().sort().values
     cut = next(i for i in range(int(rate * len(gains)), len(gains)) if gains[i] - gains[i - 1] > 1e-6)
     return M.ByGain(model.config, (gains[cut - 1] + gains[cut]).item() / 2)
-
-def mask(keep, idx):
-    """An answer of a decider as (B, T)"""
-    return keep if isinstance(keep, torch.Tensor) else torch.full(idx.shape, keep is None)
 
 def by_places(decisions):
     """A decider that says decisions[place - 1]"""
@@ -44,7 +39,7 @@ def forward(model, idx=IDX, decider=None):
     """-> logits, the decisions (2L, B, T)"""
     runner = M.Runner(model, decider)
     out = logits(model, idx, runner=runner)
-    return out, torch.stack([mask(keep, idx) for keep in runner.keeps])
+    return out, runner.who_ran()
 
 def loss(model, decider=None):
     return model(IDX, TARGETS, runner=M.Runner(model, decider))[1]
@@ -56,13 +51,13 @@ def choose(keep, new, old):
 
 def masked(model, decider, idx=IDX):
     """The reference of `forward`, with gradients"""
-    stream, decisions, runner = next(model.walk(idx))[1], [], M.Runner(model, decider)
+    stream, runner = next(model.walk(idx))[1], M.Runner(model, decider)
+    runner.shape = idx.shape
     for place, residual, f in model.sublayers(idx):
         runner.place, runner.residual, runner.stream, runner.known_gain = place, residual, stream, None
-        runner.shape = idx.shape
-        decisions.append(mask(decider.decide(runner), idx))
-        stream = choose(decisions[-1], residual(stream, f), stream)
-    return model.head(stream), torch.stack(decisions)
+        runner.keeps.append(decider.decide(runner))
+        stream = choose(runner.who_ran()[-1], residual(stream, f), stream)
+    return model.head(stream), runner.who_ran()
 
 def same_as_masking(model, decider):
     """Logits, decisions, loss and the gradients of all parameters -> the decisions"""
@@ -91,51 +86,39 @@ def test_extreme_angles():
     assert ran.all()   # A gain of 0, that of a shut sublayer, is not below 0.
     assert not same_as_masking(model, M.ByGain(model.config, 99.0)).any()
 
-@pytest.mark.parametrize("rate", RATES)
-def test_decisions_are_causal_and_of_one_sequence(rate):
-    model, t, later, others = nag(), 7, IDX.clone(), IDX.clone()
-    later[:, t:] = (later[:, t:] + 1 + ids(3, 16 - t, 62, seed=2)) % 64
-    others[1:] = ids(2, 16, seed=3)
-    decider = at_rate(model, rate)
-    (out, ran), (out2, ran2), (out3, ran3) = (forward(model, idx, decider) for idx in (IDX, later, others))
-    assert torch.equal(ran[:, :, :t], ran2[:, :, :t]) and torch.equal(ran[:, 0], ran3[:, 0])
-    same((out[:, :t], out[0]), (out2[:, :t], out3[0]))
-    assert (out[:, t:] - out2[:, t:]).abs().amax(-1).min() > 1e-9
+def routed(rate=0.25, **config):
+    return make("pre", **(dict(mod=f"router:rate={rate}", n_layer=4) | config))
 
-@pytest.mark.parametrize("what", ["nag", "repeat", "without", "exit", "router", "removed router",
-                                  "repeated router"])
-def test_cached_decoding_is_the_full_forward(what):
-    models = {"repeat": lambda: nag(repeat="2:3"), "router": routed, "removed router": routed,
-              "repeated router": lambda: routed(repeat="2:3"), "exit": lambda: make(n_layer=4)}
-    model = models.get(what, nag)()
+@pytest.mark.parametrize("make_model, make_decider", [
+    (nag, at_rate), (partial(nag, repeat="2:3"), at_rate),
+    (nag, lambda model, rate: M.Without({2, 3, 7}, at_rate(model, rate))),
+    # A token's best probability is about 0.08.
+    (partial(make, n_layer=4), lambda model, rate: M.EarlyExit(rate / 8)),
+    (routed, lambda model, rate: model.decider), (partial(routed, repeat="2:3"), lambda model, rate: None),
+    (routed, lambda model, rate: M.Without({3, 8}, model.decider))],
+    ids=["gain", "repeat", "gain without", "exit", "router", "repeated router", "router without"])
+def test_cached_decoding_is_the_full_forward(make_model, make_decider):
+    """So no decision depends on a later token."""
     for rate in RATES:
-        if what == "exit":
-            decider = M.EarlyExit(rate / 8)   # a token's best probability is about 0.08
-        elif "router" in what:
-            decider = M.Without({3, 8}, model.decider) if "removed" in what else None
-        else:
-            decider = at_rate(model, rate)
-            decider = M.Without({2, 3, 7}, decider) if what == "without" else decider
+        model = make_model()
+        decider = make_decider(model, rate)
         full, ran = forward(model, decider=decider)
         same(decode(model, IDX, [1, 5, 1, 1, 4, 1, 3], decider=decider), full)
         assert not ran.all() and (ran.any() or rate > 0.9)
-        if what in ("without", "removed router"):   # Others decide still. (An MLP, if its attention can't.)
+        if isinstance(decider, M.Without):   # Others decide still. (An MLP, if its attention can't.)
             assert not ran[3].all()
 
 @pytest.mark.parametrize("residual, mod, decider", [
-    ("nag", "gain", None), ("nag", "gain", "removed"), ("nag", "coins", None), ("nag", "layerdrop", None),
-    ("pre", "layerdrop", None), ("pre", "router", None), ("pre", "repeated router", None),
-    ("nag", "all", "exit"), ("pre", "all", "exit"), ("review", "coins", None), ("review", "all", "exit"),
-    ("highway", "layerdrop", None), ("convex", "coins", None), ("x0", "coins", None)])
+    ("nag", "gain:below={0}", None), ("nag", "gain:below={0}", "removed"), ("nag", "coins:rate={1}", None),
+    ("nag", "layerdrop:rate={1}", None), ("pre", "layerdrop:rate={1}", None),
+    ("pre", "router:rate={2}", None), ("pre", "router:rate={2}", "repeated"), ("nag", "all", "exit"),
+    ("review", "coins:rate={1}", None), ("review", "all", "exit"), ("x0", "coins:rate={1}", None)])
 def test_executed_flops(residual, mod, decider):
     """By torch's counter: what deciders compute, the gains that they ask for, and the keys and values that
     skippers make in attentions (none with a router, or if whole sequences skip)"""
     for rate in (0.2, 0.5, 1.0):
-        options = dict(gain=f"below={rate}", coins=f"rate={0.9 * rate}", layerdrop=f"rate={0.9 * rate}")
-        name, options = mod.split()[-1], options.get(mod, f"rate={rate / 3:.3f}")
-        config = dict(mod=name if name == "all" else f"{name}:{options}", n_layer=4)
-        config |= dict(repeat="2:3") if "repeated" in mod else {}
-        model = (nag if residual == "nag" else partial(make, residual))(**config)
+        config = dict(mod=mod.format(rate, 0.9 * rate, rate / 3), repeat="2:3" * (decider == "repeated"))
+        model = nag(**config) if residual == "nag" else make(residual, n_layer=4, **config)
         given = {"removed": M.Without({2, 3, 8}, model.decider), "exit": M.EarlyExit(rate / 8)}.get(decider)
         model.train(decider != "exit")
         runner = M.Runner(model, given)
@@ -162,11 +145,11 @@ def test_two_walks_in_turn_are_two_walks_one_after_the_other():
     other = (IDX + 5) % 64
     for model, decider in [(nag(), M.ByGain(nag().config, 0.3)), (routed(), None),
                            (make(n_layer=4), M.EarlyExit(0.06))]:
-        alone = [[after for _, _, after in model.walk(idx, runner=M.Runner(model, decider))]
+        alone = [[stream for _, stream in model.walk(idx, runner=M.Runner(model, decider))]
                  for idx in (IDX, other)]
         walks = [model.walk(idx, runner=M.Runner(model, decider)) for idx in (IDX, other)]
         for i, both in enumerate(zip(*walks)):
-            same([model.ends.as_tensor(after) for _, _, after in both],
+            same([model.ends.as_tensor(stream) for _, stream in both],
                  [model.ends.as_tensor(each[i]) for each in alone], 1e-14)
         runner = M.Runner(model, decider)
         model(IDX, runner=runner)
@@ -204,66 +187,32 @@ def test_a_gain_is_paid_for_in_training_only(mod, repeat):
     same_gradients(mine, {name: rest[name] + his[name] for name in rest})
     for name in "alpha", "beta", "votes", "preferred", "bias":   # The price moves all that make a gain.
         assert his[f"blocks.0.mlp_residual.{name}"].abs().max() > 1e-6
-    if "coins" not in mod:   # Who looks at a trained model hears of no price.
-        assert torch.equal(loss(model.eval()), loss(free.eval()))
-
-def test_a_high_price_makes_gains_fall():
-    gains = []
-    for cost in 0.0, 3.0:
-        model = make("nag", noise=0, dtype=torch.float32, gain_cost=cost).train()
-        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-        for step in range(30):
-            runner = M.Runner(model)
-            model(IDX, TARGETS, runner=runner)[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        model(IDX, runner=(runner := M.Runner(model, M.ByGain(model.config, 0.0))))
-        gains.append(runner.mean_gain().item())
-    assert gains[1] < 0.6 * gains[0]
-
-def test_a_removed_sublayer_pays_nothing():
-    """The mean gain is that of the sublayers that are there."""
-    model = nag(gain_cost=1.0).train()
-    runner = M.Runner(model, M.Without({1, 4}, M.Decider()))
-    _, loss = model(IDX, TARGETS, runner=runner)
-    there = [gain for gain in runner.gains if gain is not None]
-    assert [i for i, gain in enumerate(runner.gains) if gain is None] == [0, 3]
-    same(loss - runner.cross_entropy, torch.stack(there).abs().mean())
-    runner = M.Runner(model, M.Without(range(1, 99), M.Decider()))
-    assert model(IDX, TARGETS, runner=runner)[1] == runner.cross_entropy
-
-def test_without_a_cost_nobody_asks_for_gains():
-    model = nag(gain_cost=1.0).eval()   # Nobody pays outside of a training.
-    _, loss = model(IDX, TARGETS, runner=(runner := M.Runner(model)))
-    assert runner.mean_gain() is None and loss == runner.cross_entropy
-    model = nag().train()
-    _, loss = model(IDX, TARGETS, runner=(runner := M.Runner(model)))
-    assert runner.mean_gain() is None and loss == runner.cross_entropy
+    if mod == "all":   # Who looks at a trained model hears of no price, and nobody asks for gains.
+        runner = M.Runner(model.eval())
+        assert model(IDX, TARGETS, runner=runner)[1] == loss(free.eval()) and runner.mean_gain() is None
 
 # ----------------------------------------------------------------------------- routers, LayerDrop
 
-def routed(rate=0.25, **config):
-    return make("pre", **(dict(mod=f"router:rate={rate}", n_layer=4) | config))
-
 def routed_by_hand(model, idx):
-    """-> logits, the losses and the decisions of the routers, one for each run of a block that has one"""
+    """-> logits, the losses of the routers, and who runs each run of a block. Odd blocks have a router. In
+    training it picks the largest weights, a share of 1 - 2 rate, because only every second block skips."""
     x, losses, decisions = model.wte(idx), [], []
     for number in model.order:
-        block, before, keep = model.blocks[number], x, None
+        block, before = model.blocks[number], x
+        keep, weight = torch.ones(idx.shape, dtype=torch.bool), torch.ones(idx.shape, dtype=x.dtype)
         if number % 2 == 1:
             weight = M.unit(x) @ model.decider.routers[number // 2].weight[0]
             keep = weight > 0
-            if model.training:   # The largest weights of each sequence: rates of 25 and 12.5 % skip 50 and 25
+            if model.training:
                 rate = float(model.config.mod.split("=")[1])
-                number = max(1, round((1 - 2 * rate) * idx.shape[1]))
-                keep = weight >= weight.sort(1, descending=True).values[:, number - 1:number]
+                count = max(1, round((1 - 2 * rate) * idx.shape[1]))
+                keep = weight >= weight.sort(1, descending=True).values[:, count - 1:count]
             losses.append(-(keep * weight.sigmoid().log() + ~keep * (-weight).sigmoid().log()).mean())
-            decisions.append(keep)
+        decisions.append(keep)
         x = x + attention_by_hand(block.attn, block.attn_residual.read(x), keep)
         x = x + mlp_by_hand(block.mlp, block.mlp_residual.read(x))
-        if keep is not None:
-            x = torch.where(keep[..., None], before + weight[..., None] * (x - before), before)
-    return model.head(x), losses, decisions
+        x = torch.where(keep[..., None], before + weight[..., None] * (x - before), before)
+    return model.head(x), losses, torch.stack(decisions)
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rate, T, repeat", [(0.25, 16, ""), (0.125, 16, ""), (0.45, 7, ""), (0.45, 1, ""),
@@ -273,25 +222,18 @@ def test_a_router_is_its_reference(rate, T, repeat, training):
     the loss of the routers' own judgement is added. It counts each run of a block that is repeated."""
     model, idx, targets = routed(rate, repeat=repeat).train(training), IDX[:, :T], TARGETS[:, :T]
     right, losses, decisions = routed_by_hand(model, idx)
-    out, ran = forward(model, idx)
-    same(out, right.detach())
-    answers = iter(decisions)
-    for number, both in zip(model.order, ran.split(2)):
-        assert (both == (next(answers) if number % 2 == 1 else mask(None, idx))).all()
-    assert len(losses) == len(decisions) == (4 if repeat else 2)
-    mine, reference = model(idx, targets)[1], F.cross_entropy(right.flatten(0, 1), targets.flatten())
+    out, ran = forward(model, idx, M.Without((), model.decider))   # sample.py wraps each decider so.
+    same((out, ran), (right.detach(), decisions.repeat_interleave(2, dim=0)))
+    reference = F.cross_entropy(right.flatten(0, 1), targets.flatten())
     if training:
         reference = reference + 0.01 * sum(losses) / len(losses)
-        assert (ran[2::4].sum(-1) == max(1, round((1 - 2 * rate) * T))).all()
+    mine = model(idx, targets)[1]
     same(mine, reference, 1e-12)
     his = gradients(model, reference)
     same_gradients(gradients(model, mine), his)
-    assert (his["decider.routers.0.weight"].abs().max() > 1e-8) == (training or decisions[0].any().item())
-
-def test_without_nothing_all_is_as_before():
-    """sample.py wraps each decider so."""
-    model = routed()
-    same(forward(model, decider=M.Without((), model.decider))[0], logits(model, IDX), 1e-14)
+    assert his["decider.routers.0.weight"].any() or not training
+    nobody_asks = M.Runner(model, M.Decider())
+    same(logits(model, idx, runner=nobody_asks), logits(make(n_layer=4, repeat=repeat), idx), 1e-14)
 
 def test_of_equal_weights_those_of_earlier_tokens_are_larger():
     """To a router in training. What else is in the batch makes no difference."""
@@ -304,63 +246,48 @@ def test_of_equal_weights_those_of_earlier_tokens_are_larger():
             torch.nn.init.zeros_(router.weight)
     assert (ran[2::4] == (torch.arange(16) < 8)).all()
 
-def test_a_router_reaches_its_rate_and_sees_the_future_in_training_only():
-    model, other = routed(), IDX.clone()
-    other[:, -1] = (other[:, -1] + 1 + ids(3, 1, 62, seed=2)[:, 0]) % 64
-    for training in (True, False):
-        earlier = (logits(model.train(training), IDX) - logits(model, other)).abs()[:, :-1].max()
-        assert earlier > 1e-3 if training else earlier < 1e-12
-    nobody_asks = M.Runner(model, M.Decider(model.config))
-    same(logits(model, runner=nobody_asks), logits(make(n_layer=4)), 1e-14)
-    for n_layer in 2, 3, 5:   # The wanted share skips at any depth.
-        model = make(mod="router:rate=0.25", n_layer=n_layer, block_size=96).train()
-        _, ran = forward(model, ids(2, 96))
-        assert 1 - ran.double().mean() == pytest.approx(0.25, abs=0.01)
+@pytest.mark.parametrize("n_layer", [2, 3, 5])
+def test_a_router_reaches_its_rate(n_layer):
+    """Though only every second block has one"""
+    model = make(mod="router:rate=0.25", n_layer=n_layer, block_size=96).train()
+    _, ran = forward(model, ids(2, 96))
+    assert 1 - ran.double().mean() == pytest.approx(0.25, abs=0.01)
 
 @pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
-def test_coins_are_their_reference(residual):
-    """A coin for each token and each sublayer, in training and after it, whatever the tokens are."""
-    model = make(residual, mod="coins:rate=0.3")
-    for training in True, False:
-        model.train(training)
-        torch.manual_seed(0)
-        out, ran = forward(model, IDX)
-        same(out, logits(model, IDX, runner=M.Runner(model, by_places(ran))))
-        same_as_masking(model, by_places(ran))
-        torch.manual_seed(0)
-        assert torch.equal(forward(model, (IDX + 1) % 64)[1], ran)
-        assert ran.double().mean() == pytest.approx(0.7, abs=0.06)
-        assert ran.double().mean((1, 2)).std() < 0.15 and ran.double().mean((0, 1)).std() < 0.3
-
-@pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
-def test_layer_drop_is_its_reference(residual):
-    """Whole sequences, a coin for each of them and each sublayer, and no rescaling. In training only."""
-    model, found = make(residual, mod="layerdrop:rate=0.5"), []
-    assert torch.equal(logits(model), logits(make(residual)))
+@pytest.mark.parametrize("mod", ["coins:rate=0.3", "layerdrop:rate=0.5"])
+def test_coins_are_their_reference(residual, mod):
+    """One for each token and sublayer, or, in training only, for each sequence and sublayer. No rescaling."""
+    model, found = make(residual, mod=mod).train(), []
     torch.manual_seed(0)
-    _, ran = forward(model.train())
-    assert (ran == ran[:, :, :1]).all()
-    same_as_masking(model, by_places(ran))
-    right = gradients(model, loss(model, by_places(ran)))
+    _, ran = forward(model)
+    decider = by_places(ran)
+    same_as_masking(model, decider)
+    right = gradients(model, loss(model, decider))
     M.checkpoint_blocks(model)   # The backward pass runs blocks again, but nobody is asked again.
     for seed in (0, 1):
         torch.manual_seed(seed)
         found.append(gradients(model, loss(model)))
     same_gradients(found[0], right)
     assert not torch.equal(found[1]["wte.weight"], found[0]["wte.weight"])
+    _, ran = forward(model.eval())
+    assert ran.all() == ("layerdrop" in mod)
 
-def test_layer_drop_coins_are_fair_and_independent():
+@pytest.mark.parametrize("mod", ["coins:rate=0.3", "layerdrop:rate=0.3"])
+def test_coins_are_fair_and_independent(mod):
     torch.manual_seed(0)
-    _, ran = forward(make(mod="layerdrop:rate=0.3", n_layer=2, n_embd=4).train(), ids(4000, 1))
-    coins = ran[..., 0].double()   # (2L, B)
-    assert (coins.mean(1) - 0.7).abs().max() < 0.03
-    assert (torch.corrcoef(coins) - torch.eye(4)).abs().max() < 0.06
+    _, ran = forward(make(mod=mod, n_layer=2, n_embd=4).train(), ids(2000, 2))   # (4, B, 2)
+    tokens = torch.cat(list(ran.double().unbind(2)))     # first ones, then second ones: (8, B)
+    assert (tokens.mean(1) - 0.7).abs().max() < 0.04
+    alike = torch.eye(8)
+    if "layerdrop" in mod:   # Both tokens of a sequence have the same coin.
+        alike = alike[:4].repeat(2, 1) + alike[4:].repeat(2, 1)
+    assert (torch.corrcoef(tokens) - alike).abs().max() < 0.09
 
 # ----------------------------------------------------------------------------- removal and exit
 
 @pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "attnres:group=4", "hyper", "siamese"])
 def test_removed_sublayers_do_not_run(residual):
-    model, ran, decider = make(residual, n_layer=5), [], None
+    model, ran = make(residual, n_layer=5), []
     decider = M.Without({3, 8}, model.decider)
     for i, block in enumerate(model.blocks):
         block.attn.register_forward_hook(lambda *_, l=2 * i + 1: ran.append(l))
@@ -390,50 +317,8 @@ def test_early_exit(residual):
         out, inside = forward(model, decider=M.EarlyExit(confidence))
         assert torch.equal(inside[::2], inside[1::2]) and inside[0].all()
         same(out, masked(model, by_places(inside))[0].detach())
-        walk = list(model.walk(IDX, runner=M.Runner(model, by_places(inside))))[2::2]
-        best = torch.stack([model.head(before).softmax(-1).amax(-1) for _, before, _ in walk])
+        before_blocks = list(model.walk(IDX, runner=M.Runner(model, by_places(inside))))[2:-1:2]
+        best = torch.stack([model.head(stream).softmax(-1).amax(-1) for _, stream in before_blocks])
         assert torch.equal(inside[2::2], ~(best >= confidence).cumsum(0).bool())   # Nobody comes back.
         depth.append(inside.double().mean().item())
     assert depth[0] == 0.2 and depth[-1] == 1 and depth == sorted(depth) and depth[1] < depth[3]
-
-# ----------------------------------------------------------------------------- what is asked for and can't be
-
-@pytest.mark.parametrize("residual, can", [("pre", "exit coins router layerdrop"), ("hyper", ""),
-                                           ("nag", "gain exit coins layerdrop"), ("x0", "exit coins layerdrop")])
-def test_a_model_says_what_it_can_not(residual, can):
-    config = make(residual).config
-    deciders = [M.ByGain(config), M.EarlyExit(0.9), M.Coins(config), M.Routers(config), M.LayerDrop(config)]
-    for name, decider in zip("gain exit coins router layerdrop".split(), deciders):
-        sentence = M.why_not(decider, config)
-        assert sentence is None if name in can.split() else residual in sentence and "use " in sentence
-
-@pytest.mark.parametrize("mod, says", [
-    ("gian", "choose from all, gain"), ("gain:blow=1", "no option 'blow'; its options are below=0.05"),
-    ("gain:below=-1", "from 0 to 100"), ("router:rate=0.5", "from 0.001 to 0.45"),
-    ("router:rate=0.4", "1 of 3 blocks have a router, too few for this rate; give a smaller one")])
-def test_wrong_deciders_get_a_sentence(mod, says):
-    with pytest.raises(ValueError, match=re.escape(says)):
-        make("pre" if "router" in mod else "nag", mod=mod)
-
-def test_a_decider_of_ones_own(monkeypatch):
-    """A class and a key, and nothing else; a wrong answer is told."""
-    class EverySecond(M.Decider):
-        needs_skipping = True
-        def __init__(self, config, first=1):
-            super().__init__(config)
-            self.first = first
-
-        def decide(self, runner):
-            return (torch.arange(16) % 2 == self.first).expand(runner.shape)
-
-    class Wrong(M.Decider):
-        def decide(self, runner):
-            return runner.stream
-
-    monkeypatch.setitem(M.DECIDERS, "second", EverySecond)
-    monkeypatch.setitem(M.DECIDERS, "wrong", Wrong)
-    model = make(mod="second:first=0")
-    assert (forward(model)[1] == (torch.arange(16) % 2 == 0)).all()
-    same_as_masking(model, model.decider)
-    with pytest.raises(ValueError, match="Wrong.decide returned .*, not EVERYONE, REMOVED or bools"):
-        logits(make(mod="wrong"))

@@ -47,20 +47,19 @@ def test_table(symbols, rows):
     assert (np.sort(table, axis=1) == np.arange(symbols)).all()
     assert (np.sort(table[:rows] % rows, axis=0).T == np.arange(rows)).all()
 
-def test_next_line_by_hand():
-    table = [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]]
-    assert steps.next_line([[3, 0, 2, 0, 1]], table).tolist() == [[0, 0, 2, 1, 1]]
-
-def test_lines():
+def test_lines_by_hand():
     puzzle = dict(table=[[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]], cells=5)
     by_hand = [[3, 0, 2, 0, 1], [0, 0, 2, 1, 1], [3, 3, 2, 2, 0]]
     lines = steps.lines_after(torch.tensor([by_hand[0], by_hand[0]]), 2, puzzle["table"])
     assert lines.shape == (3, 2, 5) and lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
     assert steps.solve("c30201", puzzle) == ["30201", "00211", "33220"] and steps.solve("a3", puzzle) == ["3"]
     assert steps.spelled(torch.tensor([0, 9, 10, -1])) == "09??"
-    last = dict(cells=3, most=2, table=range(4))   # The text has lines from a000 to c333.
-    for line, is_one in ("a000", True), ("c333", True), ("d000", False), ("a004", False), ("a00", False), (
-            "a0000", False), ("", False), ("0000", False), ("a00\n", False), ("A000", False), ("a00²", False):
-        assert steps.why_no_line(line, last) == (None if is_one else "a letter from a to c, and 3 digits from 0 to 3")
     assert [len(steps.some_digits(dict(table=range(n), cells=100))) for n in (6, 10)] == [100, 100]
     assert [steps.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]
+
+def test_what_is_a_line():
+    puzzle = dict(cells=3, most=2, table=range(4))   # The text has lines from a000 to c333.
+    for line in "a000", "c333":
+        assert steps.why_no_line(line, puzzle) is None
+    for line in "d000", "a004", "a00", "a0000", "", "0000", "a00\n", "A000", "a00²":
+        assert steps.why_no_line(line, puzzle) == "a letter from a to c, and 3 digits from 0 to 3"
