@@ -232,8 +232,12 @@ def draw_cost(rows):
                                (COLORS[7], "at random, as often in each sublayer", coins)]:
         skipped = np.array([of_seeds(way, "skipped") for way in ways]) * 100   # (ways, seeds)
         steps = np.array([of_seeds(way, "steps") for way in ways])
-        left.plot(skipped, steps, ".", color=color, alpha=0.5)
+        left.plot(skipped, steps, ".", color=color, alpha=0.25)
         left.plot(skipped.mean(1), steps.mean(1), "o-", color=color, label=label)
+        if ways is by_gain:
+            for x, y, degrees in zip(skipped.mean(1), steps.mean(1), ("none", 1, 3, 6, 11)):
+                left.annotate(f"{degrees}°" if degrees != "none" else "none", (x, y), (0, 7),
+                              textcoords="offset points", ha="center", fontsize=8)
     plain = statistics.mean(values(rows, "plain NAG", "steps").values())
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
@@ -272,16 +276,20 @@ def draw_ill(measured):
 
 def draw_gaps(found, title, name):
     """Those comparisons that comparisons.csv has for this figure, each with its interval"""
-    figure, axes = plt.subplots(figsize=(8, 4))
+    figure, axes = plt.subplots(figsize=(8, 4.5))
     colors = {"better": COLORS[2], "worse": COLORS[1], "open": "0.6"}
     shown = [each for each in found if each.figure == name]
     for each in sorted(shown, key=lambda each: each.gap.mean):
+        color = colors.get(each.word, COLORS[0])
+        # Hollow: its interval leaves out 0, but Holm's correction undoes that.
+        undone = each.word == "open" and each.gap.p < 0.05
         axes.errorbar(each.gap.mean, each.label, xerr=each.gap.half(0.05), fmt="o", capsize=3,
-                      color=colors.get(each.word, COLORS[0]))
+                      color=color, markerfacecolor="white" if undone else color)
     for word, color in colors.items():
         if word in {each.word for each in shown}:
             axes.plot([], [], "o", color=color, label=word)
-    axes.plot([], [], " ", label="(open: also what Holm's correction undoes)")
+    axes.plot([], [], "o", color=colors["open"], markerfacecolor="white",
+              label="open after Holm's correction")
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.set(xlabel="bits per byte: left of 0 is better than PreNorm (95 % intervals)", title=title)
     axes.invert_yaxis()
