@@ -8,8 +8,13 @@ A field of a dataclass is a flag. `flag` says its default, its help, and which v
         size: int = flag(12, "how large it is", 1, 4096)
         kind: Literal["a", "b"] = flag("a", "what it is")
         plain: float = 0.5          # a flag, too, without help
+        files: list = flag(None, "to be read")
 
-    [config] = parse([Config])      # reads --size 7 --kind b
+        def problems(self):         # if there are any: sentences about what doesn't fit together
+            return ["--kind b: is for small sizes"] if self.kind == "b" and self.size > 9 else []
+
+    # reads: notes.txt more.txt --size 7 --kind b
+    [config] = parse([Config], positional=("files",))
 """
 import argparse
 import dataclasses
@@ -47,10 +52,10 @@ def problem_of(field, value):
     types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
     if field.type in TYPE_NAMES and type(value) not in types:
         return f"must be {TYPE_NAMES[field.type]}"
-    return not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+    return why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
 
-def not_allowed(value, allowed):
-    """Why this value is not allowed, or None if it is. allowed: the choices of a word, or the
+def why_not_allowed(value, allowed):
+    """A reason, or None if the value is allowed. allowed: the choices of a word, or the
     lowest and the highest number; None: all are"""
     if not allowed:
         return None
@@ -188,7 +193,7 @@ def read_options(text, defaults, allowed):
             known = ", ".join(f"{name}={default}" for name, default in defaults.items())
             raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
         found[key] = option_value(key, word, defaults[key])
-        problem = not_allowed(found[key], allowed.get(key))
+        problem = why_not_allowed(found[key], allowed.get(key))
         if problem:
             raise ValueError(f"option {option}: {problem}")
     return found

@@ -111,7 +111,7 @@ class Inside:
     def __init__(self, model, puzzle, windows, k):
         """windows: x, y (n, T) of validation text. NotHere if they have too few such lines"""
         self.model, self.puzzle, self.k = model, puzzle, k
-        self.n_blocks = len(model.order)
+        self.n_runs = len(model.order)   # of blocks: more than there are, with --repeat
         self.probes, self.share = {}, {}
         x, y = windows
         half, symbols = len(x) // 2, len(puzzle["table"])
@@ -127,7 +127,7 @@ class Inside:
 
     def share_by_block(self, where):
         """-> for each block, from 0 on, the list of the shares after 0, 1, .. k steps"""
-        return [self.share[where, block] for block in range(self.n_blocks + 1)]
+        return [self.share[where, block] for block in range(self.n_runs + 1)]
 
     def furthest(self, block):
         """-> (steps, where) of the furthest digits that can be read after a block, or None"""
@@ -151,7 +151,7 @@ class Inside:
         # This is one window, number 0, and the line begins where it begins, in column 0.
         window, begin = torch.tensor([0]), torch.tensor([0])
         vectors = vectors_of(self.model, idx, window, begin, self.puzzle["cells"])
-        blocks = [self.read_after(block, vectors, right) for block in range(self.n_blocks + 1)]
+        blocks = [self.read_after(block, vectors, right) for block in range(self.n_runs + 1)]
         return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
 
     def read_after(self, block, vectors, right):

@@ -62,15 +62,13 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 # Part 1 calls some functions of the other parts. Without any flag, this is what they do:
 #
-#     make_residual    makes a PreNorm (with some more hooks): stream + f(norm(stream))
+#     make_residual    makes a PreNorm, the rule stream + f(norm(stream))
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
 #     config_problems  sentences, if a config is not possible
-#     Runner           runs the sublayers: its `run` returns residual(stream, f), for all tokens.
-#                      Its extra_loss is 0
-#     make_decider     makes the decider that tells a Runner: all tokens run
-#     run_sublayer     residual(stream, f), as a function that can be compiled
+#
+# Three more of them stand above class GPT.
 
 @dataclass
 class GPTConfig:
@@ -197,10 +195,8 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class PreNorm(nn.Module):
-    """The rule of GPT-2 and of most models since, for sublayer l = 1 .. 2L.
-
-    A model has one more residual, `ends`, number 2L + 1, which has no sublayer. Its start makes the
-    first stream, and its finish closes the last one. (Its norm is what GPT-2 calls ln_f.)"""
+    """The rule of GPT-2 and of most models since, for sublayer l = 1 .. 2L. (PreNorm treats all of
+    them alike. Other rules use l.)"""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
@@ -218,7 +214,12 @@ class PreNorm(nn.Module):
         # is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
-    # --- Of `ends` only
+    def constrain(self, module):
+        """After the weights are drawn, and after each step of a training: may change the weights of
+        module. nGPT, in part 2, brings them back to length 1."""
+
+    # --- A model has one more residual, `ends`, number 2L + 1. It has no sublayer, but it knows the
+    # form of the stream. Only `ends` does what follows. (Its norm is ln_f in GPT-2.)
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
@@ -228,15 +229,9 @@ class PreNorm(nn.Module):
         """The last stream -> what the head reads, (B, T, C)"""
         return self.norm(stream)
 
-    # --- PreNorm needs neither of these, but NAG and nGPT do (part 2).
-
     def head_weight(self, weight):
-        """Of `ends`: the weight of the head -> the matrix (V, C) that makes the logits"""
+        """The weight of the head -> the matrix (V, C) that makes the logits"""
         return weight
-
-    def constrain(self, module):
-        """After the weights are drawn, and after each step of a training: may change the weights of
-        module. Those of blocks get their attention or MLP, and `ends` both embedding and head."""
 
 # ----------------------------------------------------------------------------------------- blocks
 
@@ -285,12 +280,12 @@ class SublayerFunction:
 # PreNorm then divides each c_proj by sqrt(2L): init_sublayer. With `width`, an embedding is longer
 # than the updates that are added to it at first. The first logits have a standard deviation of
 # about 0.8, so the first loss is 0.3 above ln(V).
-EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
+EMBEDDING_STD, LOGIT_STD, GPT2_STD = 3.0, 0.8, 0.02
 
 def first_stds(config):
     """-> the standard deviations of embedding and head"""
     if config.init == "gpt2":
-        return 0.02, 0.02
+        return GPT2_STD, GPT2_STD
     return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
 
 def seeded(config, name):
@@ -310,7 +305,7 @@ def init_weights(model):
         elif module is model.lm_head:
             std = head_std
         elif config.init == "gpt2":
-            std = 0.02
+            std = GPT2_STD
         else:
             std = module.weight.shape[1] ** -0.5
         module.weight.normal_(std=std, generator=seeded(config, name))
@@ -321,7 +316,7 @@ def init_weights(model):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """Lets residuals bring weights back to where they have to be. Of ours, only nGPT does."""
+    """Calls constrain of all residuals: for their sublayers, and for embedding and head"""
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.constrain(module)
@@ -336,6 +331,14 @@ def tie_weights(model):
     model.embedding_scale = embedding_std / head_std
 
 # -------------------------------------------------------------------------------------- the model
+
+# The model needs these of part 3. Without any flag, this is what they do:
+#
+#     make_decider    makes the decider that tells a Runner: all tokens run all sublayers
+#     run_sublayer    residual(stream, f), as a function that can be compiled
+#     Runner          carries one walk through the depth. begin gets the shape (B, T) of the tokens,
+#                     run returns residual(stream, f), and extra_loss is 0. A caller may give one to
+#                     the model, and see later what it has noted.
 
 def cross_entropy(logits, targets):
     """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
@@ -395,23 +398,28 @@ class GPT(nn.Module):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
         in nats (None without targets)"""
         runner = runner or Runner(self)
-        supervised = []   # streams, for --deep_supervision
+        inner_streams = []
         for place, stream in self.walk(idx, cache, runner):
-            if self.training and self.config.deep_supervision and place % 2 == 0:
-                supervised.append(stream)
+            if self.supervises(place):
+                inner_streams.append(stream)
         if cache is not None:
             cache.length += idx.shape[1]
         logits = self.head(stream)
         if targets is None:
             return logits, None
-        # The first is the embedding, and of the last we have the logits already.
-        losses = [cross_entropy(self.head(each), targets) for each in supervised[1:-1]]
+        losses = [cross_entropy(self.head(each), targets) for each in inner_streams]
         losses.append(cross_entropy(logits, targets))
         loss = sum(losses) / len(losses)
         runner.cross_entropy = loss.detach()   # This is what train.py reports.
         if self.training:   # Some flags, such as --gain_cost, add to it: part 3.
             loss = loss + runner.extra_loss()
         return logits, loss
+
+    def supervises(self, place):
+        """Does the head have to read the stream at this place, too? With --deep_supervision, it
+        reads those after all blocks."""
+        ends_a_block = place % 2 == 0 and 0 < place < 2 * len(self.order)
+        return ends_a_block and self.training and self.config.deep_supervision
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""

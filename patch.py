@@ -34,9 +34,10 @@ class PatchingRunner(Runner):
         return stream
 
 def random_windows(puzzle, k, n):
-    """n windows as in the picture, whose digits are random, without the last column. Returns idx
-    (n, T), and the right answers (n, cells), as tokens. The answers are in idx, too: so a model
-    says each digit after the right ones before it."""
+    """n windows: in each a line of random digits, and its right answer. Returns idx (n, T), without
+    the answer's last digit, which nobody reads, and the answers (n, cells), as tokens. So a model
+    says each digit after the right ones before it, as in training. In a patched window, these are
+    still its own ones."""
     cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
     answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
@@ -54,8 +55,8 @@ def share_in_right_half(said, answer):
 
 @torch.no_grad()
 def patch(model, puzzle, k, n=400):
-    """In n windows, we patch either the line or the answer, after one block. Is what the model says
-    its own answer, or that of the window from which the patch came? Returns a dict of dicts:
+    """In n windows, we patch either the line or the answer, after one block. Does the model then
+    say the window's own answer, or that of the window from which the patch came? A dict of dicts:
 
     {where: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
 

@@ -83,7 +83,9 @@ def pick_decider(model, config):
     if config.exit < 1:
         decider = EarlyExit(config.exit)
         refuse_misfit("--exit", decider, model)
-    return Without(places_to_remove(model, config.remove), decider)
+    if config.remove:
+        decider = Without(places_to_remove(model, config.remove), decider)
+    return decider
 
 def refuse_misfit(asked, decider, model):
     """SystemExit if the model can't have this decider, which a flag asks for"""
@@ -98,7 +100,7 @@ def places_to_remove(model, blocks):
     """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
     n_blocks = len(model.blocks)
     known = [str(number) for number in range(1, n_blocks + 1)]
-    words = blocks.split(",") if blocks else []
+    words = blocks.split(",")
     if not all(word in known for word in words) or len({*words}) == n_blocks:
         refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
     return {place for word in words for place in sublayers_of(model, int(word) - 1)}

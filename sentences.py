@@ -33,8 +33,8 @@ def script():
     return os.path.basename(sys.argv[0])
 
 def start(main):
-    """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence, by
-    each process that has found it. A mistake in the code shows its traceback."""
+    """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence (by
+    all processes that have found it). A mistake in the code shows its traceback."""
     if sys.stdout:   # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:

@@ -49,13 +49,13 @@ def make_table(symbols, rows, rng):
     A row holds each digit once, so nothing is lost in a step. And each digit has successors of all
     classes: 3 becomes 5 or 4. So who does not know the neighbour can't even tell odd from even."""
     # To which class does each symbol go in the first row? With two rows, five become even.
-    goes_to = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    class_of_next = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     by_class = np.zeros((rows, symbols), int)
     for row in range(rows):
         for each_class in range(rows):
             members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
-            by_class[row, goes_to == each_class] = rng.permutation(members)
-        goes_to = (goes_to + 1) % rows   # In the next row, each goes to the next class.
+            by_class[row, class_of_next == each_class] = rng.permutation(members)
+        class_of_next = (class_of_next + 1) % rows   # In the next row, each goes to the next class.
     return by_class[np.arange(symbols) % rows]
 
 # ----------------------------------------------------------------------------------------- the text
@@ -84,6 +84,7 @@ def make_documents(config, split):
         steps = asked[:, line:line + 1]   # (n, 1)
         parts += [ord("a") + steps, ord("0") + digits, newline]
         for done in range(config.most):
+            # Where fewer steps are asked for, the digits are right already, and stay.
             digits = np.where(done < steps, next_line(digits, table), digits)
     documents = np.concatenate(parts, axis=1).astype("u1")
     return [bytes(document).decode() for document in documents]

@@ -60,11 +60,12 @@ def test_skip_exit_remove(main, runs):
 
 def test_what_the_flags_ask_for():
     repeated = make("pre", n_layer=3, repeat="2:2")   # runs 1 2 2 3
-    for blocks, places in ("2", {3, 4, 5, 6}), ("1,3", {1, 2, 7, 8}), ("", set()):
+    assert sample.pick_decider(repeated, sample.SampleConfig()) is repeated.decider   # as trained
+    for blocks, places in ("2", {3, 4, 5, 6}), ("1,3", {1, 2, 7, 8}):
         picked = sample.pick_decider(repeated, sample.SampleConfig(remove=blocks))
-        assert picked.places == places and picked.decider is repeated.decider   # as trained
+        assert picked.places == places and picked.decider is repeated.decider
     picked = sample.pick_decider(repeated, sample.SampleConfig(exit=0.9))
-    assert isinstance(picked.decider, EarlyExit) and picked.decider.confidence == 0.9
+    assert isinstance(picked, EarlyExit) and picked.confidence == 0.9
     with pytest.raises(SystemExit, match="^--exit: the run's own --mod router decides who skips"):
         sample.pick_decider(make("pre", mod="router"), sample.SampleConfig(exit=0.9))
 
