@@ -56,6 +56,8 @@ PLANS = {
         Plan("price: NAG, 6 blocks", f"{NAG_ON_CODE} --n_layer 6", [2e-2], range(7, 15)),
         Plan("price: PreNorm, 6 blocks", f"{NAG_ON_CODE.replace('nag', 'pre')} --n_layer 6",
              [4e-2], range(7, 15)),
+        Plan("price: PreNorm, 6 blocks, rate 0.02",
+             f"{NAG_ON_CODE.replace('nag', 'pre')} --n_layer 6", [2e-2], range(7, 15)),
     ],
     "price by depth": [
         Plan("NAG that pays, 8 blocks", f"{NAG_ON_STEPS} --n_layer 8 {PAYS} 0.1", [2e-2],
