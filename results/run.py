@@ -62,8 +62,16 @@ PLANS = {
     "price by depth": [
         Plan("NAG that pays, 8 blocks", f"{NAG_ON_STEPS} --n_layer 8 {PAYS} 0.1", [2e-2],
              range(7, 12)),
-        Plan("NAG that pays, 12 blocks", f"{NAG_ON_STEPS} --n_layer 12 {PAYS} 0.1", [2e-2],
-             range(7, 12)),
+    ],
+    # Which of them makes NAG lead, the init or the optimizer? Seed 1 chooses rates.
+    "init": [
+        Plan(f"{optimizer}, {init}: {name}",
+             f"--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
+             f"--max_iters 300 --optimizer {optimizer} --init {init} --n_layer 6 "
+             f"--residual {residual}", rates, [1])
+        for optimizer, rates in (("adamw", [2e-3, 6e-3]), ("muon", [2e-2, 4e-2]))
+        for init in ("gpt2", "width")
+        for name, residual in (("PreNorm", "pre"), ("NAG", "nag --gate_lr 3e-3"))
     ],
 }
 
