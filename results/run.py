@@ -69,8 +69,10 @@ PLANS = {
              f"--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
              f"--max_iters 300 --optimizer {optimizer} --init {init} --n_layer 6 "
              f"--residual {residual}", rates, [1])
-        for optimizer, rates in (("adamw", [2e-3, 6e-3]), ("muon", [2e-2, 4e-2]))
-        for init in ("gpt2", "width")
+        for optimizer, init, rates in (("adamw", "gpt2", [1e-3, 2e-3, 6e-3]),
+                                       ("adamw", "width", [2e-3, 6e-3, 1.2e-2, 2.4e-2]),
+                                       ("muon", "gpt2", [2e-2, 4e-2]),
+                                       ("muon", "width", [2e-2, 4e-2]))
         for name, residual in (("PreNorm", "pre"), ("NAG", "nag --gate_lr 3e-3"))
     ],
 }
