@@ -63,17 +63,26 @@ PLANS = {
         Plan("NAG that pays, 8 blocks", f"{NAG_ON_STEPS} --n_layer 8 {PAYS} 0.1", [2e-2],
              range(7, 12)),
     ],
-    # Which of them makes NAG lead, the init or the optimizer? Seed 1 chooses rates.
+    # Which of them makes NAG lead, the init or the optimizer? Seed 1 has chosen the rates. The
+    # others have PreNorm's.
     "init": [
         Plan(f"{optimizer}, {init}: {name}",
              f"--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
              f"--max_iters 300 --optimizer {optimizer} --init {init} --n_layer 6 "
-             f"--residual {residual}", rates, [1])
-        for optimizer, init, rates in (("adamw", "gpt2", [1e-3, 2e-3, 6e-3]),
-                                       ("adamw", "width", [2e-3, 6e-3, 1.2e-2, 2.4e-2]),
-                                       ("muon", "gpt2", [2e-2, 4e-2]),
-                                       ("muon", "width", [2e-2, 4e-2]))
-        for name, residual in (("PreNorm", "pre"), ("NAG", "nag --gate_lr 3e-3"))
+             f"--residual {residual}", [rate], range(2, 7))
+        for optimizer, init, name, residual, rate in (
+            ("adamw", "gpt2", "PreNorm", "pre", 2e-3),
+            ("adamw", "gpt2", "NAG", "nag --gate_lr 3e-3", 2e-3),
+            ("adamw", "width", "PreNorm", "pre", 1.2e-2),
+            ("adamw", "width", "NAG", "nag --gate_lr 3e-3", 1.2e-2),
+            ("muon", "gpt2", "PreNorm", "pre", 2e-2),
+            ("muon", "gpt2", "NAG", "nag --gate_lr 3e-3", 2e-2),
+            ("muon", "width", "PreNorm", "pre", 2e-2),
+            ("muon", "width", "NAG", "nag --gate_lr 3e-3", 4e-2),
+            ("adamw", "gpt2", "Peri-LN", "peri", 2e-3),
+            ("adamw", "gpt2", "LayerNorm Scaling", "lns", 2e-3),
+            ("adamw", "gpt2", "Block Attention Residuals", "attnres:group=3 --gate_lr 3e-3", 2e-3),
+            ("adamw", "gpt2", "Review Residuals", "review", 2e-3))
     ],
 }
 
