@@ -81,8 +81,8 @@ def measure(folder, row):
     """Yields lines of runs.csv. row: that of the run"""
     inspected = run.inspect(folder)
     model, config = inspected.model, inspected.config
-    if model.config.residual != "nag":
-        return   # It knows no gains.
+    if not model.config.gain_cost:
+        return   # It hardly skips.
     def line(what, skipped, found):
         columns = (run.learned(found, inspected) if inspected.puzzle
                    else dict(bits=f"{found.item():.5f}"))
