@@ -48,47 +48,7 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-NAG_ON_CODE = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
-               "--max_flops 4.418e12 --gate_lr 3e-3 --residual nag")
-NAG_ON_STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd "
-                "--optimizer muon --eval_interval 500 --max_flops 6.26629e12 --gate_lr 3e-3 "
-                "--residual nag")
-PAYS = "--mod gain:below=0.05 --gain_cost"
-PLANS = {
-    "price": [
-        Plan("price: NAG that pays", f"{NAG_ON_CODE} --n_layer 12 {PAYS} 1", [2e-2], range(7, 15)),
-        Plan("price: NAG, 6 blocks", f"{NAG_ON_CODE} --n_layer 6", [2e-2], range(7, 15)),
-        Plan("price: PreNorm, 6 blocks", f"{NAG_ON_CODE.replace('nag', 'pre')} --n_layer 6",
-             [4e-2], range(7, 15)),
-        Plan("price: PreNorm, 6 blocks, rate 0.02",
-             f"{NAG_ON_CODE.replace('nag', 'pre')} --n_layer 6", [2e-2], range(7, 15)),
-    ],
-    "price by depth": [
-        Plan("NAG that pays, 8 blocks", f"{NAG_ON_STEPS} --n_layer 8 {PAYS} 0.1", [2e-2],
-             range(7, 12)),
-    ],
-    # Which of them makes NAG lead, the init or the optimizer? Seed 1 has chosen the rates. The
-    # others have PreNorm's.
-    "init": [
-        Plan(f"{optimizer}, {init}: {name}",
-             f"--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
-             f"--max_iters 300 --optimizer {optimizer} --init {init} --n_layer 6 "
-             f"--residual {residual}", [rate], range(2, 7))
-        for optimizer, init, name, residual, rate in (
-            ("adamw", "gpt2", "PreNorm", "pre", 2e-3),
-            ("adamw", "gpt2", "NAG", "nag --gate_lr 3e-3", 2e-3),
-            ("adamw", "width", "PreNorm", "pre", 1.2e-2),
-            ("adamw", "width", "NAG", "nag --gate_lr 3e-3", 1.2e-2),
-            ("muon", "gpt2", "PreNorm", "pre", 2e-2),
-            ("muon", "gpt2", "NAG", "nag --gate_lr 3e-3", 2e-2),
-            ("muon", "width", "PreNorm", "pre", 2e-2),
-            ("muon", "width", "NAG", "nag --gate_lr 3e-3", 4e-2),
-            ("adamw", "gpt2", "Peri-LN", "peri", 2e-3),
-            ("adamw", "gpt2", "LayerNorm Scaling", "lns", 2e-3),
-            ("adamw", "gpt2", "Block Attention Residuals", "attnres:group=3 --gate_lr 3e-3", 2e-3),
-            ("adamw", "gpt2", "Review Residuals", "review", 2e-3))
-    ],
-}
+PLANS = {}
 
 def can_run(command):
     """Is it one of train.py, as it is now, on this machine?"""
