@@ -168,6 +168,14 @@ def paid(model):
         stream = choose(keep, residual(stream, f), stream)
     return total
 
+@torch.no_grad()
+def test_a_negative_alpha_turns_away_from_the_update():
+    model = nag()
+    residual, (_, stream) = model.residuals()[0], next(model.walk(IDX))
+    gain = residual.gain(stream)
+    residual.alpha.neg_()
+    same(residual.gain(stream), -gain)
+
 @pytest.mark.parametrize("mod", ["all", "gain:below=0.5", "coins:rate=0.4"])
 @pytest.mark.parametrize("repeat", ["", "2:3"])
 def test_a_gain_is_paid_for_in_training_only(mod, repeat):
