@@ -41,8 +41,8 @@ class AnalyzeConfig:
     out: str = flag("figures", "folder of the page, the figures and the numbers")
     only: str = flag("", "some statistics, such as removal,skip_curve; without it all of them")
     text: str = flag("", "a text, or a file with one, for the map of tokens and sublayers")
-    skip_below: float = flag(0.05, "a token skips what would turn it by less (a gain), if the run "
-                             "was not trained to skip", 0, 100)
+    skip_below: float = flag(0.05, "a token skips a sublayer that would turn its stream by less (a "
+                             "gain), if the run was not trained to skip", 0, 100)
     windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
@@ -184,10 +184,10 @@ class Run:
     def loss_of_quarter(self):
         return mean_loss(self.model, self.quarter)
 
-    def loss_with(self, decider):
-        """The loss if this decider says who runs what. To save time, we see by how much it changes
-        the loss of a quarter, and add this to the loss of all windows."""
-        return self.loss + mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
+    def loss_rise(self, decider):
+        """By how much the loss rises if this decider says who runs what, on a quarter of the
+        windows"""
+        return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
 
 # --- Who runs what
 
@@ -217,8 +217,8 @@ def skipping(run):
 #     known         at least 90 % of the digits are right (KNOWN, in inside.py)
 
 def by_steps(run, measure):
-    """measure(idx, targets) -> values (rows, B, T) of all targets. Returns their means over the
-    digits that are 0, 1, .. steps away from the line before: rows of numbers.
+    """measure(idx, targets) -> values (rows, B, T) of all targets: one row, or a row a sublayer.
+    Returns their means over the digits that are 0, 1, .. steps away from the line before.
 
     Only digits of the right half of a line count. Those on the left depend on few others, so a
     model may have learned them by heart. And the line before must be in the window, or nobody can
@@ -298,7 +298,7 @@ def written(run):
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
       share_y=True)
 def right_digits(run):
-    """The further right a line falls, the more steps the model can do.
+    """The further right a curve falls, the more steps the model can do.
 
     Here, and wherever figures go by steps, a digit counts if it stands in the right half of a line:
     those on the left depend on few others, and may be learned by heart. And the line before must be
@@ -445,7 +445,7 @@ def coins(ran):
         return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
     return ByFunction(decide)
 
-BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains
+BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
 
 @stat("What skipping costs", x="share of the sublayer runs skipped", share_x=True)
 def skip_curve(run):
@@ -460,7 +460,7 @@ def skip_curve(run):
     if run.puzzle:
         what, batches, measure = "steps learned", run.batches, run.steps_with
     else:
-        what, batches, measure = "loss (nats per token)", run.quarter, run.loss_with
+        what, batches, measure = "rise of the loss (nats)", run.quarter, run.loss_rise
     # The fixed set is chosen by other windows than those on which it is measured.
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
@@ -575,7 +575,7 @@ def removal(run):
     is a source less. A block that --repeat runs several times is removed wherever it runs. Nothing
     is trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
     def worth(places):
-        return run.loss_with(Without(places, run.model.decider)) - run.loss
+        return run.loss_rise(Without(places, run.model.decider))
     of_sublayers = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
     of_blocks = [worth(sublayers_of(run.model, block)) for block in range(len(run.model.blocks))]
     return {"without one sublayer": by_kind(of_sublayers),

@@ -104,7 +104,7 @@ def test_what_skipping_costs():
     gains = [residual.gain(x) for residual, x in zip(run.model.residuals(), befores)]
     turned = [gain.abs().atan().rad2deg().mean().item() for gain in gains]
     assert asked[0](idx).tolist() == pytest.approx(turned, rel=1e-3)
-    assert lines["by gain"][0] == pytest.approx([0, run.loss])
+    assert lines["by gain"][0] == pytest.approx([0, 0])
     skipped = [x for x, _ in lines["by gain"]]
     assert skipped == sorted(skipped) and skipped[-1] > 0.5
     fixed = iter(lines["a fixed set"])
@@ -113,13 +113,12 @@ def test_what_skipping_costs():
         run.model(torch.cat([idx for idx, _ in run.quarter]), runner=runner)
         assert share == pytest.approx(runner.skipped(), abs=1e-6)
         if n := round(share * 2 * L):   # Else no set of whole sublayers skips as much, and there is nothing to compare.
-            loss = run.loss + increase(run, {*range(1, n + 1)})
-            assert next(fixed) == pytest.approx([n / (2 * L), loss])
+            assert next(fixed) == pytest.approx([n / (2 * L), increase(run, {*range(1, n + 1)})])
     assert 0 < len(lines["a fixed set"]) < len(analyze.BELOW) and not list(fixed)
     assert [x for x, _ in lines["coins"]] == skipped and lines["coins"][0] == lines["by gain"][0]
-    assert all(losses[1] != pytest.approx(run.loss) for losses in lines["coins"][2:])
+    assert all(rise != pytest.approx(0) for _, rise in lines["coins"][2:])
     below = loss_of(run, ByGain(None, 0.2)) - loss_of(run, ByGain(None, 0))
-    assert lines["by gain"][4][1] == pytest.approx(run.loss + below.item())
+    assert lines["by gain"][4][1] == pytest.approx(below.item())
     run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # Then these gains are negative.
     assert (asked[0](idx) > 0).all()
 
@@ -134,9 +133,8 @@ def test_a_model_trained_to_skip_skips_in_every_statistic():
     assert flat(analyze.turning(run)["turned by (degrees)"]) == [0] * 2 * L
     assert analyze.depth_map(run)["degrees"].isnan().all()
     lines, = analyze.skip_curve(run).values()
-    assert lines["as trained"] == [pytest.approx([1.0, run.loss])]
-    gained = lines["by gain"][0][1] - run.loss   # by a run of all
-    assert gained == pytest.approx((loss_of(run, ByGain(None, 0)) - loss_of(run)).item())
+    assert lines["as trained"] == [pytest.approx([1.0, 0])]
+    assert lines["by gain"][0][1] == pytest.approx((loss_of(run, ByGain(None, 0)) - loss_of(run)).item())
 
 def test_a_router_skips_on_the_map():
     run = run_of(mod="router:rate=0.25")
