@@ -39,6 +39,10 @@ def test_who_ran():
     keep = torch.tensor([[True, False]])
     runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
     assert Runner.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
+    runner = Runner(make("pre", n_layer=1))
+    runner.begin((1, 2))
+    runner.keeps += [None, keep]
+    assert [runner.ran(), runner.ran(last=True), runner.skipped(last=True)] == [[1, 0.5], [1, 0], 0.5]
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
