@@ -282,6 +282,10 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     assert entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and reports(tmp_path) == entries   # Nothing is left to do.
 
+def test_a_training_step_costs_three_forward_passes(copy):
+    ckpt, model = load(copy), runs.open_run(copy)[0]
+    assert ckpt["flops"] == pytest.approx(ckpt["step"] * 3 * 128 * flops_per_token(model))
+
 # --------------------------------------------------------------------------------- settings
 
 def test_configs():
