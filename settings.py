@@ -32,14 +32,17 @@ RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 def gather_settings(typed, defaults):
     """-> a value for each flag, a dict"""
     if typed.get("resume"):
-        return settings_to_resume(typed, defaults) | typed
-    from_config = settings_of_config(typed["config"]) if "config" in typed else {}
-    source = (from_config | typed).get("init_from")
-    from_model = settings_of_model(source) if source else {}
-    settings = defaults | from_model | from_config | typed   # What stands later counts.
-    # A rate is good for one optimizer. So another one than that of --config has its usual rate.
-    another = settings["optimizer"] != (defaults | from_config)["optimizer"]
-    if settings["lr"] == 0 or another and "lr" not in typed:
+        settings = settings_to_resume(typed, defaults) | typed
+    else:
+        from_config = settings_of_config(typed["config"]) if "config" in typed else {}
+        source = (from_config | typed).get("init_from")
+        from_model = settings_of_model(source) if source else {}
+        settings = defaults | from_model | from_config | typed   # What stands later counts.
+        # The rate of --config is good for its optimizer, and for no other.
+        another = settings["optimizer"] != (defaults | from_config)["optimizer"]
+        if another and "lr" not in typed:
+            settings["lr"] = 0.0
+    if settings["lr"] == 0:
         settings["lr"] = RATES.get(settings["optimizer"], 0.0)   # A misspelt one is refused later.
     return settings
 

@@ -116,7 +116,7 @@ class Data:
     shards: list                 # the training tokens, an array a shard
     val: tuple                   # windows (x, y) for validation, (eval_windows, block_size) each
     token_bytes: torch.Tensor    # how many bytes each token stands for
-    fingerprint: dict            # --resume refuses if meta.json, a shard's name or size is another
+    fingerprint: str             # --resume refuses if meta.json, a shard's name or size is another
 
 def open_data(config, block_size, processes):
     folder = config.data
@@ -334,16 +334,16 @@ def train(model_config, config, data, folder, processes, signals):
         signal = processes.highest(signals[0] if signals else 0)
         is_last = bool(signal) or progress_of(config, step, flops) >= 1
 
-        # --- Save and evaluate. Each process evaluates all windows, because it is short.
+        # --- Evaluate and save. Each process evaluates all windows, because it is short.
         if is_last or step % config.eval_interval == 0:
             refuse_if_not_finite(step, folder, model)
+            if not signal:
+                part_size = config.batch_size // (config.grad_accum * processes.count)
+                evaluate_and_report(model, data, part_size, step, folder)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(optimizers), step=step, flops=flops,
                              data=data.fingerprint))
-            if not signal:
-                part_size = config.batch_size // (config.grad_accum * processes.count)
-                evaluate_and_report(model, data, part_size, step, folder)
             clock, clock_step = time.perf_counter(), step
         if is_last:
             break

@@ -235,9 +235,10 @@ def draw_cost(rows):
         left.plot(skipped, steps, ".", color=color, alpha=0.25)
         left.plot(skipped.mean(1), steps.mean(1), "o-", color=color, label=label)
         if ways is by_gain:
-            for x, y, degrees in zip(skipped.mean(1), steps.mean(1), ("none", 1, 3, 6, 11)):
-                left.annotate(f"{degrees}°" if degrees != "none" else "none", (x, y), (0, 7),
-                              textcoords="offset points", ha="center", fontsize=8)
+            angles = [f"{math.degrees(math.atan(below)):.0f}°" for below in BELOW]
+            for x, y, angle in zip(skipped.mean(1), steps.mean(1), ["none", *angles]):
+                left.annotate(angle, (x, y), (0, 7), textcoords="offset points", ha="center",
+                              fontsize=8)
     plain = statistics.mean(values(rows, "plain NAG", "steps").values())
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",

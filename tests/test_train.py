@@ -319,6 +319,9 @@ def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
     (tmp_path / "mine.json").write_text(text)
     assert words in refused(parsed, f"--config {tmp_path}/mine.json {flags}")
 
+def test_a_resumed_run_has_a_usual_rate_too(copy):
+    assert parsed(f"--out {copy} --resume --lr 0")[1].lr == RATES[settings(copy)["optimizer"]]
+
 def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     """config.json says what a run began with, and what was changed when. --config repeats the
     beginning, and says so."""
@@ -512,6 +515,11 @@ def test_what_is_behind_the_checkpoint(copy, end):
     assert {line["step"] for line in lines} == {0, 4, 8, 12}
     assert metrics(copy)[12].keys() >= {"loss", "val_loss"}
 
+def test_after_a_loss_that_is_not_finite_nothing_is_saved(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
+    assert "not finite" in refused(go, data, tmp_path / "new")
+    assert not (tmp_path / "new/ckpt.pt").exists()
+
 def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     """A weight gets infinite in step 8: a status line finds it in step 9, a checkpoint at once. And a
     gradient does: clipping makes it a zero, so the weights don't show it."""
@@ -583,7 +591,7 @@ def test_two_runs_in_one_folder(data, copy, monkeypatch):
 
 def test_overwrite_leaves_nothing_of_the_old_run(data, copy, monkeypatch):
     """... not even if the new one is stopped before its first checkpoint"""
-    monkeypatch.setattr(train.RunFolder, "save", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         go(data, copy, "--overwrite")
     assert {*content(copy)} == {"config.json", "metrics.jsonl", "lock"} and not metrics(copy)
