@@ -371,8 +371,6 @@ class GPT(nn.Module):
             # This is residual(stream, f), unless tokens skip: --mod, part 3.
             stream = runner.run(place, stream, residual, f)
             yield place, stream
-        if cache is not None:
-            cache.length += idx.shape[1]
 
     def sublayers(self, idx, cache=None):
         """Yields (place, residual, f) in the order of running. cache: a KVCache"""
@@ -389,6 +387,8 @@ class GPT(nn.Module):
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
+        if cache is not None:
+            cache.length = end   # All attentions have stored their keys now.
 
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
@@ -454,7 +454,7 @@ class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens it has; GPT.walk counts them at its end
+        self.length = 0   # how many tokens it has; GPT.sublayers counts them at its end
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
