@@ -1496,7 +1496,7 @@ def run_some(runner, f, keep):
         return stream
     tokens = KeptTokens(keep)
     if is_attention:
-        f = partial(attention_of_kept, f, tokens=tokens, of_all=of_all)
+        f = partial(attention_of_kept, f, tokens, of_all)   # x is what is missing.
         run = run_sublayer   # Shapes vary too much for a compiled one.
     if gain is not None:
         gain = tokens.gather(gain)
@@ -1505,14 +1505,15 @@ def run_some(runner, f, keep):
 class KeptTokens:
     """Where the tokens that run a sublayer are in a batch. An example:
 
-        keep [[1, 0, 1, 1],    index     0 2 3 5   which of all B T tokens they are
-              [0, 1, 0, 0]]    position  0 2 3 1   where they are in their sequences
-                               count     3 1       how many each sequence has; N is 4"""
+        keep [[1, 0, 1, 1],    sequence  0 0 0 1
+              [0, 1, 0, 0]]    position  0 2 3 1   in their sequences
+                               index     0 2 3 5   among all B T tokens
+                               column    0 1 2 0   among the kept tokens of their sequences"""
     def __init__(self, keep):
         self.keep = keep
-        self.index = keep.flatten().nonzero().squeeze(1)
-        self.position = self.index % keep.shape[1]
-        self.count = keep.sum(1).tolist()
+        self.sequence, self.position = keep.nonzero().unbind(1)
+        self.index = self.sequence * keep.shape[1] + self.position
+        self.column = keep.cumsum(1).flatten()[self.index] - 1
 
     def gather(self, stream):
         """Tensors (B, T, ...) -> (N, ...)"""
@@ -1530,6 +1531,12 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
+    def in_rows(self, x):
+        """(N, ...) -> (B, n, ...): a row per sequence, of its kept tokens, and then of zeros up to
+        the n tokens that the fullest sequence keeps"""
+        rows = x.new_zeros(len(self.keep), int(self.keep.sum(1).max()), *x.shape[1:])
+        return rows.index_put((self.sequence, self.column), x)
+
 def project(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
     tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
@@ -1543,7 +1550,7 @@ def keys_of_all(f, x):
         k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
         return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
 
-def attention_of_kept(f, x, tokens, of_all):
+def attention_of_kept(f, tokens, of_all, x):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). of_all: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
     attn, (rotation, store) = f.module, f.others
@@ -1568,17 +1575,11 @@ def with_older(store, k, v, has_key=True):
 
 def attend_kept(q, k, v, mask, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
-    # It is one call for all sequences. For this they need a rectangle, with a row per sequence and
-    # padding at its end: query n goes to (sequence[n], column[n]). Padding sees all keys (with
-    # none, a softmax is nan), and what comes out of it is not used.
-    B, T = tokens.keep.shape
-    sequence = tokens.index // T
-    column = torch.cat([torch.arange(count, device=q.device) for count in tokens.count])
-    longest = max(tokens.count)
-    queries = q.new_zeros(B, longest, *q.shape[1:]).index_put((sequence, column), q)
-    rows = mask.new_ones(B, longest, k.shape[1])
-    rows = rows.index_put((sequence, column), mask.expand(B, -1, -1)[sequence, tokens.position])
-    return attend(queries, k, v, rows)[sequence, column]
+    sees = mask.expand(len(tokens.keep), -1, -1)[tokens.sequence, tokens.position]   # (N, S)
+    # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
+    sees = ~tokens.in_rows(~sees)
+    out = attend(tokens.in_rows(q), k, v, sees)
+    return out[tokens.sequence, tokens.column]
 
 # ==================================================================================== part 4: tools
 
