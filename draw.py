@@ -176,12 +176,14 @@ def write_page(out, runs, statistics, found):
     entries, pngs = {}, {}
     for name, of_runs in found.items():
         statistic = statistics[name]
-        entries[name] = dict(title=statistic.title, caption=statistic.caption,
-                             definition=statistic.definition, **of_runs)
+        entry = dict(title=statistic.title, caption=statistic.caption,
+                     definition=statistic.definition, **of_runs)
         if statistic.draw and of_runs["results"]:
-            pngs[name], inches = as_png(statistic, of_runs["results"], colors)
-            entries[name]["image"] = "data:image/png;base64," + base64.b64encode(pngs[name]).decode()
-            entries[name]["width"] = 80 * inches   # in pixels of the page
+            png, inches = as_png(statistic, of_runs["results"], colors)
+            entry["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
+            entry["width"] = 80 * inches   # in pixels of the page
+            pngs[name] = png
+        entries[name] = entry
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
