@@ -48,12 +48,11 @@ from train import evaluate
 #         degrees = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
 #         return {"degrees": {"all tokens": degrees}}, f"At most by {max(degrees):.0f} degrees."
 #
-# The page shows the title, the first paragraph, a figure, and the sentence of each run. The second
-# paragraph, how it is defined, opens if one clicks. What is drawn may be returned alone: then there
-# is no sentence.
+# The page shows the title, the first paragraph, a figure, and each run's sentence. The second
+# paragraph, how it is defined, opens if one clicks. Without a sentence, return what is drawn alone.
 #
-# Lines are drawn, as here, if @stat has no other draw=. They are {panel: {name: line}}, and a line
-# is a list or a tensor of numbers, or of pairs [x, y]. The other drawings are in draw.py.
+# Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list or a tensor
+# of numbers, here one for each sublayer, or of pairs [x, y]. The other drawings are in draw.py.
 
 @dataclass
 class Statistic:
@@ -208,7 +207,7 @@ class Run:
         return torch.stack(means, 1).tolist()
 
     def right_by_steps(self, decider=None):
-        """-> the share of right digits by steps asked: 0, 1, .."""
+        """-> the shares of right digits by steps asked: 0, 1, .."""
         def is_right(idx, targets):
             logits, _ = self.forward(idx, decider)
             return (logits.argmax(-1) == targets)[None]
@@ -217,7 +216,7 @@ class Run:
 
     @functools.cached_property
     def right(self):
-        """That of the model as it is"""
+        """These shares, of the model as it is"""
         return self.right_by_steps()
 
     @property
@@ -609,8 +608,8 @@ def measure_all(runs, wanted):
     return found
 
 def measured(statistic, run):
-    """-> what is drawn, and the sentence; None if it has none. NotHere says why a run can't have
-    it."""
+    """-> what is drawn, and the sentence, or None if there is none. NotHere says why this run can't
+    have it."""
     if statistic.needs_puzzle and not run.puzzle:
         raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
     returned = statistic.measure(run)

@@ -1,8 +1,8 @@
 """
 How analyze.py draws what its statistics have found, and makes a page of it. Each drawing gets
-results, {run: what a statistic returned}, and colors, {run: colour}, and returns a figure. Its
-other keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a
-list of rows, the lowest first, and None in it is grey.
+results, {run: what is drawn of it}, and colors, {run: colour}, and returns a figure. Its other
+keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of
+rows, the lowest first, and None in it is grey.
 """
 import base64
 import io
