@@ -22,7 +22,8 @@ V = vocab_size different tokens. Our words, in all files:
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               Its number is 0 .. L - 1, and block b has the sublayers 2b + 1 and 2b + 2.
+               Its number is 0 .. L - 1 in the code, and 1 .. L in flags and figures. The first
+               block has the sublayers 1 and 2, the next one 3 and 4.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
@@ -74,7 +75,7 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 class GPTConfig:
     """The settings of a model. flag(default, help, lowest, highest) makes a field that is a flag of
     train.py, too. (group: --help begins a section there.)"""
-    residual: str = flag("pre", "a key of RESIDUALS, and options: nag, or nag:power=1,temp=2")
+    residual: str = flag("pre", "the rule, a key of RESIDUALS; options follow it: hyper:n=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
     n_embd: int = flag(128, "width of the stream", 2, 65536)
@@ -83,7 +84,7 @@ class GPTConfig:
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
-        "rms", "of the stream: make_norm, part 4")
+        "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
     tie: bool = flag(False, "the head shares the embedding's weights")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
@@ -95,10 +96,10 @@ class GPTConfig:
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    mod: str = flag("all", "Mixture-of-Depths: a key of DECIDERS, and options: gain:below=0.05",
-                    group="skipping")
-    gain_cost: float = flag(0.0, "for nag, in training: adds this x mean |gain| to the loss",
-                            0, 1000)
+    mod: str = flag("all", "which tokens run a sublayer: all, or another key of DECIDERS, with "
+                    "its options: gain:below=0.05", group="skipping")
+    gain_cost: float = flag(0.0, "for nag, in training: adds this x mean |gain| to the loss. (A "
+                            "gain is how much a sublayer changes a token.)", 0, 1000)
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
@@ -218,8 +219,9 @@ class PreNorm(nn.Module):
         """After the weights are drawn, and after each step of a training: may change the weights of
         module. nGPT, in part 2, brings them back to length 1."""
 
-    # --- A model has one more residual, `ends`, number 2L + 1. It has no sublayer, but it knows the
-    # form of the stream. Only `ends` does what follows. (Its norm is ln_f in GPT-2.)
+    # --- Each rule has its own form of the stream, so it says how a stream begins and ends, too. For
+    # this a model has one more residual, `ends`, number 2L + 1, which has no sublayer. Only `ends`
+    # does what follows. (Its norm is ln_f in GPT-2.)
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
@@ -282,11 +284,15 @@ class SublayerFunction:
 # about 0.8, so the first loss is 0.3 above ln(V).
 EMBEDDING_STD, LOGIT_STD, GPT2_STD = 3.0, 0.8, 0.02
 
-def first_stds(config):
-    """-> the standard deviations of embedding and head"""
+def first_std(config, name, columns=None):
+    """name: that of a module, such as wte, lm_head or blocks.0.mlp.c_fc; columns: of its weight,
+    without it n_embd"""
     if config.init == "gpt2":
-        return GPT2_STD, GPT2_STD
-    return EMBEDDING_STD, LOGIT_STD * config.n_embd ** -0.5
+        return GPT2_STD
+    if name == "wte":
+        return EMBEDDING_STD
+    std = (columns or config.n_embd) ** -0.5
+    return LOGIT_STD * std if name == "lm_head" else std
 
 def seeded(config, name):
     """A random generator for the weights of this name: what two models have in common starts with
@@ -295,20 +301,10 @@ def seeded(config, name):
 
 @torch.no_grad()
 def init_weights(model):
-    config = model.config
-    embedding_std, head_std = first_stds(config)
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue
-        if module is model.wte:
-            std = embedding_std
-        elif module is model.lm_head:
-            std = head_std
-        elif config.init == "gpt2":
-            std = GPT2_STD
-        else:
-            std = module.weight.shape[1] ** -0.5
-        module.weight.normal_(std=std, generator=seeded(config, name))
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = first_std(model.config, name, columns=module.weight.shape[1])
+            module.weight.normal_(std=std, generator=seeded(model.config, name))
     for block in model.blocks:
         for residual, module in block.pairs():
             residual.init_sublayer(module)
@@ -327,8 +323,7 @@ def tie_weights(model):
     """One matrix for both embedding and head: that of the head, with its small numbers. So the
     embedding is multiplied by a number, and starts as long as if it were not tied."""
     model.wte.weight = model.lm_head.weight
-    embedding_std, head_std = first_stds(model.config)
-    model.embedding_scale = embedding_std / head_std
+    model.embedding_scale = first_std(model.config, "wte") / first_std(model.config, "lm_head")
 
 # -------------------------------------------------------------------------------------- the model
 
@@ -367,8 +362,7 @@ class GPT(nn.Module):
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and at
-        1, 2, .. that after so many sublayers. A place is l, unless --repeat runs blocks again.
-        (After a walk of your own with a cache, add to cache.length, as forward does.)"""
+        1, 2, .. that after so many sublayers. A place is l, unless --repeat runs blocks again."""
         runner = runner or Runner(self)
         runner.begin(idx.shape)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
@@ -393,6 +387,8 @@ class GPT(nn.Module):
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
+        if cache is not None:
+            cache.length = end   # All attentions have stored their keys now.
 
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
@@ -402,8 +398,6 @@ class GPT(nn.Module):
         for place, stream in self.walk(idx, cache, runner):
             if self.supervises(place):
                 inner_streams.append(stream)
-        if cache is not None:
-            cache.length += idx.shape[1]
         logits = self.head(stream)
         if targets is None:
             return logits, None
@@ -460,7 +454,7 @@ class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens it has; GPT.forward counts them when a walk is over
+        self.length = 0   # how many tokens it has; GPT.sublayers counts them at its end
         attention = model.blocks[0].attn
         shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
         dtype = model.dtype or model.wte.weight.dtype
@@ -506,7 +500,8 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
 # ================================================================================ part 2: residuals
 
 class Residual(PreNorm):
-    """PreNorm, and the hooks that a rule may need besides. All others are derived from this."""
+    """--residual pre: PreNorm, and the hooks that a rule may need besides. All other rules are
+    derived from this class."""
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
@@ -654,15 +649,16 @@ class NAG(Residual):
 def first_log_scale(config, power, temp, cosine_head):
     """NAG's first log_scale: one with which the first logits have the standard deviation temp. At 0
     they would be nearly equal."""
-    embedding_std, head_std = first_stds(config)
-    root = config.n_embd ** 0.5
-    std_at_length_1 = 1 / root if cosine_head else head_std * root   # 1 / root: of a random cosine
+    if cosine_head:
+        std_at_length_1 = config.n_embd ** -0.5   # that of the cosine of random vectors
+    else:
+        std_at_length_1 = first_std(config, "lm_head") * config.n_embd ** 0.5
     growth = 0.0   # of log_length, from the embedding to the end
     for number in block_order(config):
         for l in 2 * number + 1, 2 * number + 2:
             first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
             growth += 0.5 * math.log1p(first_gain ** 2)
-    return math.log(temp / std_at_length_1 / embedding_std) - growth
+    return math.log(temp / std_at_length_1 / first_std(config, "wte")) - growth
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
 
@@ -762,7 +758,7 @@ class ReZero(Residual):
         return x + self.b * f(x)
 
     def finish(self, x):
-        return x / first_stds(self.config)[0]   # so that it starts with a std of 1
+        return x / first_std(self.config, "wte")   # so that it starts with a std of 1
 
 class LayerScale(Residual):
     """LayerScale (arXiv:2103.17239): a learned number per channel"""
@@ -873,7 +869,9 @@ class DenseFormer(Residual):
         super().__init__(config, l)
         self.block = l // 2 if l % 2 == 0 else None   # the block that ends with this sublayer
         if self.block:   # At first its own output has the weight 1, and all others 0.
-            self.weights = nn.Parameter(torch.eye(self.block + 1)[-1].clone())
+            weights = torch.zeros(self.block + 1)
+            weights[-1] = 1
+            self.weights = nn.Parameter(weights)
 
     def start(self, x):
         return x, {0: x}
@@ -883,7 +881,8 @@ class DenseFormer(Residual):
         x = x + f(self.norm(x))
         if self.block:
             outputs = outputs | {self.block: x}
-            weights = self.weights[list(outputs)]
+            numbers = list(outputs)   # of the blocks that have an output
+            weights = self.weights[numbers]
             x = depth_sum(weights, list(outputs.values()), self.config.kernels)
         return x, outputs
 
@@ -931,7 +930,9 @@ class Gated(Residual):
         self.convex = convex
         if not self.is_end:
             square = config.n_embd, config.n_embd
-            self.W = nn.ParameterDict({name: nn.Parameter(torch.zeros(square)) for name in inputs})
+            self.W = nn.ParameterDict()   # one for each letter of inputs
+            for name in inputs:
+                self.W[name] = nn.Parameter(torch.zeros(square))
             self.bias = nn.Parameter(torch.full((config.n_embd,), bias))
 
     def forward(self, h, f):
@@ -1227,7 +1228,7 @@ class Runner:
         return sum(known) / len(known) if known else None
 
     def who_ran(self):
-        """-> bools (2L, B, T), True where a token ran a sublayer"""
+        """-> bools (places, B, T), True where a token ran the sublayer"""
         masks = [keep if torch.is_tensor(keep)
                  else torch.full(self.shape, keep is EVERYONE, device=self.model.device)
                  for keep in self.keeps]
@@ -1236,17 +1237,13 @@ class Runner:
     def all_ran(self):
         return all(keep is EVERYONE for keep in self.keeps)
 
-    def ran(self, last=False):
-        """-> the share of the tokens that ran each sublayer, a list of numbers. last: of the last
-        token of each sequence only"""
-        if self.all_ran():   # Below, tolist would wait for a GPU.
-            return [1.0] * len(self.keeps)
-        who = self.who_ran()[:, :, -1:] if last else self.who_ran()
-        return who.float().mean((1, 2)).tolist()
-
     def skipped(self, last=False):
-        """-> the share of all sublayer runs that were skipped, or removed"""
-        return 1 - sum(self.ran(last)) / len(self.keeps)
+        """-> the share of all sublayer runs that were skipped, or removed. last: only those of the
+        last token of each sequence"""
+        if self.all_ran():   # Below, item would wait for a GPU.
+            return 0.0
+        who = self.who_ran()[:, :, -1:] if last else self.who_ran()
+        return 1 - who.double().mean().item()
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
@@ -1263,7 +1260,8 @@ class Decider(nn.Module):
     needs_gain = False      # Must the residual know gains?
     needs_skipping = False  # Must its tokens be able to skip?
     needs_tensor = False    # Must its stream be one tensor?
-    # Does a token that skips an attention still make its key and value, for later tokens to see?
+    # Does a token that skips an attention still make its key and value? Later tokens that run it
+    # look for them.
     skippers_make_keys = True
 
     def __init__(self, config=None):
@@ -1277,7 +1275,7 @@ class Decider(nn.Module):
         return EVERYONE
 
     def after(self, runner, stream):
-        """After a sublayer -> the stream that goes on"""
+        """After a sublayer -> the stream that goes on. (For Routers. Others leave it as it is.)"""
         return stream
 
     def loss(self, runner):
@@ -1344,8 +1342,8 @@ class Routers(Decider):
     loss_weight = 0.01
 
     def __init__(self, config, rate=0.25):
-        """rate: share of all sublayer runs to skip. Only every second block has a router, so these
-        skip about twice that."""
+        """rate: share of all sublayer runs to skip. Only every second block has a router. With 12
+        blocks there are six, and at rate=0.25 half of the tokens skip at each of them."""
         super().__init__(config)
         self.order, n_routers = block_order(config), config.n_layer // 2
         if n_routers == 0:
@@ -1359,18 +1357,19 @@ class Routers(Decider):
 
     def begin(self, runner):
         runner.notes.losses = []
-        runner.notes.keep = EVERYONE   # until the router of this block is asked
+        runner.notes.asked = False   # Has the router of this block been asked?
 
     def decide(self, runner):
         number = self.order[(runner.place - 1) // 2]
         if number % 2 == 0:
             return EVERYONE
-        if runner.notes.keep is EVERYONE:   # once a block, at its MLP if its attention is removed
+        if not runner.notes.asked:   # once a block, at its MLP if its attention is removed
             self.ask(self.routers[number // 2], runner)
         return runner.notes.keep
 
     def ask(self, router, runner):
         x, notes = runner.stream, runner.notes
+        notes.asked = True
         weight = router(unit(x)).squeeze(-1)   # (B, T)
         runner.decider_flops += 2 * x.shape[-1]
         keep = weight > 0
@@ -1382,9 +1381,10 @@ class Routers(Decider):
 
     def after(self, runner, stream):
         notes = runner.notes
-        if runner.place % 2 == 1 or notes.keep is EVERYONE:
+        block_ends = runner.place % 2 == 0
+        if not (block_ends and notes.asked):
             return stream
-        notes.keep = EVERYONE   # The block has ended. The next one asks anew.
+        notes.asked = False   # The next block asks anew.
         return notes.before + notes.weight * (stream - notes.before)
 
     def loss(self, runner):
@@ -1414,10 +1414,7 @@ class Without(Decider):
     def __init__(self, places, decider):
         super().__init__()
         self.places, self.decider = places, decider
-
-    @property
-    def skippers_make_keys(self):
-        return self.decider.skippers_make_keys
+        self.skippers_make_keys = decider.skippers_make_keys
 
     def begin(self, runner):
         self.decider.begin(runner)
@@ -1427,6 +1424,9 @@ class Without(Decider):
 
     def after(self, runner, stream):
         return self.decider.after(runner, stream)
+
+    def loss(self, runner):
+        return self.decider.loss(runner)
 
 def sublayers_of(model, block):
     """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
@@ -1489,14 +1489,14 @@ def run_some(runner, f, keep):
     n_kept = int(keep.sum())
     if n_kept == keep.numel():
         return run(stream, residual, f, gain)
-    is_attention, keys = isinstance(f.module, Attention), None
+    is_attention, of_all = isinstance(f.module, Attention), None
     if is_attention and runner.decider.skippers_make_keys:
-        keys = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
+        of_all = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
     if n_kept == 0:
         return stream
     tokens = KeptTokens(keep)
     if is_attention:
-        f = partial(attention_of_kept, f, tokens=tokens, keys=keys)
+        f = partial(attention_of_kept, f, tokens=tokens, of_all=of_all)
         run = run_sublayer   # Shapes vary too much for a compiled one.
     if gain is not None:
         gain = tokens.gather(gain)
@@ -1543,19 +1543,20 @@ def keys_of_all(f, x):
         k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
         return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
 
-def attention_of_kept(f, x, tokens, keys):
-    """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). keys: what
+def attention_of_kept(f, x, tokens, of_all):
+    """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). of_all: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
     attn, (rotation, store) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
-        if keys is None:
+        if of_all is None:
             q, k, v = attn.qkv(x, rotation)
-            keys = with_older(store, tokens.spread(k), tokens.spread(v), tokens.keep)
+            k, v, mask = with_older(store, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
             [q] = project(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))
-        return attn.c_proj(attend_kept(q, *keys, tokens).flatten(-2)).to(x.dtype)
+            k, v, mask = of_all
+        return attn.c_proj(attend_kept(q, k, v, mask, tokens).flatten(-2)).to(x.dtype)
 
 def with_older(store, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
@@ -1639,10 +1640,14 @@ def block_order(config):
     numbers = list(range(config.n_layer))
     if not config.repeat:
         return numbers
+    problem = ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
     found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
-    first, last, count = (int(found[i] or found[1]) for i in (1, 2, 3)) if found else (0, 0, 0)
+    if not found:
+        raise problem
+    first, count = int(found[1]), int(found[3])   # Blocks have the numbers 1 .. L here.
+    last = int(found[2] or first)
     if not 1 <= first <= last <= config.n_layer or not 1 <= count * (last + 1 - first) <= 512:
-        raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
+        raise problem
     return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
 
 # ---------------------------------------------------------------------------------------- training
@@ -1673,7 +1678,7 @@ class Work(NamedTuple):
     ran: float = 1.0       # the tokens that ran it
     queries: float = 1.0   # those with a query, with the padding of attend_kept
     keys: float = 1.0      # those with a key and a value
-    gains: float = 1.0     # those whose gain was computed
+    residual: float = 1.0  # those for whom the residual has computed: all, if their gain was asked
 
 def work_of(runner):
     """-> what each sublayer of a walk has computed, a list of Work"""
@@ -1686,7 +1691,7 @@ def work_of(runner):
     for keep, ran, queries, gain in zip(runner.keeps, shares, fullest, runner.gains):
         everyone_has_keys = keep is not REMOVED and runner.decider.skippers_make_keys
         found.append(Work(ran, queries, keys=1.0 if everyone_has_keys else ran,
-                          gains=ran if gain is None else 1.0))
+                          residual=ran if gain is None else 1.0))
     return found
 
 def flops_per_token(model, T=None, runner=None):
@@ -1699,9 +1704,10 @@ def flops_per_token(model, T=None, runner=None):
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
     works = work_of(runner) if runner else [Work()] * len(pairs)
     for (residual, module), work in zip(pairs, works):
-        total += work.gains * residual.flops()
+        total += work.residual * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
-        if isinstance(module, Attention):   # Half of its weights make keys and values.
+        if isinstance(module, Attention):
+            # Half of its weights make queries and updates, the other half makes keys and values.
             total += (work.ran + work.keys) / 2 * matrices
             total += work.queries * 4 * T * config.n_embd   # scores, and sums of values
         else:

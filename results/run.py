@@ -125,7 +125,7 @@ def measure(run, out):
     same = {name: run[name] for name in ("experiment", "variant", "seed", "lr")}
     same["command"] = f"results/run.py {run['experiment']}"
     decides = run["seed"] != "1"
-    if decides and inspected.model.config.gain_cost:
+    if decides and run["experiment"] in ("cost", "price") and inspected.model.config.gain_cost:
         for what, columns in cost.measure(inspected):
             lines.append(same | columns | dict(variant=f"{run['variant']}, {what}"))
     if decides and run["experiment"] == "ill":

@@ -237,6 +237,7 @@ def test_a_router_is_its_reference(rate, T, repeat, training):
         reference = reference + 0.01 * sum(losses) / len(losses)
     mine = model(idx, targets)[1]
     same(mine, reference, 1e-12)
+    same(model(idx, targets, runner=M.Runner(model, M.Without((), model.decider)))[1], reference, 1e-12)
     his = gradients(model, reference)
     same_gradients(gradients(model, mine), his)
     assert his["decider.routers.0.weight"].any() or not training
