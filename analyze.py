@@ -35,74 +35,46 @@ from sentences import printable, refuse, say, start
 from steps import answers, find_lines, in_words, solve, some_digits, spelled, steps_of_targets
 from train import evaluate
 
-@dataclass
-class AnalyzeConfig:
-    runs: list = flag(None, "run folders")
-    out: str = flag("figures", "folder of the page, the figures and the numbers")
-    only: str = flag("", "some statistics, such as removal,skip_curve; without it all of them")
-    text: str = flag("", "a text, or a file with one, for the map of tokens and sublayers")
-    skip_below: float = flag(0.05, "a token skips a sublayer that would turn its stream by less (a "
-                             "gain), if the run was not trained to skip", 0, 100)
-    windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
-
 # ============================================================================= what a statistic is
 
-# A statistic is a function that measures something of a Run: a model, and windows of text. This is
-# a whole one:
+# A statistic is a function that measures something of a Run: a model, and windows of text. It
+# returns what is drawn, and a sentence about it. This is a whole one:
 #
 #     @stat("How far the stream turns", x="sublayer")
 #     def turned(run):
 #         """A sublayer that hardly turns the stream may be one to remove.
 #
 #         The angle between the stream before and after, a mean over all tokens."""
-#         return {"degrees": {"all tokens": run.mean(lambda idx: run.degrees(idx).mean((1, 2)))}}
+#         degrees = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
+#         return {"degrees": {"all tokens": degrees}}, f"At most by {max(degrees):.0f} degrees."
 #
-#     @turned.verdict
-#     def how_far_at_most(result, run):
-#         return f"At most by {max(result['degrees']['all tokens']):.0f} degrees."
+# The page shows the title, the first paragraph, a figure, and each run's sentence. The second
+# paragraph, how it is defined, opens if one clicks. Without a sentence, return what is drawn alone.
 #
-# The page shows the title, the first paragraph, a figure and the verdict, if there is one. The
-# second paragraph, how it is defined, opens if one clicks.
-#
-# Without another draw=, what a statistic returns is drawn as lines: {panel: {name: line}}. A line
-# is a list or a tensor of numbers, or of pairs [x, y]. The other drawings are in draw.py. A verdict
-# gets the same as `result`, but as it is in numbers.json: with lists, and None for nan.
-
-STATS = {}   # name -> Statistic, in the order of the page
+# Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list or a tensor
+# of numbers, here one for each sublayer, or of pairs [x, y]. The other drawings are in draw.py.
 
 @dataclass
 class Statistic:
-    measure: Callable            # the function
+    measure: Callable    # the function
     title: str
     caption: str
     definition: str
-    draw: str | None             # the name of a drawing; None: analyze.html draws it by its name
-    options: dict                # what the drawing is told
-    needs_puzzle: bool           # Is it for the steps text only?
-    says: Callable | None = None   # its verdict, if it has one
+    draw: str | None     # the name of a drawing; None: analyze.html makes a table, by its name
+    options: dict        # what the drawing is told
+    needs_puzzle: bool   # Is it for the steps text only?
 
-    @torch.no_grad()
-    def __call__(self, run):
-        """-> what the function returns. NotHere says why this run can't have it."""
-        if self.needs_puzzle and not run.puzzle:
-            raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
-        return self.measure(run)
-
-    def verdict(self, says):
-        """A decorator. says(result, run) -> what the figure shows of this run, in a sentence.
-        result: as in numbers.json"""
-        self.says = says
-        return says
+STATS = {}   # name -> Statistic, in the order of the page
 
 def stat(title, draw="lines", needs_puzzle=False, **options):
-    """A decorator: makes a statistic of the function below it. Its name is what --only calls it.
+    """A decorator: the function below it is a statistic, which --only calls by the function's name.
     options: keywords of the drawing"""
     def add(measure):
+        measure = torch.no_grad()(measure)   # It measures, and nothing learns.
         caption, _, definition = (inspect.getdoc(measure) or title).partition("\n\n")
-        statistic = Statistic(measure, title, caption, definition, draw, options, needs_puzzle)
-        STATS[measure.__name__] = statistic
-        return statistic
+        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw, options,
+                                            needs_puzzle)
+        return measure
     return add
 
 # =========================================================================== what a statistic gets
@@ -116,6 +88,13 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 #               more are in model.py, part 3
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
 #     NotHere   an exception: why a run can't have what was asked for, in a sentence
+#
+# And of the steps text, where what is asked for is known (steps.py):
+#
+#     puzzle        what meta.json says of this text: its table, its cells, and the most steps
+#     cell          a digit's place in its line; `cells` is how many a line has
+#     steps asked   how many steps lead from a line to the next one, as its letter says
+#     known         at least 90 % of the digits are right (KNOWN, in inside.py)
 
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
@@ -136,14 +115,20 @@ def angles(x, y):
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
+def steps_learned(right, guess):
+    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
+    digits are right, and 0 if no more are right than by guessing.
+
+    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
+    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
+
 class Run:
     """A trained model, and validation windows to measure it on"""
-    puzzle = None   # Only the steps text has one: see StepsRun.
-
-    def __init__(self, model, config, windows, text="", skip_below=0.05):
+    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05):
         """windows: x, y (n, T)"""
         self.model = model             # in eval mode
         self.config = config           # of the run folder
+        self.puzzle = puzzle           # None, if it is a run on another text
         self.text = text               # --text
         self.skip_below = skip_below   # --skip_below
         x, y = (part.to(model.device) for part in windows)
@@ -180,6 +165,13 @@ class Run:
         streams, _ = self.watch(idx, decider)
         return angles(streams[1:], streams[:-1]).rad2deg()
 
+    def share_that_ran(self, decider, batches=None):
+        """-> the share of the tokens that ran each sublayer (2L,)"""
+        def share(idx):
+            _, ran = self.forward(idx, decider)
+            return ran.float().mean((1, 2))
+        return self.mean(share, batches)
+
     @functools.cached_property
     def loss_of_quarter(self):
         return mean_loss(self.model, self.quarter)
@@ -188,6 +180,61 @@ class Run:
         """By how much the loss rises if this decider says who runs what, on a quarter of the
         windows"""
         return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
+
+    # --- On the steps text: what is right, and so what it has learned
+
+    def by_steps(self, measure):
+        """measure(idx, targets) -> values (rows, B, T) of all targets: one row, or a row a
+        sublayer. Returns their means over the digits that are 0, 1, .. steps away from the line
+        before.
+
+        Only digits of the right half of a line count. Those on the left depend on few others, so a
+        model may have learned them by heart. And the line before must be in the window, or nobody
+        can know them."""
+        cells = self.puzzle["cells"]
+        values, asked = [], []
+        for idx, targets in self.batches:
+            steps, cell = steps_of_targets(idx, targets, cells)
+            asked.append(torch.where(cell >= cells // 2, steps, -1))   # -1: It doesn't count.
+            values.append(measure(idx, targets).double())
+        values, asked = torch.cat(values, 1), torch.cat(asked)
+        means = []
+        for k in range(self.puzzle["most"] + 1):
+            if not (asked == k).any():
+                raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; "
+                              f"give it more of them, with --windows")
+            means.append(values[:, asked == k].mean(1))
+        return torch.stack(means, 1).tolist()
+
+    def right_by_steps(self, decider=None):
+        """-> the shares of right digits by steps asked: 0, 1, .."""
+        def is_right(idx, targets):
+            logits, _ = self.forward(idx, decider)
+            return (logits.argmax(-1) == targets)[None]
+        [right] = self.by_steps(is_right)
+        return right
+
+    @functools.cached_property
+    def right(self):
+        """These shares, of the model as it is"""
+        return self.right_by_steps()
+
+    @property
+    def guess(self):
+        """The share of digits that are right by chance"""
+        return 1 / len(self.puzzle["table"])
+
+    @property
+    def most_known(self):
+        """The most steps up to which digits are known. If there are none, we look at one step."""
+        for k, share in enumerate(self.right):
+            if share < KNOWN:
+                return max(1, k - 1)
+        return len(self.right) - 1
+
+    def steps_with(self, decider):
+        """How many steps it has learned if this decider says who runs what"""
+        return steps_learned(self.right_by_steps(decider), self.guess)
 
 # --- Who runs what
 
@@ -208,79 +255,6 @@ def skipping(run):
     return by_gain(run, run.skip_below)
 
 # ================================================================================= the steps text
-
-# What is asked for is known, so these figures are right or wrong. Some more words (steps.py):
-#
-#     puzzle        what meta.json says of this text: its table, its cells, and the most steps
-#     cell          a digit's place in its line; `cells` is how many a line has
-#     steps asked   how many steps lead from a line to the next one, as its letter says
-#     known         at least 90 % of the digits are right (KNOWN, in inside.py)
-
-def by_steps(run, measure):
-    """measure(idx, targets) -> values (rows, B, T) of all targets: one row, or a row a sublayer.
-    Returns their means over the digits that are 0, 1, .. steps away from the line before.
-
-    Only digits of the right half of a line count. Those on the left depend on few others, so a
-    model may have learned them by heart. And the line before must be in the window, or nobody can
-    know them."""
-    cells = run.puzzle["cells"]
-    values, asked = [], []
-    for idx, targets in run.batches:
-        steps, cell = steps_of_targets(idx, targets, cells)
-        asked.append(torch.where(cell >= cells // 2, steps, -1))   # -1: It doesn't count.
-        values.append(measure(idx, targets).double())
-    values, asked = torch.cat(values, 1), torch.cat(asked)
-    means = []
-    for k in range(run.puzzle["most"] + 1):
-        if not (asked == k).any():
-            raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; give "
-                          f"it more of them, with --windows")
-        means.append(values[:, asked == k].mean(1))
-    return torch.stack(means, 1).tolist()
-
-def right_by_steps(run, decider=None):
-    """-> the share of right digits by steps asked"""
-    def is_right(idx, targets):
-        logits, _ = run.forward(idx, decider)
-        return (logits.argmax(-1) == targets)[None]
-    [right] = by_steps(run, is_right)
-    return right
-
-def steps_learned(right, guess):
-    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
-    digits are right, and 0 if no more are right than by guessing.
-
-    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
-    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
-
-class StepsRun(Run):
-    """A run on the steps text: we know what is right, and so what it has learned."""
-    def __init__(self, model, config, windows, puzzle, **flags):
-        """flags: text and skip_below, as a Run has them"""
-        super().__init__(model, config, windows, **flags)
-        self.puzzle = puzzle
-
-    @property
-    def guess(self):
-        """The share of digits that are right by chance"""
-        return 1 / len(self.puzzle["table"])
-
-    @functools.cached_property
-    def right(self):
-        """The share of right digits by steps asked: 0, 1, .."""
-        return right_by_steps(self)
-
-    @property
-    def most_known(self):
-        """The most steps up to which digits are known. If there are none, we look at one step."""
-        for k, share in enumerate(self.right):
-            if share < KNOWN:
-                return max(1, k - 1)
-        return len(self.right) - 1
-
-    def steps_with(self, decider):
-        """How many steps it has learned if this decider says who runs what"""
-        return steps_learned(right_by_steps(self, decider), self.guess)
 
 @stat("The puzzle", draw=None, needs_puzzle=True)
 def written(run):
@@ -305,11 +279,8 @@ def right_digits(run):
     in the window, or nobody can know it. Steps learned: how far a share is above guessing (1 /
     symbols), summed over 1, 2, .. steps."""
     guessing = [run.guess] * len(run.right)
-    return {"share of right digits": {"measured": run.right, "guessing": guessing}}
-
-@right_digits.verdict
-def how_many_steps(result, run):
-    return f"{steps_learned(run.right, run.guess):.1f} steps learned."
+    panels = {"share of right digits": {"measured": run.right, "guessing": guessing}}
+    return panels, f"{steps_learned(run.right, run.guess):.1f} steps learned."
 
 @stat("The lines inside, which nobody wrote", draw="lines_inside", needs_puzzle=True)
 def lines_inside(run):
@@ -330,16 +301,13 @@ def lines_inside(run):
     *_, of_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
     letter = chr(ord("a") + k)
     examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in of_text[:4]]
-    return dict(asked=k, line=inside.share_by_block("line"),
-                answer=inside.share_by_block("answer"),
-                examples=[inside.example(letter + digits) for digits in examples])
-
-@lines_inside.verdict
-def what_is_read(result, run):
-    blocks = result["examples"][0]["blocks"]   # What can be read is the same in all examples.
-    furthest = [str(block["steps"]) if block else "none" for block in blocks]
-    return (f"After block 0, 1, .. a probe reads up to step {', '.join(furthest)}, of "
-            f"{result['asked']}.")
+    found = dict(asked=k, line=inside.share_by_block("line"),
+                 answer=inside.share_by_block("answer"),
+                 examples=[inside.example(letter + digits) for digits in examples])
+    furthest = []
+    for block in found["examples"][0]["blocks"]:   # What can be read is the same in all examples.
+        furthest.append(str(block["steps"]) if block else "none")
+    return found, f"After block 0, 1, .. a probe reads up to step {', '.join(furthest)}, of {k}."
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
@@ -352,16 +320,15 @@ def patched(run):
     line belongs to one answer, and the digits so far to the other: so neither comes out whole, but
     one share is above chance."""
     found = patch(run.model, run.puzzle, run.most_known)
-    return {"where the line stands": found["line"],
-            "where the answer is predicted": found["answer"]}
-
-@patched.verdict
-def which_block_fetches(result, run):
-    own = result["where the line stands"]["its own answer"]   # after block 1, 2, ..
+    panels = {"where the line stands": found["line"],
+              "where the answer is predicted": found["answer"]}
+    own = found["line"]["its own answer"]   # its share, if patched after block 1, 2, ..
     if own[-1] < KNOWN:
-        return "It doesn't know these answers, so a patch shows nothing."
+        return panels, "It doesn't know these answers, so a patch shows nothing."
     block = next(block for block, share in enumerate(own, 1) if share >= 0.95 * own[-1])
-    return f"Block {block} fetches the line. After it, the answer no longer needs the line's place."
+    sentence = (f"Block {block} fetches the line. After it, the answer no longer needs the line's "
+                f"place.")
+    return panels, sentence
 
 @stat("What breaks without a block", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
       y="block left out (0: none)", first_y=0, label="share of right digits", share=True)
@@ -373,16 +340,12 @@ def removal_by_steps(run):
     rows = [run.right]
     for block in range(len(run.model.blocks)):
         without = Without(sublayers_of(run.model, block), run.model.decider)
-        rows.append(right_by_steps(run, without))
-    return rows
-
-@removal_by_steps.verdict
-def which_block_is_needed(result, run):
+        rows.append(run.right_by_steps(without))
     most = run.most_known
-    right_without = {block: row[most] for block, row in enumerate(result) if block > 0}
-    block = min(right_without, key=right_without.get)
-    return (f"Block {block} is missed most. Without it, {right_without[block]:.0%} of the digits "
-            f"after {in_words(most)} are right.")
+    block = min(range(1, len(rows)), key=lambda block: rows[block][most])
+    sentence = (f"Block {block} is missed most. Without it, {rows[block][most]:.0%} of the digits "
+                f"after {in_words(most)} are right.")
+    return rows, sentence
 
 @stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
       y="sublayer", label="mean angle (degrees)")
@@ -392,15 +355,13 @@ def gain_by_steps(run):
     those who need it. On the far right may stand what the model has not learned.
 
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips."""
-    return by_steps(run, lambda idx, targets: run.degrees(idx))
-
-@gain_by_steps.verdict
-def which_sublayer_works_for_them(result, run):
+    rows = run.by_steps(lambda idx, targets: run.degrees(idx))
     most = run.most_known
-    more = {place: row[most] - row[0] for place, row in enumerate(result, 1)}
+    more = {place: row[most] - row[0] for place, row in enumerate(rows, 1)}
     place = max(more, key=more.get)
-    return (f"Sublayer {place} turns digits after {in_words(most)} by {more[place]:.0f} degrees "
-            f"more than copies.")
+    sentence = (f"Sublayer {place} turns digits after {in_words(most)} by {more[place]:.0f} "
+                f"degrees more than copies.")
+    return rows, sentence
 
 @stat("Who skips", needs_puzzle=True, x="steps asked for", first_x=0)
 def who_skips(run):
@@ -415,27 +376,18 @@ def who_skips(run):
     def ran_and_right(idx, targets):
         logits, ran = run.forward(idx, decider)
         return torch.stack((ran.float().mean(0), logits.argmax(-1) == targets))
-    shares, right = by_steps(run, ran_and_right)
+    shares, right = run.by_steps(ran_and_right)
     n_sublayers = 2 * len(run.model.order)
     n_run = [n_sublayers * share for share in shares]
-    if_all_run = right_by_steps(run, ALL_RUN)
-    return {"sublayers that run for a digit": {"as it skips": n_run},
-            "share of right digits": {"as it skips": right, "if all run": if_all_run}}
-
-@who_skips.verdict
-def how_many_sublayers(result, run):
-    n_run, most = result["sublayers that run for a digit"]["as it skips"], run.most_known
-    return (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after {in_words(most)} "
-            f"{n_run[most]:.1f}.")
+    if_all_run = run.right_by_steps(ALL_RUN)
+    panels = {"sublayers that run for a digit": {"as it skips": n_run},
+              "share of right digits": {"as it skips": right, "if all run": if_all_run}}
+    most = run.most_known
+    sentence = (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after {in_words(most)} "
+                f"{n_run[most]:.1f}.")
+    return panels, sentence
 
 # ======================================================================================= any text
-
-def share_that_ran(run, decider, batches=None):
-    """-> the share of the tokens that ran each sublayer (2L,)"""
-    def share(idx):
-        _, ran = run.forward(idx, decider)
-        return ran.float().mean((1, 2))
-    return run.mean(share, batches)
 
 def coins(ran):
     """-> a decider that tosses a coin for each token. ran (2L,): the share that is to run each
@@ -447,6 +399,28 @@ def coins(ran):
 
 BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
 
+def ways_to_skip(run, batches):
+    """-> {name of a line: [(share of the sublayer runs that is skipped, decider), ...]}. The shares
+    are those in these batches."""
+    # The fixed set is chosen by other windows than those on which it is measured.
+    turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
+    weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
+    ways = {"by gain": [], "a fixed set": [], "coins": []}
+    for below in BELOW:
+        decider = by_gain(run, below)
+        ran = run.share_that_ran(decider, batches)
+        skipped = 1 - ran.mean().item()
+        ways["by gain"].append((skipped, decider))
+        ways["coins"].append((skipped, coins(ran)))
+        n_removed = round(skipped * len(ran))
+        if n_removed > 0:
+            fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
+            ways["a fixed set"].append((n_removed / len(ran), fixed_set))
+    if run.model.config.mod != "all":
+        skipped = 1 - run.share_that_ran(run.model.decider, batches).mean().item()
+        ways["as trained"] = [(skipped, run.model.decider)]
+    return ways
+
 @stat("What skipping costs", x="share of the sublayer runs skipped", share_x=True)
 def skip_curve(run):
     """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. A line that stays
@@ -456,44 +430,21 @@ def skip_curve(run):
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
     trained: as the model skipped in training. It was trained for none of the others."""
-    deciders = [by_gain(run, below) for below in BELOW]
     if run.puzzle:
         what, batches, measure = "steps learned", run.batches, run.steps_with
     else:
         what, batches, measure = "rise of the loss (nats)", run.quarter, run.loss_rise
-    # The fixed set is chosen by other windows than those on which it is measured.
-    turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
-    weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    # First we find who skips: a point of a line is the share that is skipped, and the decider.
-    lines = {"by gain": [], "a fixed set": [], "coins": []}
-    for decider in deciders:
-        ran = share_that_ran(run, decider, batches)
-        skipped = 1 - ran.mean().item()
-        lines["by gain"].append((skipped, decider))
-        lines["coins"].append((skipped, coins(ran)))
-        n_removed = round(skipped * len(ran))
-        if n_removed > 0:
-            fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
-            lines["a fixed set"].append((n_removed / len(ran), fixed_set))
-    if run.model.config.mod != "all":
-        skipped = 1 - share_that_ran(run, run.model.decider, batches).mean().item()
-        lines["as trained"] = [(skipped, run.model.decider)]
-    # Then we measure what it costs.
-    measured = {}
-    for name, points in lines.items():
-        measured[name] = [[skipped, measure(decider)] for skipped, decider in points]
-    return {what: measured}
-
-@skip_curve.verdict
-def what_it_costs_below_a_tenth(result, run):
-    [(what, lines)] = result.items()   # There is one panel.
+    lines = {}
+    for name, deciders in ways_to_skip(run, batches).items():
+        lines[name] = [[skipped, measure(decider)] for skipped, decider in deciders]
     at = BELOW.index(0.1)
     skipped, by_gains = lines["by gain"][at]
     _, by_coins = lines["coins"][at]
     _, if_all_run = lines["by gain"][0]
-    return (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
-            f"{what.capitalize()}: {by_gains:.2f}; with coins {by_coins:.2f}; if all run "
-            f"{if_all_run:.2f}.")
+    sentence = (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
+                f"{what.capitalize()}: {by_gains:.2f}; with coins {by_coins:.2f}; if all run "
+                f"{if_all_run:.2f}.")
+    return {what: lines}, sentence
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
@@ -538,14 +489,10 @@ def turning(run):
         streams, _ = run.watch(idx)
         return streams[::2].square().mean(-1).sqrt().mean((1, 2))   # A block is two sublayers.
     lengths = run.mean(lengths_of).tolist()
-    return {"turned by (degrees)": by_kind(turned),
-            "length of the stream": {"stream": list(enumerate(lengths))}}
-
-@turning.verdict
-def how_much_longer(result, run):
-    lengths = [length for _, length in result["length of the stream"]["stream"]]
+    panels = {"turned by (degrees)": by_kind(turned),
+              "length of the stream": {"stream": list(enumerate(lengths))}}
     longer = lengths[-1] / lengths[0]
-    return f"At the end, the stream is {longer:.1f} times as long as at its start."
+    return panels, f"At the end, the stream is {longer:.1f} times as long as at its start."
 
 @stat("What the head can read after each block", x="blocks run", first_x=0)
 def logit_lens(run):
@@ -559,13 +506,9 @@ def logit_lens(run):
         for i, stream in enumerate(after_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[i] += loss.item() / len(run.batches)
-    return {"loss (nats per token)": {"after each block": losses}}
-
-@logit_lens.verdict
-def from_where_it_reads(result, run):
-    losses = result["loss (nats per token)"]["after each block"]
+    panels = {"loss (nats per token)": {"after each block": losses}}
     block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
-    return f"After block {block}, the head reads as well as at the end, to 0.1 nats."
+    return panels, f"After block {block}, the head reads as well as at the end, to 0.1 nats."
 
 @stat("What a sublayer is worth", x="block", y="loss increase (nats)", asinh=True)
 def removal(run):
@@ -578,16 +521,23 @@ def removal(run):
         return run.loss_rise(Without(places, run.model.decider))
     of_sublayers = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
     of_blocks = [worth(sublayers_of(run.model, block)) for block in range(len(run.model.blocks))]
-    return {"without one sublayer": by_kind(of_sublayers),
-            "without the block": {"block": of_blocks}}
-
-@removal.verdict
-def which_block_is_worth_most(result, run):
-    worth = dict(enumerate(result["without the block"]["block"], 1))
-    block = max(worth, key=worth.get)
-    return f"Block {block} is worth most, {worth[block]:.2f} nats."
+    panels = {"without one sublayer": by_kind(of_sublayers),
+              "without the block": {"block": of_blocks}}
+    most = max(of_blocks)
+    return panels, f"Block {of_blocks.index(most) + 1} is worth most, {most:.2f} nats."
 
 # ============================================================================ from runs to a page
+
+@dataclass
+class AnalyzeConfig:
+    runs: list = flag(None, "run folders")
+    out: str = flag("figures", "folder of the page, the figures and the numbers")
+    only: str = flag("", "some statistics, such as removal,skip_curve; without it all of them")
+    text: str = flag("", "a text, or a file with one, for the map of tokens and sublayers")
+    skip_below: float = flag(0.05, "a token skips a sublayer that would turn its stream by less (a "
+                             "gain), if the run was not trained to skip", 0, 100)
+    windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
 def main(argv=None):
     if "--list" in (argv or sys.argv):   # needs no runs
@@ -600,7 +550,7 @@ def main(argv=None):
             refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
     runs = open_runs(args)
     out = Path(args.out)
-    refuse_if_taken(out)   # now, not after minutes of measuring
+    make_folder(out)   # now, not after minutes of measuring
     found = measure_all(runs, wanted)
     import draw   # here, because it loads matplotlib, and who only measures needs none
     draw.write_page(out, runs, STATS, found)
@@ -618,22 +568,16 @@ def open_runs(args):
         data = config["data"]
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(data, "val", config["block_size"], n)
-        run = make_run(model, config, windows, text=text, skip_below=args.skip_below)
+        puzzle = prepare.load_meta(data).get("steps")
+        run = Run(model, config, windows, puzzle, text, args.skip_below)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
         runs[printable(name if names.count(name) == 1 else path)] = run
     return runs
 
-def make_run(model, config, windows, **flags):
-    """-> a Run, or a StepsRun if it is one of the steps text. flags: --text and --skip_below"""
-    puzzle = prepare.load_meta(config["data"]).get("steps")
-    if puzzle:
-        return StepsRun(model, config, windows, puzzle, **flags)
-    return Run(model, config, windows, **flags)
-
-def refuse_if_taken(out):
-    """Makes the folder. SystemExit if it can't, or if it has files, but no page of ours"""
+def make_folder(out):
+    """SystemExit if that can't be, or if it has files, but no page of ours"""
     page = out / "index.html"
     with explain_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -641,31 +585,35 @@ def refuse_if_taken(out):
         if any(out.iterdir()) and not is_ours:
             refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
-@dataclass
-class Found:
-    """What one statistic says of all runs"""
-    results: dict    # {run: what it returned}, as in numbers.json
-    verdicts: dict   # {run: a sentence}
-    missing: dict    # {run: why it can't have it}
-
 def measure_all(runs, wanted):
-    """-> {statistic: Found}, in the order of the page"""
-    found = {name: Found({}, {}, {}) for name in STATS if name in wanted}
+    """-> {statistic: what it says of the runs}, in the order of the page. That is a dict:
+
+    results     {run: what is drawn}, as in numbers.json
+    sentences   {run: a sentence}
+    missing     {run: why it can't have it}"""
+    found = {name: dict(results={}, sentences={}, missing={}) for name in STATS if name in wanted}
     for run_name, run in runs.items():
-        for name, each in found.items():
-            statistic = STATS[name]
-            print(printable(f"{run_name}: measuring {name}"), file=sys.stderr)
+        for name, of_runs in found.items():
+            print(f"{run_name}: measuring {name}", file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
-                result = as_json(statistic(run))
+                result, sentence = measured(STATS[name], run)
             except NotHere as why:
-                print(printable(f"{run_name}: no {name}, because {why}"), file=sys.stderr)
-                each.missing[run_name] = str(why)
+                print(f"{run_name}: no {name}, because {why}", file=sys.stderr)
+                of_runs["missing"][run_name] = str(why)
                 continue
-            each.results[run_name] = result
-            if statistic.says:
-                each.verdicts[run_name] = statistic.says(result, run)
+            of_runs["results"][run_name] = as_json(result)
+            if sentence:
+                of_runs["sentences"][run_name] = sentence
     return found
+
+def measured(statistic, run):
+    """-> what is drawn, and the sentence, or None if there is none. NotHere says why this run can't
+    have it."""
+    if statistic.needs_puzzle and not run.puzzle:
+        raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
+    returned = statistic.measure(run)
+    return returned if isinstance(returned, tuple) else (returned, None)
 
 def as_json(value):
     """As numbers.json has it: lists for tensors, and None for what is no number"""

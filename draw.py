@@ -1,8 +1,8 @@
 """
 How analyze.py draws what its statistics have found, and makes a page of it. Each drawing gets
-results, {run: what a statistic returned}, and colors, {run: colour}, and returns a figure. Its
-other keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a
-list of rows, the lowest first, and None in it is grey.
+results, {run: what is drawn of it}, and colors, {run: colour}, and returns a figure. Its other
+keywords are what stands in @stat(...). A line is [y, ...] or [[x, y], ...]. A matrix is a list of
+rows, the lowest first, and None in it is grey.
 """
 import base64
 import io
@@ -168,19 +168,18 @@ def as_png(statistic, results, colors):
 
 def write_page(out, runs, statistics, found):
     """Writes figures, numbers and page to the folder `out`. runs: {name: Run}; statistics: {name:
-    Statistic}; found: {name: Found}, in the order of the page. These classes are in analyze.py."""
+    Statistic}; found: {name: dict}, see measure_all in analyze.py, where these classes are, too"""
     colors = dict(zip(runs, itertools.cycle(COLORS)))
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
                         parameters=num_params(run.model), flops=flops_per_token(run.model))
              for name, run in runs.items()}
     entries, pngs = {}, {}
-    for name, each in found.items():
+    for name, of_runs in found.items():
         statistic = statistics[name]
         entry = dict(title=statistic.title, caption=statistic.caption,
-                     definition=statistic.definition, results=each.results,
-                     verdicts=each.verdicts, missing=each.missing)
-        if statistic.draw and each.results:
-            png, inches = as_png(statistic, each.results, colors)
+                     definition=statistic.definition, **of_runs)
+        if statistic.draw and of_runs["results"]:
+            png, inches = as_png(statistic, of_runs["results"], colors)
             entry["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
             entry["width"] = 80 * inches   # in pixels of the page
             pngs[name] = png
@@ -189,8 +188,9 @@ def write_page(out, runs, statistics, found):
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
     write_text(out / "index.html", template.replace("REPORT", report))
-    numbers = dict(runs=about, statistics={name: each.results for name, each in found.items()},
-                   missing={name: each.missing for name, each in found.items()})
+    numbers = dict(runs=about,
+                   statistics={name: of_runs["results"] for name, of_runs in found.items()},
+                   missing={name: of_runs["missing"] for name, of_runs in found.items()})
     write_text(out / "numbers.json", json.dumps(numbers, indent=1))
-    for name, png in pngs.items():
+    for name, png in pngs.items():   # After the page: by it, analyze.py knows a folder as ours.
         write_file(out / f"{name}.png", lambda file: file.write(png))

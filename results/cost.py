@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 import prepare
-from analyze import (ALL_RUN, by_steps, coins, in_batches, mean_loss, right_by_steps,
-                     share_that_ran, steps_learned)
+from analyze import ALL_RUN, coins, in_batches, mean_loss, steps_learned
 from model import ByGain, Without
 
 BELOW = 0.02, 0.05, 0.1, 0.2
@@ -43,7 +42,7 @@ def greedy_sets(model, windows, most):
 def score(inspected, decider):
     """-> an array: the share of right digits by steps asked, or, of code, bits per byte alone"""
     if inspected.puzzle:
-        return np.array(right_by_steps(inspected, decider))
+        return np.array(inspected.right_by_steps(decider))
     loss = mean_loss(inspected.model, inspected.batches, decider)
     return np.array([inspected.bits * loss / inspected.loss])
 
@@ -67,7 +66,7 @@ def skipped_by_steps(inspected, decider):
     def skipped(idx, targets):
         _, ran = inspected.forward(idx, decider)
         return 1 - ran.float().mean(0, keepdim=True)
-    return by_steps(inspected, skipped)[0]
+    return inspected.by_steps(skipped)[0]
 
 def measure(inspected):
     """Yields what is skipped, and columns of runs.csv"""
@@ -79,7 +78,7 @@ def measure(inspected):
     ran, skipped = {}, {}
     for below in BELOW:
         decider = ByGain(model.config, below)
-        ran[below] = share_that_ran(inspected, decider)
+        ran[below] = inspected.share_that_ran(decider)
         skipped[below] = 1 - ran[below].mean().item()
         yield f"below {below}", columns(skipped[below], score(inspected, decider))
 

@@ -95,7 +95,8 @@ def inspect(folder, n_windows=512):
     model, config = open_run(folder)
     model.to(pick_device(config["device"]))
     windows = prepare.windows_of(config["data"], "val", config["block_size"], n_windows)
-    return analyze.make_run(model, config, windows)
+    puzzle = prepare.load_meta(config["data"]).get("steps")
+    return analyze.Run(model, config, windows, puzzle)
 
 def columns_of(folder, inspected):
     """Run folder -> the columns of runs.csv that are not in its plan"""

@@ -44,28 +44,29 @@ def test_the_stream_by_hand():
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     x = torch.stack(streams(run.model, torch.cat([idx for idx, _ in run.batches])))
     size = x.square().mean(-1).sqrt().mean((1, 2))
-    found = analyze.turning(run)
+    found, sentence = analyze.turning(run)
     degrees = flat(found["turned by (degrees)"])
     assert degrees == pytest.approx(degrees_between(x[1:], x[:-1]).mean((1, 2)).tolist(), abs=1e-6)
     places, lengths = zip(*found["length of the stream"]["stream"])
     assert places == (0, 1, 2, 3, 4) and lengths == pytest.approx(size[::2].tolist())
+    assert f"is {lengths[-1] / lengths[0]:.1f} times as long" in sentence
     assert degrees[4:6] == [0, 0]
-    assert flat(analyze.removal(run)["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
+    assert flat(analyze.removal(run)[0]["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     assert tiny.item() == pytest.approx(1e-10)   # Its cosine is 1 in floating point.
 
 @pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer", "siamese"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
-    lens, = analyze.logit_lens(run)["loss (nats per token)"].values()
-    removed = analyze.removal(run)
+    lens, = analyze.logit_lens(run)[0]["loss (nats per token)"].values()
+    removed, _ = analyze.removal(run)
     assert lens[-1].item() == pytest.approx(run.loss, rel=1e-5) and len(lens) == L + 1
     assert removed["without one sublayer"]["MLP"][1] == pytest.approx(increase(run, {4}), abs=1e-9)
     assert removed["without the block"]["block"][2] == pytest.approx(increase(run, {5, 6}), abs=1e-9)
 
 def test_a_repeated_block_is_removed_wherever_it_runs():
     run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
-    removed = analyze.removal(run)["without the block"]["block"]
+    removed = analyze.removal(run)[0]["without the block"]["block"]
     assert removed[1] == pytest.approx(increase(run, {3, 4, 7, 8}))
 
 # ---------------------------------------------------------------------------------- who skips
@@ -98,7 +99,7 @@ def test_what_skipping_costs():
         asked.append(measure)
         return analyze.Run.mean(run, measure, windows) if windows is run.quarter else torch.arange(2.0 * L)
     run.mean = mean
-    lines, = analyze.skip_curve(run).values()
+    lines, = analyze.skip_curve(run)[0].values()
     idx = run.other_quarter[0][0]
     befores = [stream for _, stream in run.model.walk(idx)][:-1]
     gains = [residual.gain(x) for residual, x in zip(run.model.residuals(), befores)]
@@ -126,13 +127,13 @@ def test_what_skipping_costs():
 def test_coins_skip_each_sublayer_as_often():
     run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
     ran = torch.linspace(0, 1, 2 * L)
-    torch.testing.assert_close(analyze.share_that_ran(run, analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
+    torch.testing.assert_close(run.share_that_ran(analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod="gain:below=99")
-    assert flat(analyze.turning(run)["turned by (degrees)"]) == [0] * 2 * L
+    assert flat(analyze.turning(run)[0]["turned by (degrees)"]) == [0] * 2 * L
     assert analyze.depth_map(run)["degrees"].isnan().all()
-    lines, = analyze.skip_curve(run).values()
+    lines, = analyze.skip_curve(run)[0].values()
     assert lines["as trained"] == [pytest.approx([1.0, 0])]
     assert lines["by gain"][0][1] == pytest.approx((loss_of(run, ByGain(None, 0)) - loss_of(run)).item())
 
@@ -152,32 +153,44 @@ def test_windows_are_from_all_over_the_text():
         assert numbers == [*range(numbers[0], 128, 4)]
     assert not {*parts[0][:, 0].tolist()} & {*parts[1][:, 0].tolist()}
 
-def test_what_the_page_says():
-    """Of results that are made up. It numbers blocks from 1."""
-    run = SimpleNamespace(most_known=1, guess=0.1, right=[1.0, 0.91, 0.1], puzzle=dict(most=2))   # one step of two
-    for name, result, words in (
-            ("right_digits", {}, "0.9 steps learned."),
-            ("patched", {"where the line stands": {"its own answer": [0.2, 0.5, 0.96, 1.0]}}, "Block 3 fetches the line."),
-            ("patched", {"where the line stands": {"its own answer": [0.2, 0.5]}}, "It doesn't know these answers"),
-            ("who_skips", {"sublayers that run for a digit": {"as it skips": [1.5, 3.0, 6]}},
-             "A copied digit runs 1.5 sublayers, and one after one step 3.0."),
-            ("turning", {"length of the stream": {"stream": [[0, 2.0], [1, 5.0]]}}, "is 2.5 times as long"),
-            ("lines_inside", {"asked": 2, "examples": [{"blocks": [None, dict(steps=0), dict(steps=2)]}]},
-             "After block 0, 1, .. a probe reads up to step none, 0, 2, of 2."),
-            ("removal_by_steps", [[1.0, 0.9, 0.1], [1.0, 0.8, 0.1], [1.0, 0.2, 0.9]],
-             "Block 2 is missed most. Without it, 20% of the digits after one step are right."),
-            ("gain_by_steps", [[30.0, 31, 90], [2.0, 9, 1]], "Sublayer 2 turns digits after one step by 7 degrees"),
-            ("skip_curve", {"steps learned": {"by gain": [[x / 10, 6 - x] for x in range(6)],
-                                              "coins": [[x / 10, 2 - x / 10] for x in range(6)]}},
-             "Below 0.1 (6 degrees), 30% of the sublayer runs are skipped. Steps learned: 3.00; with coins 1.70; if all "
-             "run 6.00."),
-            ("logit_lens", {"loss (nats per token)": {"after each block": [5.0, 1.2, 1.05, 1.0]}}, "After block 2, "),
-            ("removal", {"without the block": {"block": [0.1, 2.5, 0.3]}}, "Block 2 is worth most, 2.50 nats.")):
-        assert words in analyze.STATS[name].says(result, run)
+def test_what_the_page_says(monkeypatch):
+    """Of measurements that are made up. It numbers blocks from 1."""
+    run = run_of("nag")
+    run.puzzle, run.right = dict(most=2, table=10 * [[]], cells=2), [1.0, 0.91, 0.1]   # one step of two
+    def says(words, statistic, **made_up):
+        vars(run).update(made_up)
+        _, sentence = statistic(run)
+        assert words in sentence
+    says("0.9 steps learned.", analyze.right_digits)
+    for own, words in ([0.2, 0.5, 0.96, 1.0], "Block 3 fetches the line."), ([0.2, 0.5], "It doesn't know these answers"):
+        monkeypatch.setattr(analyze, "patch", lambda *_: dict(line={"its own answer": own}, answer={}))
+        says(words, analyze.patched)
+    monkeypatch.setattr(prepare, "windows_of", lambda *_: None)
+    example = dict(blocks=[None, dict(steps=0), dict(steps=2)])
+    inside = SimpleNamespace(share_by_block=str, example=lambda line: example)
+    monkeypatch.setattr(analyze, "Inside", lambda *_: inside)
+    says("After block 0, 1, .. a probe reads up to step none, 0, 2, of 1.", analyze.lines_inside)
+    without = iter([[1.0, 0.8, 0.1], [1.0, 0.2, 0.9], [1.0, 0.8, 0.0], [1.0, 0.9, 0.1]])
+    says("Block 2 is missed most. Without it, 20% of the digits after one step are right.",
+         analyze.removal_by_steps, right_by_steps=lambda decider: next(without))
+    says("Sublayer 2 turns digits after one step by 7 degrees", analyze.gain_by_steps,
+         by_steps=lambda measure: [[30.0, 31, 90], [2.0, 9, 1]])
+    says("A copied digit runs 1.6 sublayers, and one after one step 3.2.", analyze.who_skips,
+         by_steps=lambda measure: ([0.2, 0.4, 1.0], run.right), right_by_steps=lambda decider: run.right)
+    monkeypatch.setattr(analyze, "ways_to_skip", lambda *_: {"by gain": [(x / 10, 6 - x) for x in range(6)],
+                                                             "coins": [(x / 10, 2 - x / 10) for x in range(6)]})
+    says("Below 0.1 (6 degrees), 30% of the sublayer runs are skipped. Steps learned: 3.00; with coins 1.70; if all "
+         "run 6.00.", analyze.skip_curve, steps_with=lambda decider: decider)
+    surer = [F.one_hot(run.batches[0][1], 320) * scale for scale in (0.0, 1.0, 12.0, 14.0, 16.0)]
+    monkeypatch.setattr(analyze, "after_blocks", lambda *_: surer)
+    vars(run.model)["head"] = lambda stream: stream
+    says("After block 2, the head", analyze.logit_lens, batches=run.batches[:1])
+    says("Block 2 is worth most, 2.50 nats.", analyze.removal,
+         loss_rise=lambda decider: 2.5 if decider.places == {3, 4} else 0.1)
 
 @pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
 def test_the_most_steps_that_are_known(right, most):
-    assert analyze.StepsRun.most_known.fget(SimpleNamespace(right=right)) == most
+    assert analyze.Run.most_known.fget(SimpleNamespace(right=right)) == most
 
 @pytest.mark.parametrize("residual, lacks", [
     ("pre", "skip_curve right_digits lines_inside patched written removal_by_steps gain_by_steps who_skips"),
@@ -186,7 +199,7 @@ def test_what_a_run_cannot_have_is_one_sentence(residual, lacks):
     run = run_of(residual, repeat="2-3:2")
     for name in lacks.split():
         with pytest.raises(analyze.NotHere, match="^[^\n]{20,110}$"):
-            analyze.STATS[name](run)
+            analyze.measured(analyze.STATS[name], run)
 
 # ---------------------------------------------------------------------------------- the page
 
@@ -215,6 +228,7 @@ def test_page(made):
     for name, stat in report["statistics"].items():
         assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]
         assert len(stat["results"]) + len(stat["missing"]) == 2
+        assert {*stat["sentences"]} == ({*stat["results"]} if name != "depth_map" else set())
         assert ("image" in stat) == (made / f"out/{name}.png").exists() == bool(stat["results"]), name
     assert "knows no gain" in numbers["missing"]["skip_curve"]["_<b>"]
     assert sum(1 for stat in report["statistics"].values() if "image" in stat) == 5
@@ -235,7 +249,7 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     assert analyze.STATS["mine"].caption == "My own"
     found = measure("heat", lambda turned: turned[None], "One\n    paragraph")
     assert len(found[0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
-    example = inspect.getsource(analyze).split("# a whole one:\n#\n")[1].split("\n#\n# The page")[0]
+    example = inspect.getsource(analyze).split("This is a whole one:\n#\n")[1].split("\n#\n# The page")[0]
     exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
     analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path), "--only", "turned"])
     numbers = json.loads((tmp_path / "numbers.json").read_text())["statistics"]

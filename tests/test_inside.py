@@ -160,7 +160,7 @@ def test_figures_by_steps_by_hand(text, windows, data):
     for _, sublayer in model.blocks[2].pairs():   # This block is silent.
         sublayer.c_proj.weight.zero_()
     x, y = (part[:48] for part in windows)
-    run = analyze.StepsRun(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
+    run = analyze.Run(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
     steps, cell = steps_of_targets(x, y, CELLS)
     def means(values):
         found = [[] for _ in range(MOST + 1)]
@@ -172,9 +172,9 @@ def test_figures_by_steps_by_hand(text, windows, data):
         return means(model(x, runner=Runner(model, decider))[0].argmax(-1) == y)
     all_run = shares(Decider())
     assert all_run.expected != shares().expected
-    found = analyze.right_digits(run)["share of right digits"]
+    found = analyze.right_digits(run)[0]["share of right digits"]
     assert found["measured"] == shares() and found["guessing"] == [0.1] * 4
-    intact, *without = analyze.removal_by_steps(run)
+    intact, *without = analyze.removal_by_steps(run)[0]
     assert intact == without[2] == shares() and without[0] == shares(Without({1, 2}, model.decider))
     assert len(without) == L
     runner, turned = Runner(model), []
@@ -182,12 +182,12 @@ def test_figures_by_steps_by_hand(text, windows, data):
     for residual, (_, before) in zip(model.residuals(), walk[:-1]):
         gain = residual.gain(before).abs()[..., 0]
         turned.append(means(torch.where(gain >= 0.3, gain.atan().rad2deg(), 0)))
-    assert analyze.gain_by_steps(run)[:4] == turned[:4]   # The silent block turns nothing.
-    ran, right = analyze.who_skips(run).values()
+    assert analyze.gain_by_steps(run)[0][:4] == turned[:4]   # The silent block turns nothing.
+    ran, right = analyze.who_skips(run)[0].values()
     by_hand = means(2 * L * torch.stack(runner.keeps).double().mean(0))
     assert ran == {"as it skips": by_hand} and 0 < min(by_hand.expected) < 2 * L
     assert right == {"as it skips": shares(), "if all run": all_run}
-    lines = analyze.skip_curve(run)["steps learned"]
+    lines = analyze.skip_curve(run)[0]["steps learned"]
     assert analyze.steps_learned([0.0, 1.0, 0.55, 0.05], 0.1) == 1.5   # Nobody knows less than who guesses.
     learned, learned_if_all_run = (analyze.steps_learned(each.expected, 0.1) for each in (shares(), all_run))
     assert lines["by gain"][0] == pytest.approx([0, learned_if_all_run])
