@@ -6,7 +6,7 @@ import pytest, torch
 
 import prepare, sample, train
 from conftest import ROOT, make
-from model import EarlyExit, Runner
+from model import EVERYONE, REMOVED, EarlyExit, Runner
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -37,11 +37,11 @@ def numbers(told):
 def test_who_ran():
     """The tests of skipping rely on it."""
     keep = torch.tensor([[True, False]])
-    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
+    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[EVERYONE, keep, REMOVED])
     assert Runner.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
     runner = Runner(make("pre", n_layer=1))
     runner.begin((1, 2))
-    runner.keeps += [None, keep]
+    runner.keeps += [EVERYONE, keep]
     assert [runner.skipped(), runner.skipped(last=True)] == [0.25, 0.5]
 
 def test_text(main):

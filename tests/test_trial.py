@@ -108,6 +108,10 @@ class Wrong(M.Decider):
     def decide(self, runner):
         return runner.stream
 
+class NoReturn(M.Decider):
+    def decide(self, runner):
+        runner.stream > 0
+
 class BelowTheLast(M.Decider):
     def decide(self, runner):
         size = runner.stream[..., 0]
@@ -124,6 +128,7 @@ class Threshold(M.Decider):
 @pytest.mark.parametrize("kind, says", [
     (Typo, "Typo has a needs_skiping; did you mean needs_skipping?"),
     (Wrong, "Wrong.decide returned torch.float32 (2, 4, 8), not EVERYONE, REMOVED or bools (2, 4)"),
+    (NoReturn, "NoReturn.decide returned None, not EVERYONE"),
     (BelowTheLast, "BelowTheLast looks at later tokens"),
     (Threshold, "Threshold: the parameter decider.below gets no gradient")])
 def test_a_mistake_in_a_decider_of_ones_own_is_told(kind, says, monkeypatch):
