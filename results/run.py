@@ -51,7 +51,7 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 NAG_STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
              "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3")
 PAYS = "--gain_cost 0.1 --mod gain:below=0.05"
-PLANS = {"deep": [
+PLANS = {"paid depth": [
     Plan("plain NAG, 4 blocks", f"{NAG_STEPS} --n_layer 4", [0.02], range(7, 17)),
     Plan("NAG that pays, 8 blocks", f"{NAG_STEPS} --n_layer 8 {PAYS}", [0.02], range(7, 17)),
     Plan("NAG that pays, 12 blocks", f"{NAG_STEPS} --n_layer 12 {PAYS}", [0.02], range(7, 17))]}
