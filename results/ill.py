@@ -21,6 +21,17 @@ seeds. Block Attention Residuals keep their outputs *bounded* if the largest str
 times the smallest, and the first block of a group hands on less than the block before it. Gradients
 and worth are reported: no rule.
 
+`fanin` looks at Gradient Fan-in Asymmetry (CascadeFormer, arXiv:2606.26538): PreNorm, 12 blocks,
+300 iterations, text. In PreNorm, the gradient at a block is a sum over all later blocks, so there
+are fewer terms the deeper it is. The paper says that gradients fall with depth and go with what
+blocks are worth, that equal gradients don't restore the worth of late blocks, and that running
+these several times does. Our rule, written before seeds 2 to 5 ran: gradients *fall* if Spearman's
+correlation with the block is below -0.5 in all four seeds, and *go with worth* if their rank
+correlation with it is above 0.5 in all four. Something *restores* late blocks if the last third's
+share of the worth of all blocks is larger than in the plain run of the same seed and optimizer, in
+all four seeds. AdamW hardly sees how large gradients are, so only SGD's are made equal. Blocks 1 to
+4 that run thrice are the control: a block that is removed is removed wherever it runs.
+
 Two runs of width 768 ask whether NAG's lead with GPT-2's first weights is one of narrow models: std
 0.02 was meant for about this width. It is, if the lead is smaller there than with width 64. (On a
 GPU, bfloat16, 16,384 tokens a step. Seed 1 has chosen among the rates 5e-4, 1e-3 and 2e-3. The rule
