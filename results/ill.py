@@ -100,13 +100,21 @@ def slope(values):
     blocks = np.arange(1, len(values) + 1)
     return np.polyfit(np.log(blocks), np.log(values), 1)[0]
 
+def rank_correlation(xs, ys):
+    """Spearman's. Equal values have the mean of their ranks."""
+    ranks = [[(values < value).sum() + (values <= value).sum() for value in values]
+             for values in (np.array(xs), np.array(ys))]
+    return np.corrcoef(*ranks)[0, 1]
+
 def spearman(values):
-    """Rank correlation of a value with its block. Equal values have the mean of their ranks."""
-    values = np.array(values)
-    ranks = [(values < value).sum() + (values <= value).sum() for value in values]
-    return np.corrcoef(range(len(values)), ranks)[0, 1]
+    """Rank correlation of a value with its block"""
+    return rank_correlation(range(len(values)), values)
 
 def late_by_early(values):
     """Median of the last third of the blocks / median of the first third"""
     third = len(values) // 3
     return statistics.median(values[-third:]) / statistics.median(values[:third])
+
+def late_share(values):
+    """Of the last third of the blocks, in the sum of all"""
+    return sum(values[-(len(values) // 3):]) / sum(values)
