@@ -48,15 +48,8 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-NAG_STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
-             "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3")
-PAYS = "--gain_cost 0.1 --mod gain:below=0.05"
 FANIN = "--data data/stdlib --device cpu --n_embd 64 --n_layer 12 --max_iters 300 --eval_interval 300"
-PLANS = {"paid depth": [
-    Plan("plain NAG, 4 blocks", f"{NAG_STEPS} --n_layer 4", [0.02], range(7, 17)),
-    Plan("NAG that pays, 8 blocks", f"{NAG_STEPS} --n_layer 8 {PAYS}", [0.02], range(7, 17)),
-    Plan("NAG that pays, 12 blocks", f"{NAG_STEPS} --n_layer 12 {PAYS}", [0.02], range(7, 17))],
-"fanin": [
+PLANS = {"fanin": [
     Plan("fanin: SGD", f"{FANIN} --optimizer sgd", [0.1, 0.3, 1.0], [1]),
     Plan("fanin: AdamW", f"{FANIN} --optimizer adamw", [0.012], range(2, 6)),
     Plan("fanin: AdamW, supervised", f"{FANIN} --optimizer adamw --deep_supervision", [0.012],
