@@ -90,7 +90,7 @@ def test_colours():
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
-    ("nag", "--skip_below -0.5", "from 0 to 100"), ("attnres", "--exit 0.5", "--exit"),
+    ("nag", "--skip_below 101", "from -1 to 100"), ("attnres", "--exit 0.5", "--exit"),
     ("nag", "--temperature nan", "must be from"),
     *[("nag", f"--remove {blocks}", "blocks 1 to 3") for blocks in ("0", "4", "1,2,3", "1,x")]])
 def test_bad_input(main, name, flags, message):
