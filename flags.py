@@ -20,6 +20,8 @@ import argparse
 import dataclasses
 import difflib
 import inspect
+import re
+import sys
 from typing import get_args
 
 from sentences import refuse, script
@@ -32,25 +34,22 @@ def flag(default, help="", low=None, high=None, group=None):
     limits = None if low is None else (low, high)
     return dataclasses.field(default=default, metadata=dict(help=help, limits=limits, group=group))
 
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
 def field_problems(config):
-    """-> a sentence for each field that can't have the value it has"""
+    """-> a sentence for each field that can't have the value it has. That may be of any type: a
+    file such as configs/gpt2.json can say it, too."""
     sentences = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        problem = problem_of(field, value)
-        if problem:
-            sentences.append(f"--{field.name} {value!r}: {problem}")
+        types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
+        if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for int.
+            why = f"must be {TYPE_NAMES[field.type]}"
+        else:
+            why = why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+        if why:
+            sentences.append(f"--{field.name} {value!r}: {why}")
     return sentences
-
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-
-def problem_of(field, value):
-    """Why a field can't have this value, or None if it can. The value may be of any type: a file
-    such as configs/gpt2.json can say it, too."""
-    types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-    if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for an int.
-        return f"must be {TYPE_NAMES[field.type]}"
-    return why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
 
 def why_not_allowed(value, allowed):
     """A reason, or None if the value is allowed. allowed: the choices of a word, or the
@@ -88,19 +87,23 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
             # SUPPRESS: what is not typed is not among the results.
             section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
                                  **how_to_read(field.type))
-    typed, left_over = parser.parse_known_args(argv)
-    if left_over:
-        refuse_unknown(left_over[0].split("=")[0], classes)
-    return vars(typed)
+    words = sys.argv[1:] if argv is None else argv
+    for word in words:   # argparse would complain of what follows a misspelt flag.
+        flag_name = word.split("=")[0]
+        if re.fullmatch(r"--[\w-]+", flag_name):
+            refuse_unknown(flag_name.replace("--no-", "--"), classes)
+    return vars(parser.parse_args(words))
 
 def names_of(classes):
     return [field.name for each in classes for field in dataclasses.fields(each)]
 
-def refuse_unknown(word, classes):
-    known = [f"--{name}" for name in names_of(classes)]
-    near = difflib.get_close_matches(word, known, 1)
-    hint = f", did you mean {near[0]}?" if near else "; see --help"
-    refuse(f"{script()}: {word}: unknown flag{hint}")
+def refuse_unknown(flag_name, classes):
+    """Refuses --n_lay, say."""
+    known = ["--help", *(f"--{name}" for name in names_of(classes))]
+    if flag_name not in known:
+        near = difflib.get_close_matches(flag_name, known, 1)
+        hint = f", did you mean {near[0]}?" if near else "; see --help"
+        refuse(f"{script()}: {flag_name}: unknown flag{hint}")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -136,8 +139,7 @@ def make_configs(classes, values):
     """A dict, of which a part may come from a file -> an instance of each class. What can't be is
     refused, with all sentences of field_problems, and of the config's own method `problems`."""
     for name in values:
-        if name not in names_of(classes):
-            refuse_unknown(f"--{name}", classes)
+        refuse_unknown(f"--{name}", classes)
     configs, sentences = [], []
     for config_class in classes:
         own = {name: values[name] for name in names_of([config_class]) if name in values}
@@ -190,9 +192,9 @@ def read_options(text, defaults, allowed):
         if key not in defaults:
             raise ValueError(f"no option {key!r}; its options are {as_text(defaults) or 'none'}")
         found[key] = option_value(key, word, defaults[key])
-        problem = why_not_allowed(found[key], allowed.get(key))
-        if problem:
-            raise ValueError(f"option {option}: {problem}")
+        why = why_not_allowed(found[key], allowed.get(key))
+        if why:
+            raise ValueError(f"option {option}: {why}")
     return found
 
 TRUTH = {"0": False, "false": False, "1": True, "true": True}

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import os
 import signal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,12 @@ def join_processes(device):
         atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     return Processes(device, rank, count)
 
+@dataclass
 class Processes:
-    """All processes of this run, and which one this is: its device (cpu, cuda:0, ..), its rank (0
-    is the first), and their count. Each calls the same methods at the same time."""
-    def __init__(self, device, rank, count):
-        self.device, self.rank, self.count = device, rank, count
+    """All processes of this run. Each calls the same methods at the same time."""
+    device: str   # of this process: cpu, cuda:0, ..
+    rank: int     # its number; 0 is the first
+    count: int    # of all
 
     def wait(self):
         """Until all processes are here"""

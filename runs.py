@@ -196,16 +196,15 @@ class RunFolder:
     def begin_again(self, step):
         """What was logged after the checkpoint goes: the run takes those steps again. What this
         start has changed is logged."""
-        entries = [entry for at, entry in read_metrics(self.out).items() if at <= step]
-        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        kept = [entry for at, entry in read_metrics(self.out).items() if at <= step]
+        write_text(self.out / "metrics.jsonl", "".join(json.dumps(each) + "\n" for each in kept))
         before = settings_now(self.out)
         changed = {f"--{name}": value for name, value in self.settings.items()
                    if name not in before or value != before[name]}
         if changed:
             what = " ".join(f"{flag} {value}" for flag, value in changed.items())
             say(f"from iteration {step} on: {what}")
-            lines += json.dumps(dict(step=step) | changed) + "\n"
-        write_text(self.out / "metrics.jsonl", lines)
+            self.log(step=step, **changed)
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""

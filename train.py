@@ -427,10 +427,6 @@ def say_report(step, report):
 
 # --------------------------------------------------------------------------------------------- main
 
-def default_out(residual):
-    """attnres:group=4 -> runs/attnres-group4"""
-    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
-
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
     model_config, config = read_configs(argv)
@@ -446,8 +442,10 @@ def main(argv=None):
         model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
         settings = of_the_run(asdict(model_config) | asdict(config))
         settings["tokenizer"] = data.meta["tokenizer"]
-        out = config.out or default_out(model_config.residual)
-        folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+        # attnres:group=4 -> runs/attnres-group4
+        name = re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+        folder = RunFolder(config.out or f"runs/{name}", settings, config.resume, config.overwrite,
+                           is_first=processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
 
