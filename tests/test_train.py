@@ -7,7 +7,8 @@ from unittest.mock import Mock
 import numpy as np
 import prepare, processes, pytest, runs, sample, sentences, torch, train
 from conftest import ROOT, TINY
-from model import DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, flops_per_token
+from model import (DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, Residual,
+                   flops_per_token)
 
 # On CPUs, because what these tests compare has to be equal to the last bit.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "
@@ -447,6 +448,22 @@ def test_a_mistake_in_somebodys_optimizer_has_its_traceback(copy, monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", Mock(side_effect=KeyError("momentun")))
     with pytest.raises(KeyError, match="momentun"):
         resume(copy, "--max_iters 10")
+
+def test_a_mistake_in_model_py_has_its_traceback(data, copy, tmp_path, monkeypatch):
+    """... in a training, and where an earlier run is opened"""
+    def forward(self, x, f):
+        a, b, c, d = x   # too few values to unpack
+    with monkeypatch.context() as patch:
+        patch.setitem(RESIDUALS, "mine", type("Mine", (Residual,), dict(forward=forward)))
+        with pytest.raises(ValueError, match="unpack"):
+            go(data, tmp_path / "new", "--residual mine")
+    monkeypatch.setattr(runs, "GPTConfig", Mock(side_effect=TypeError("unexpected keyword 'norm'")))
+    monkeypatch.setattr(GPT, "load_state_dict", Mock(side_effect=RuntimeError("size mismatch")))
+    with pytest.raises(TypeError, match="norm"):
+        runs.open_run(copy)
+    monkeypatch.setattr(runs, "GPTConfig", GPTConfig)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        runs.open_run(copy)
 
 @pytest.mark.parametrize("flags", ["--checkpoint_blocks", pytest.param(
     "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
