@@ -98,7 +98,7 @@ def names_of(classes):
     return [field.name for each in classes for field in dataclasses.fields(each)]
 
 def refuse_unknown(flag_name, classes):
-    """Refuses --n_lay, say."""
+    """Ends the program if there is no such flag."""
     known = ["--help", *(f"--{name}" for name in names_of(classes))]
     if flag_name not in known:
         near = difflib.get_close_matches(flag_name, known, 1)

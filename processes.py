@@ -64,7 +64,7 @@ class Processes:
     count: int    # of all
 
     def wait(self):
-        """Until all processes are here"""
+        """Until all processes are here: the first one may still be writing the data, say."""
         if self.count > 1:
             dist.barrier()
 

@@ -25,6 +25,7 @@ import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import prepare   # comes first, because it says what to do where torch is not installed
@@ -117,28 +118,26 @@ def read_configs(argv=None):
 
 # --------------------------------------------------------------------------------------------- data
 
-@dataclass
-class Data:
-    """What a run reads"""
-    meta: dict                   # what prepare.py says about the text
-    shards: list                 # the training tokens, an array a shard
-    val: tuple                   # windows (x, y) for validation, (eval_windows, block_size) each
-    token_bytes: torch.Tensor    # how many bytes each token stands for
-    fingerprint: str             # --resume refuses if meta.json, a shard's name or size is another
-
 def open_data(config, block_size, processes):
+    """-> what a run reads. (The default data set is made if it is not there.)"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
-    processes.wait()   # The first process may still be writing the data.
+    processes.wait()   # The first one may still be writing.
     meta = prepare.load_meta(folder)
     # windows_of refuses tokens of another tokenizer. Here it looks for some in the training text.
     prepare.windows_of(folder, "train", block_size, config.eval_windows)
-    return Data(meta, shards=prepare.open_split(folder, "train", block_size),
-                val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
-                token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),
-                fingerprint=prepare.fingerprint(folder, meta))
+    return SimpleNamespace(
+        tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
+        # How many bytes of text each token stands for, (vocab_size,)
+        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),
+        # The training tokens, an array a shard
+        shards=prepare.open_split(folder, "train", block_size),
+        # Windows for validation: x, y, (eval_windows, block_size) each
+        val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
+        # --resume refuses if meta.json, or the name or size of a shard, is another.
+        fingerprint=prepare.fingerprint(folder, meta))
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
@@ -221,7 +220,7 @@ def begin_or_resume(model_config, config, data, out):
                    f"run")
         return ckpt, model
     if config.init_from:
-        refuse_other_tokens(config.init_from, config.data, data.meta["tokenizer"])
+        refuse_other_tokens(config.init_from, config.data, data.tokenizer)
         path = Path(config.init_from) / "ckpt.pt"
         _, model = read_model(path, model_config, may_differ=MAY_DIFFER)
         return None, model
@@ -229,7 +228,8 @@ def begin_or_resume(model_config, config, data, out):
 
 def make_ready(model, config, processes):
     """Brings the model to its device, sets the type of its products, and compiles it, if need be ->
-    what training calls: the model itself, or, for several processes, its DDP wrapper"""
+    what is called in training: the model itself, or its DDP wrapper if there are several processes
+    """
     model.to(processes.device)
     if processes.device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
@@ -328,8 +328,8 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
 def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped this process.
 
-    model_config, config: the settings of the model and of its training; data: a Data; folder: a
-    RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
+    model_config, config: the settings of the model and of its training; data: see open_data;
+    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
     ckpt, model = begin_or_resume(model_config, config, data, folder.out)
     wrapped = make_ready(model, config, processes)
     optimizers = make_optimizers(model, config)
@@ -350,7 +350,7 @@ def train(model_config, config, data, folder, processes, signals):
         is_stopped = processes.mean(len(signals)) > 0
         is_last = is_stopped or progress_of(config, step, flops) >= 1
 
-        # --- Evaluate and save. Each process evaluates all windows, because it is short.
+        # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
             if not is_stopped:
                 evaluate_and_report(model, config, data, step, folder)
@@ -371,8 +371,7 @@ def train(model_config, config, data, folder, processes, signals):
             equalize(grads, block_norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
-        # --- From gradients to weights. A step has the rate at its end: that at the beginning of a
-        # warmup is 0.
+        # --- From gradients to weights. The step is counted first: a warmup begins with a rate of 0.
         step += 1
         # The backward pass costs as much as two forward passes.
         flops += 3 * tokens_per_step * processes.mean(means.pop("flops"))
@@ -439,9 +438,9 @@ def main(argv=None):
         set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)
         # The rows of embedding and head: multiples of 64 are fast.
-        model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
+        model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
         settings = of_the_run(asdict(model_config) | asdict(config))
-        settings["tokenizer"] = data.meta["tokenizer"]
+        settings["tokenizer"] = data.tokenizer
         # attnres:group=4 -> runs/attnres-group4
         name = re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
         folder = RunFolder(config.out or f"runs/{name}", settings, config.resume, config.overwrite,
