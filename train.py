@@ -371,7 +371,7 @@ def train(model_config, config, data, folder, processes, signals):
             equalize(grads, block_norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
-        # --- From gradients to weights. The step is counted first: a warmup begins with a rate of 0.
+        # --- From gradients to weights. A warmup begins at a rate of 0, so count the step first.
         step += 1
         # The backward pass costs as much as two forward passes.
         flops += 3 * tokens_per_step * processes.mean(means.pop("flops"))
