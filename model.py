@@ -1277,13 +1277,16 @@ class Runner:
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
 
+class Mistake(ValueError):
+    """One in a class of your own that is told in a sentence. Other errors show their traceback."""
+
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
     shape = tuple(runner.shape)
     if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
-        raise ValueError(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
-                         f"REMOVED or bools {shape}")
+        raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
+                      f"REMOVED or bools {shape}")
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and

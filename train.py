@@ -35,7 +35,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flags import flag, list_options, make_configs, read_command_line
-from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
+from model import (GPT, GPTConfig, Mistake, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
 from processes import (from_torchrun, join_processes, noted_signals, set_threads,
@@ -43,7 +43,7 @@ from processes import (from_torchrun, join_processes, noted_signals, set_threads
 from runs import RunFolder, optimizer_state, read_model, restore_optimizers
 from sentences import refuse, say, start
 from settings import gather_settings, of_the_run, refuse_other_tokens
-from trial import Mistake, look_for_mistakes
+from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
 

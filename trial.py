@@ -11,10 +11,8 @@ import torch
 import torch.nn as nn
 
 from flags import option_defaults
-from model import DECIDERS, GPT, Decider, GPTConfig, Residual, Runner, choose, residual_kind
-
-class Mistake(ValueError):
-    """One that is told in a sentence. All other errors show their traceback."""
+from model import (DECIDERS, GPT, Decider, GPTConfig, Mistake, Residual, Runner, choose,
+                   residual_kind)
 
 @torch.enable_grad()
 @torch.random.fork_rng(devices=[])   # It draws random numbers. They are given back.
