@@ -1680,27 +1680,6 @@ def checkpoint_blocks(model):
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
-class Work(NamedTuple):
-    """What a sublayer has computed, as shares of all tokens"""
-    ran: float = 1.0       # the tokens that ran it
-    queries: float = 1.0   # those with a query, with the padding of attend_kept
-    keys: float = 1.0      # those with a key and a value
-    rule: float = 1.0      # those for whom the residual computed something: all, if asked for gains
-
-def work_of(runner):
-    """-> what each sublayer of a walk has computed, a list of Work"""
-    if runner.all_ran():
-        return [Work()] * len(runner.keeps)
-    who = runner.who_ran().float()
-    shares = who.mean((1, 2)).tolist()
-    fullest = who.mean(2).amax(1).tolist()   # attend_kept pads all sequences to the fullest one.
-    found = []
-    for keep, ran, queries, gain in zip(runner.keeps, shares, fullest, runner.gains):
-        everyone_has_keys = keep is not REMOVED and runner.decider.skippers_make_keys
-        keys = 1.0 if everyone_has_keys else ran
-        found.append(Work(ran, queries, keys, rule=ran if gain is None else 1.0))
-    return found
-
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
     has three times as many. The scores of later tokens count, too. runner: a Runner after its
@@ -1709,16 +1688,26 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    works = work_of(runner) if runner else [Work()] * len(pairs)
-    for (residual, module), work in zip(pairs, works):
-        total += work.rule * residual.flops()
+    # Which share of the tokens ran each sublayer? And in attend_kept, all sequences have as many
+    # queries as the fullest one.
+    ran = queries = [1.0] * len(pairs)
+    if runner and not runner.all_ran():
+        who = runner.who_ran().float()
+        ran, queries = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
+    for i, (residual, module) in enumerate(pairs):
+        keys = rule = ran[i]
+        if runner and runner.keeps[i] is not REMOVED and runner.decider.skippers_make_keys:
+            keys = 1.0
+        if runner and runner.gains[i] is not None:
+            rule = 1.0   # All tokens have told their gain.
+        total += rule * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.
-            total += (work.ran + work.keys) / 2 * matrices
-            total += work.queries * 4 * T * config.n_embd   # scores, and sums of values
+            total += (ran[i] + keys) / 2 * matrices
+            total += queries[i] * 4 * T * config.n_embd   # scores, and sums of values
         else:
-            total += work.ran * matrices
+            total += ran[i] * matrices
     return total + (runner.decider_flops if runner else 0.0)
 
 # ------------------------------------------------------------------------------------------ checks

@@ -25,7 +25,6 @@ import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import prepare   # comes first, because it says what to do where torch is not installed
@@ -118,26 +117,31 @@ def read_configs(argv=None):
 
 # --------------------------------------------------------------------------------------------- data
 
+@dataclass
+class Data:
+    """What a run reads"""
+    tokenizer: str
+    vocab_size: int
+    token_bytes: torch.Tensor   # how many bytes of text each token stands for, (vocab_size,)
+    shards: list                # the training tokens, an array a shard
+    val: tuple                  # windows for validation: x, y, (eval_windows, block_size) each
+    fingerprint: str            # --resume refuses if meta.json, a shard's name or size is another
+
 def open_data(config, block_size, processes):
-    """-> what a run reads. (The default data set is made if it is not there.)"""
+    """-> Data. (The default data set is made if it is not there.)"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first one may still be writing.
     meta = prepare.load_meta(folder)
+    tokenizer, vocab_size = meta["tokenizer"], meta["vocab_size"]
     # windows_of refuses tokens of another tokenizer. Here it looks for some in the training text.
     prepare.windows_of(folder, "train", block_size, config.eval_windows)
-    return SimpleNamespace(
-        tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
-        # How many bytes of text each token stands for, (vocab_size,)
-        token_bytes=prepare.token_bytes(meta["tokenizer"], meta["vocab_size"]),
-        # The training tokens, an array a shard
-        shards=prepare.open_split(folder, "train", block_size),
-        # Windows for validation: x, y, (eval_windows, block_size) each
-        val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
-        # --resume refuses if meta.json, or the name or size of a shard, is another.
-        fingerprint=prepare.fingerprint(folder, meta))
+    return Data(tokenizer, vocab_size, prepare.token_bytes(tokenizer, vocab_size),
+                shards=prepare.open_split(folder, "train", block_size),
+                val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
+                fingerprint=prepare.fingerprint(folder, meta))
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
@@ -328,7 +332,7 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
 def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 128 + the number of the signal that stopped this process.
 
-    model_config, config: the settings of the model and of its training; data: see open_data;
+    model_config, config: the settings of the model and of its training; data: a Data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
     ckpt, model = begin_or_resume(model_config, config, data, folder.out)
     wrapped = make_ready(model, config, processes)
