@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, draw, prepare, runs, train
+import analyze, prepare, runs, train
 from conftest import ROOT, ids, make, streams
 from model import ByGain, Decider, Runner, Without
 
@@ -151,7 +151,8 @@ def test_which_block_fetches_the_line(monkeypatch, own, says):
     _, sentence = analyze.patched(SimpleNamespace(model=None, puzzle=None, most_known=2))
     assert says in sentence
 
-@pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
+@pytest.mark.parametrize("right, most", [
+    ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
 def test_the_most_steps_that_are_known(right, most):
     assert analyze.Run.most_known.fget(SimpleNamespace(right=right)) == most
 

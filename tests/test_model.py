@@ -191,7 +191,8 @@ VARIANTS = [(name, {}) for name in NAMES] + [
     ("attnres:group=2", {}), ("attnres:group=4", dict(norm="layer")), ("attnres:group=99", {}),
     ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("hyper:kind=mhc,n=2", {}),
     ("ngpt", dict(init="gpt2", activation="swiglu")),
-    ("attnres", dict(taper="linear")), ("pre", dict(repeat="2:3")), ("nag", dict(repeat="1-2:2")), ("siamese", dict(repeat="2-3:2")), ("hyper", dict(repeat="2:2")),
+    ("attnres", dict(taper="linear")), ("pre", dict(repeat="2:3")), ("nag", dict(repeat="1-2:2")),
+    ("siamese", dict(repeat="2-3:2")), ("hyper", dict(repeat="2:2")),
     ("review", dict(deep_supervision=True)), ("nag", dict(deep_supervision=True))]
 
 @pytest.fixture(autouse=True, scope="module")
@@ -396,6 +397,7 @@ def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
 def test_tapers_have_the_published_profiles():
     size = dict(n_layer=4, n_embd=64, n_head=4)   # 256 hidden units on average
     for given, right in ((dict(taper="cosine"), [384, 320, 192, 128]), (dict(activation="swiglu"), [171] * 4),
+                         (dict(taper="linear", n_layer=1), [256]),
                          (dict(taper="cosine", taper_start=0.5, taper_end=1.5), [128, 192, 320, 384]),
                          (dict(taper="linear", taper_start=9, taper_end=3), [384, 296, 216, 128])):
         blocks = make(**(size | given)).blocks

@@ -13,13 +13,13 @@ from conftest import (attention_by_hand, count_flops, decode, gradients, ids, lo
 RATES = [0.3, 0.5, 0.7, 0.95]   # Shut sublayers are less than 0.3 of all.
 IDX, TARGETS = ids(3, 16), ids(3, 16, seed=1)
 
-def nag(shut=0.0, **config):
+def nag(**config):
     """Gains differ a lot between tokens and sublayers. Sublayer 4 is shut, sublayer 5 turns back."""
     model = make("nag", **(dict(n_layer=4) | config))
     with torch.no_grad():
         for l, residual in enumerate(model.residuals()[:-1], start=1):
             residual.preferred.mul_(3)
-            residual.alpha.fill_({4: shut, 5: -0.7}.get(l, 0.8 + 0.05 * l))
+            residual.alpha.fill_({4: 0.0, 5: -0.7}.get(l, 0.8 + 0.05 * l))
     return model
 
 def at_rate(model, rate):
@@ -47,11 +47,11 @@ def choose(keep, new, old):
         return tuple(choose(keep, a, b) for a, b in zip(new, old))
     return torch.where(keep.view(keep.shape + (1,) * (new.dim() - 2)), new, old)
 
-def masked(model, decider, idx=IDX):
+def masked(model, decider):
     """The reference of `forward`, with gradients"""
-    stream, runner = next(model.walk(idx))[1], M.Runner(model, decider)
-    runner.shape = idx.shape
-    for place, residual, f in model.sublayers(idx):
+    stream, runner = next(model.walk(IDX))[1], M.Runner(model, decider)
+    runner.shape = IDX.shape
+    for place, residual, f in model.sublayers(IDX):
         runner.place, runner.residual, runner.stream, runner.known_gain = place, residual, stream, None
         runner.keeps.append(decider.decide(runner))
         stream = choose(runner.who_ran()[-1], residual(stream, f), stream)
