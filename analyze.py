@@ -8,7 +8,8 @@ What each layer of one or several runs does: a page of figures that opens in any
 
 Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have the numbers 1 .. 2L (L
 blocks in running order): odd ones are attention, even ones MLP. Windows and loss are those of
-train.py, so a checkpoint has one loss everywhere. A model that was trained to skip skips here, too.
+train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in a run's training
+(--mod) skip them here, too.
 """
 import codecs
 import functools
@@ -45,6 +46,7 @@ from train import evaluate
 #         """A sublayer that hardly turns the stream may be one to remove.
 #
 #         The angle between the stream before and after, a mean over all tokens."""
+#         # run.degrees has an angle for each sublayer and each token, (2L, B, T).
 #         degrees = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
 #         return {"degrees": {"all tokens": degrees}}, f"At most by {max(degrees):.0f} degrees."
 #
@@ -60,7 +62,7 @@ class Statistic:
     title: str
     caption: str
     definition: str
-    draw: str | None     # the name of a drawing; None: analyze.html makes a table, by its name
+    draw: str | None     # the name of a drawing; None: analyze.html shows the puzzle as a table
     options: dict        # what the drawing is told
     needs_puzzle: bool   # Is it for the steps text only?
 
@@ -89,11 +91,17 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
 #     NotHere   an exception: why a run can't have what was asked for, in a sentence
 #
-# And of the steps text, where what is asked for is known (steps.py):
+# And of the steps text (steps.py). Of its lines, a letter says how many steps lead to the digits of
+# the next one, so that these can be known: two steps (c) lead from the first line here to the next.
 #
-#     puzzle        what meta.json says of this text: its table, its cells, and the most steps
-#     cell          a digit's place in its line; `cells` is how many a line has
-#     steps asked   how many steps lead from a line to the next one, as its letter says
+#     c314159265358
+#     d108515848740
+#
+#     puzzle        what meta.json says of this text: its table of a step, how many digits a line
+#                   has, and the most steps
+#     cell          a digit's column in its line, 0, 1, ..
+#     steps asked   how many steps lead to a digit, as the letter of the line before says; -1 where
+#                   nobody can know: it is no digit, or that line is not in the window
 #     known         at least 90 % of the digits are right (KNOWN, in inside.py)
 
 def in_batches(x, y):
@@ -133,9 +141,8 @@ class Run:
         self.skip_below = skip_below   # --skip_below
         x, y = (part.to(model.device) for part in windows)
         self.batches = in_batches(x, y)
-        # Every fourth window, for what is slow; and other ones, to choose a fixed set by
-        self.quarter = in_batches(x[::4], y[::4])
-        self.other_quarter = in_batches(x[2::4], y[2::4])
+        self.quarter = in_batches(x[::4], y[::4])           # for what is slow
+        self.other_quarter = in_batches(x[2::4], y[2::4])   # what chooses must not see the quarter
         token_bytes = prepare.token_bytes(config, model.config.vocab_size)
         # Nats per token, and bits per byte of text
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
@@ -186,9 +193,9 @@ class Run:
     def by_steps(self, measure):
         """measure(idx, targets) -> values (rows, B, T) of all targets: one row, or a row a
         sublayer. Returns their means over the digits that are 0, 1, .. steps away from the line
-        before.
+        before, a list a row.
 
-        Only digits of the right half of a line count. Those on the left depend on few others, so a
+        Only the second half of a line counts. Digits of the first half depend on few others, so a
         model may have learned them by heart. And the line before must be in the window, or nobody
         can know them."""
         cells = self.puzzle["cells"]
@@ -241,8 +248,8 @@ class Run:
 ALL_RUN = Decider()   # All tokens run all sublayers.
 
 def by_gain(run, below):
-    """The decider of --mod gain:below=..: who would turn by less skips. NotHere if the model knows
-    no gains"""
+    """The decider of --mod gain:below=..: a token skips a sublayer that would turn it by less, if
+    the residual knows this before (as NAG does). NotHere if not"""
     decider = ByGain(run.model.config, below)
     if why := why_not(decider, run.model.config):
         raise NotHere(why)
@@ -274,10 +281,10 @@ def written(run):
 def right_digits(run):
     """The further right a curve falls, the more steps the model can do.
 
-    Here, and wherever figures go by steps, a digit counts if it stands in the right half of a line:
-    those on the left depend on few others, and may be learned by heart. And the line before must be
-    in the window, or nobody can know it. Steps learned: how far a share is above guessing (1 /
-    symbols), summed over 1, 2, .. steps."""
+    Here, and wherever figures go by steps, digits in the second half of a line count: the first
+    ones depend on few others, and may be learned by heart. And the line before must be in the
+    window, or nobody can know them. Steps learned: how far a share is above guessing (1 / symbols),
+    summed over 1, 2, .. steps."""
     guessing = [run.guess] * len(run.right)
     panels = {"share of right digits": {"measured": run.right, "guessing": guessing}}
     return panels, f"{steps_learned(run.right, run.guess):.1f} steps learned."
@@ -316,7 +323,7 @@ def patched(run):
     out? At some block, the answer stops needing the place where the line stands.
 
     400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
-    above; the right half of their answers' digits. Chance is 1 / symbols. After an early patch, the
+    above, and the second half of their answers. Chance is 1 / symbols. After an early patch, the
     line belongs to one answer, and the digits so far to the other: so neither comes out whole, but
     one share is above chance."""
     found = patch(run.model, run.puzzle, run.most_known)
@@ -389,12 +396,12 @@ def who_skips(run):
 
 # ======================================================================================= any text
 
-def coins(ran):
-    """-> a decider that tosses a coin for each token. ran (2L,): the share that is to run each
-    sublayer"""
+def coins(shares):
+    """-> a decider that tosses a coin for each token. shares (2L,): that of the tokens which is to
+    run each sublayer"""
     def decide(runner):
         # runner.shape is (B, T), and runner.place that of the sublayer that comes next, from 1.
-        return torch.rand(runner.shape, device=runner.model.device) < ran[runner.place - 1]
+        return torch.rand(runner.shape, device=runner.model.device) < shares[runner.place - 1]
     return ByFunction(decide)
 
 BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
@@ -408,14 +415,14 @@ def ways_to_skip(run, batches):
     ways = {"by gain": [], "a fixed set": [], "coins": []}
     for below in BELOW:
         decider = by_gain(run, below)
-        ran = run.share_that_ran(decider, batches)
-        skipped = 1 - ran.mean().item()
+        shares = run.share_that_ran(decider, batches)
+        skipped = 1 - shares.mean().item()
         ways["by gain"].append((skipped, decider))
-        ways["coins"].append((skipped, coins(ran)))
-        n_removed = round(skipped * len(ran))
+        ways["coins"].append((skipped, coins(shares)))
+        n_removed = round(skipped * len(shares))
         if n_removed > 0:
             fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
-            ways["a fixed set"].append((n_removed / len(ran), fixed_set))
+            ways["a fixed set"].append((n_removed / len(shares), fixed_set))
     if run.model.config.mod != "all":
         skipped = 1 - run.share_that_ran(run.model.decider, batches).mean().item()
         ways["as trained"] = [(skipped, run.model.decider)]
@@ -435,12 +442,11 @@ def skip_curve(run):
     else:
         what, batches, measure = "rise of the loss (nats)", run.quarter, run.loss_rise
     lines = {}
-    for name, deciders in ways_to_skip(run, batches).items():
-        lines[name] = [[skipped, measure(decider)] for skipped, decider in deciders]
+    for name, points in ways_to_skip(run, batches).items():
+        lines[name] = [[skipped, measure(decider)] for skipped, decider in points]
     at = BELOW.index(0.1)
-    skipped, by_gains = lines["by gain"][at]
-    _, by_coins = lines["coins"][at]
-    _, if_all_run = lines["by gain"][0]
+    (_, if_all_run), (skipped, by_gains) = lines["by gain"][0], lines["by gain"][at]
+    by_coins = lines["coins"][at][1]
     sentence = (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are skipped. "
                 f"{what.capitalize()}: {by_gains:.2f}; with coins {by_coins:.2f}; if all run "
                 f"{if_all_run:.2f}.")
@@ -489,8 +495,9 @@ def turning(run):
         streams, _ = run.watch(idx)
         return streams[::2].square().mean(-1).sqrt().mean((1, 2))   # A block is two sublayers.
     lengths = run.mean(lengths_of).tolist()
+    by_block = [[block, length] for block, length in enumerate(lengths)]   # 0: at the start
     panels = {"turned by (degrees)": by_kind(turned),
-              "length of the stream": {"stream": list(enumerate(lengths))}}
+              "length of the stream": {"stream": by_block}}
     longer = lengths[-1] / lengths[0]
     return panels, f"At the end, the stream is {longer:.1f} times as long as at its start."
 
@@ -514,9 +521,9 @@ def logit_lens(run):
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
-    The stream passes what is removed unchanged, an outer norm (post) included. With attnres there
-    is a source less. A block that --repeat runs several times is removed wherever it runs. Nothing
-    is trained after it. Sources: LLM-Drop, arXiv:2406.15786; arXiv:2505.13898."""
+    The stream passes what is removed unchanged. A block that --repeat runs several times is removed
+    wherever it runs. Nothing is trained after it. Sources: LLM-Drop, arXiv:2406.15786;
+    arXiv:2505.13898."""
     def worth(places):
         return run.loss_rise(Without(places, run.model.decider))
     of_sublayers = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]

@@ -4,11 +4,8 @@ file, or with --jsonl FIELD a line of a file. Some are held out, to validate wit
 """
 import json
 import os
-import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
-from flags import flag
 from sentences import refuse, say
 
 # ------------------------------------------------------------------------------------ what text is
@@ -32,75 +29,15 @@ def read_text(path):
     return text
 
 def text_or_file(value):
-    """--prompt and --text may be a text, or name a file: then this is the text of the file."""
+    """For flags of sample.py and analyze.py that are a text, or the name of a file with one"""
     return read_text(value) if os.path.isfile(value) else value
 
 # --------------------------------------------------------------------------------------- documents
 
-def files_in(path, seen):
-    """The files at or below a path. Hidden ones and caches are left out, links are followed.
-
-    seen: the real paths of what has come before. It grows, so nothing comes twice."""
-    if os.path.realpath(path) in seen:
-        return []
-    seen.add(os.path.realpath(path))
-    if not path.is_dir():
-        return [path] if path.is_file() else []
-    names = sorted(name for name in os.listdir(path) if name[0] != "." and name != "__pycache__")
-    return [file for name in names for file in files_in(path / name, seen)]
-
-def json_lines(path, text, field):
-    """The text of a file whose lines are JSON objects. Yields what each one has in that field."""
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
-            document = None
-        if not isinstance(document, str):
-            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
-        if document:
-            yield document
-
-def cut(text, share):
-    """A text -> two. The second has about this share of it, and begins a line if it can."""
-    place = int(len(text) * (1 - share))
-    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
-    if newline >= 0:
-        place = newline + 1
-    return text[:place], text[place:]
-
-def hold_out(documents):
-    """Texts -> texts for training, texts for validation.
-
-    Of a text of more than 1,000 characters, and more than a twentieth of all, the last 5 % are for
-    validation. Of the others every 20th is, as a whole: the end of a short one may be what matters.
-    SystemExit if nothing is left for training"""
-    limit = max(1000, sum(map(len, documents)) / 20)
-    short = [text for text in documents if len(text) <= limit]
-    long = [text for text in documents if len(text) > limit]
-    if len(documents) < 2 and not long:
-        refuse("--input: has too little text outside of --out; name several documents, or one of "
-               "more than 1,000 characters")
-    train = [text for number, text in enumerate(short) if number % 20 != 0]
-    val = [text for number, text in enumerate(short) if number % 20 == 0]
-    say(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
-        f"at 95 % for both")
-    for text in long:
-        head, tail = cut(text, 0.05)
-        train.append(head)
-        val.append(tail)
-    return train, val
-
 def own_text(config):
-    """Your own documents -> texts for training, texts for validation.
-
-    config: the flags of TextConfig; and out, the data set's folder"""
-    if not config.input:
-        refuse("prepare.py: text: needs files or folders; name them with --input")
+    """Your own documents -> texts for training, texts for validation. config: PrepareConfig"""
     documents, passed_over = [], []
-    seen = {os.path.realpath(config.out)}   # --out itself is not read.
+    seen = {os.path.realpath(config.out)}   # The data set's own folder may be in one of yours.
     for named in map(Path, config.input):
         for file in files_in(named, seen):
             # A file that is named must be text. In a folder there may be pictures, too.
@@ -116,17 +53,63 @@ def own_text(config):
             f"{passed_over[0]}")
     return hold_out(documents)
 
-# ---------------------------------------------------------------------------------------- the flags
+def files_in(path, seen):
+    """Yields the files at or below a path, by name. Hidden ones and caches are left out, and links
+    are followed.
 
-@dataclass
-class TextConfig:
-    input: list = flag(None, "UTF-8 files, and folders of them", group="your own text")
-    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
+    seen: the real paths of what has come before. It grows, so that nothing comes twice, and a link
+    to a folder above leads nowhere."""
+    real_path = os.path.realpath(path)   # where it leads, if it is a link
+    if real_path in seen:
+        return
+    seen.add(real_path)
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        for name in sorted(os.listdir(path)):
+            if not name.startswith(".") and name != "__pycache__":
+                yield from files_in(path / name, seen)
 
-    def problems(self):
-        """parse, which reads the command line, refuses with these sentences."""
-        for path in self.input or []:
-            if not os.path.isfile(path) and not os.path.isdir(path):
-                yield f"--input {shlex.quote(path)}: no such file or folder"
-            elif path.endswith(".jsonl") and not self.jsonl:
-                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
+def json_lines(path, text, field):
+    """The text of a file whose lines are JSON objects. Yields what each one has in that field."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)[field]
+        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
+            document = None
+        if not isinstance(document, str):
+            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
+        if document:
+            yield document
+
+def hold_out(documents):
+    """Texts -> texts for training, texts for validation. SystemExit if nothing is left for training
+
+    A text is long if it has more than 1,000 characters, and more than 5 % of all. Of a long one the
+    last 5 % are held out; of the short ones every 20th, as a whole: the end of a short one may be
+    what matters."""
+    limit = max(1000, sum(map(len, documents)) / 20)
+    short = [text for text in documents if len(text) <= limit]
+    long = [text for text in documents if len(text) > limit]
+    val = short[::20]
+    train = [text for number, text in enumerate(short) if number % 20 != 0]
+    counts = f"{len(train):,} for training, {len(val):,} for validation, {len(long):,} cut"
+    for text in long:
+        head, tail = cut(text, 0.05)
+        train.append(head)
+        val.append(tail)
+    if not train:
+        refuse("--input: has too little text (the folder of --out isn't read); name several "
+               "documents, or one of more than 1,000 characters")
+    say(f"documents: {counts} at 95 % for both")
+    return train, val
+
+def cut(text, share):
+    """A text -> two. The second has about this share of it, and begins a line if it can."""
+    place = int(len(text) * (1 - share))
+    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
+    if newline >= 0:
+        place = newline + 1
+    return text[:place], text[place:]

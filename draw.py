@@ -24,19 +24,29 @@ from runs import write_file, write_text
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
 STYLES = ["o-", "s--", "^:", "v-."]
 
-def new_figure(panels, panels_a_row, panel_size):
+def new_figure(n_panels, panels_a_row, panel_size):
     """-> a figure, and the axes of its panels. panel_size: width and height, in inches"""
-    columns = min(panels, panels_a_row)
-    rows = math.ceil(panels / columns)
+    columns = min(n_panels, panels_a_row)
+    rows = math.ceil(n_panels / columns)
     width, height = panel_size
     size = max(5.6, width * columns), height * rows + 0.6   # 0.6: room for a legend
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in grid[panels:]:
+    for axes in grid[n_panels:]:
         axes.set_axis_off()
-    return figure, grid[:panels]
+    return figure, grid[:n_panels]
 
 # ------------------------------------------------------------------------------------------- lines
+
+def all_keys(dicts):
+    """The keys of all of them, once each, in their order"""
+    return list(dict.fromkeys(key for each in dicts for key in each))
+
+def x_and_y(line, first_x):
+    """[[x, y], ...], or [y, ...] that begins at first_x -> all x, and all y"""
+    if line and isinstance(line[0], list):
+        return zip(*line)
+    return range(first_x, first_x + len(line)), line
 
 def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
     """{panel: {name: line}} of each run. The colour says which run, the dashes which line.
@@ -51,10 +61,10 @@ def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=Fa
         for run, panels in results.items():
             for name, line in panels.get(title, {}).items():
                 xs, ys = x_and_y(line, first_x)
-                # A line of one point would be overlooked.
-                axes.plot(xs, ys, styles[name], color=colors[run], alpha=0.85, lw=1.6,
-                          ms=10 if len(ys) == 1 else 4)
-        axes.set(xlabel=x, ylabel=y or title, title=title if y else "")
+                axes.plot(xs, ys, styles[name], color=colors[run], alpha=0.85, lw=1.6, ms=4)
+        axes.set(xlabel=x, ylabel=y or title)
+        if y:
+            axes.set_title(title)
         axes.grid(alpha=0.25)
         if share_x:
             axes.xaxis.set_major_formatter("{x:.0%}")
@@ -65,27 +75,17 @@ def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=Fa
         if asinh:
             axes.set_yscale("asinh", linear_width=0.01)
             axes.yaxis.set_major_formatter(tick_label)
-    # What the legend shows: a thick line for each run, and a grey one for each kind of line
-    panel = grid[0]
-    entries = {run: panel.plot([], [], color=colors[run], lw=3)[0] for run in results}
+    # What the legend shows: a thick line for each run, and a grey one for each kind of line. (They
+    # are drawn nowhere: they have no points.)
+    entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
     if len(names) > 1:
-        entries |= {name: panel.plot([], [], styles[name], color="0.3", ms=4)[0] for name in names}
+        entries |= {name: axes.plot([], [], styles[name], color="0.3", ms=4)[0] for name in names}
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=3, frameon=False)
     return figure
 
 def tick_label(value, position):
     """The numbers next to 0 would overlap, so we leave them out."""
     return "" if 0 < abs(value) < 0.01 else f"{value:g}"
-
-def all_keys(dicts):
-    """The keys of all of them, once each, in their order"""
-    return list(dict.fromkeys(key for each in dicts for key in each))
-
-def x_and_y(line, first_x):
-    """[[x, y], ...], or [y, ...] that begins at first_x -> all x, and all y"""
-    if line and isinstance(line[0], list):
-        return zip(*line)
-    return range(first_x, first_x + len(line)), line
 
 # ----------------------------------------------------------------------------------------- matrices
 
@@ -118,11 +118,11 @@ def draw_matrices(panels, x="", y="", first_x=1, first_y=1, label="", share=Fals
         if columns <= 16:
             axes.set_xticks(range(first_x, first_x + columns))
             for (row, column), value in np.ndenumerate(matrix):
-                write(axes, first_x + column, first_y + row, value, image, share)
+                write_number(axes, first_x + column, first_y + row, value, image, share)
     figure.colorbar(image, ax=list(grid), label=label)
     return figure, grid
 
-def write(axes, x, y, value, image, share):
+def write_number(axes, x, y, value, image, share):
     """A number in its cell: .73 for a share, and 12 for degrees"""
     if not math.isnan(value):
         red, green, blue, _ = image.cmap(image.norm(value))

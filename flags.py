@@ -34,25 +34,22 @@ def flag(default, help="", low=None, high=None, group=None):
     limits = None if low is None else (low, high)
     return dataclasses.field(default=default, metadata=dict(help=help, limits=limits, group=group))
 
-def field_problems(config):
-    """-> a sentence for each field that can't have the value it has"""
-    bad = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        problem = problem_of(field, value)
-        if problem:
-            bad.append(f"--{field.name} {value!r}: {problem}")
-    return bad
-
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
-def problem_of(field, value):
-    """Why a field can't have this value, or None if it can. The value may be of any type: perhaps
-    it comes from a config.json that somebody has written."""
-    types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-    if field.type in TYPE_NAMES and type(value) not in types:
-        return f"must be {TYPE_NAMES[field.type]}"
-    return why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+def field_problems(config):
+    """-> a sentence for each field that can't have the value it has. That may be of any type: a
+    file such as configs/gpt2.json can say it, too."""
+    sentences = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
+        if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for int.
+            why = f"must be {TYPE_NAMES[field.type]}"
+        else:
+            why = why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+        if why:
+            sentences.append(f"--{field.name} {value!r}: {why}")
+    return sentences
 
 def why_not_allowed(value, allowed):
     """A reason, or None if the value is allowed. allowed: the choices of a word, or the
@@ -66,14 +63,10 @@ def why_not_allowed(value, allowed):
         return f"must be from {low:g} to {high:g}"
     return None
 
-def names_of(classes):
-    return {field.name for each in classes for field in dataclasses.fields(each)}
-
 # ------------------------------------------------------------------------------------ command line
 
 def parse(classes, argv=None, doc=None, positional=()):
-    """Command line -> an instance of each config class. What can't be is refused, with a sentence
-    for each problem.
+    """Command line -> an instance of each config class. What can't be is refused.
 
     argv: the words, without it those that are typed; doc: for --help; positional: names of fields
     that are given without --"""
@@ -82,33 +75,6 @@ def parse(classes, argv=None, doc=None, positional=()):
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
     """-> what is typed, a dict; what isn't typed is not in it. epilog: the end of --help. (train.py
     adds settings of an earlier run to this, before it calls make_configs.)"""
-    words = sys.argv[1:] if argv is None else argv
-    parser = make_parser(classes, doc, positional, epilog)
-    # Misspelt flags come first: argparse would complain of the words that they leave over.
-    refuse_unknown(names_among(words), names_of(classes) | {"help"})
-    return vars(parser.parse_args(words))
-
-def names_among(words):
-    """["runs/a", "--n_layer", "6", "--lr=1", "--no-compile"] -> ["n_layer", "lr", "compile"]"""
-    found = [re.match(r"--(?:no-)?(\w[\w-]*)(=|$)", word) for word in words]
-    return [match[1] for match in found if match]
-
-def refuse_unknown(given, known):
-    """Refuses a name that is given and not known."""
-    for name in given:
-        if name not in known:
-            near = difflib.get_close_matches(f"--{name}", [f"--{each}" for each in known], 1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            refuse_command_line(f"--{name}: unknown flag{hint}")
-
-def refuse_command_line(message):
-    refuse(f"{script()}: {message}; {script()} --help lists the flags")
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse_command_line(message)
-
-def make_parser(classes, doc, positional, epilog):
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     section = parser
@@ -121,14 +87,34 @@ def make_parser(classes, doc, positional, epilog):
             # SUPPRESS: what is not typed is not among the results.
             section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
                                  **how_to_read(field.type))
-    return parser
+    words = sys.argv[1:] if argv is None else argv
+    for word in words:   # argparse would complain of what follows a misspelt flag.
+        flag_name = word.split("=")[0]
+        if re.fullmatch(r"--[\w-]+", flag_name):
+            refuse_unknown(flag_name.replace("--no-", "--"), classes)
+    return vars(parser.parse_args(words))
+
+def names_of(classes):
+    return [field.name for each in classes for field in dataclasses.fields(each)]
+
+def refuse_unknown(flag_name, classes):
+    """Ends the program if there is no such flag."""
+    known = ["--help", *(f"--{name}" for name in names_of(classes))]
+    if flag_name not in known:
+        near = difflib.get_close_matches(flag_name, known, 1)
+        hint = f", did you mean {near[0]}?" if near else "; see --help"
+        refuse(f"{script()}: {flag_name}: unknown flag{hint}")
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(f"{script()}: {message}; see --help")
 
 def help_text(field):
     text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
     if limits:
         low, high = limits
         text = f"[{low:g}, {high:g}] {text}"
-    if field.default is not False and field.default not in ("", None):
+    if field.default not in ("", None):
         text += f" (default {field.default})"
     return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
 
@@ -151,20 +137,21 @@ def not_empty(word):
 
 def make_configs(classes, values):
     """A dict, of which a part may come from a file -> an instance of each class. What can't be is
-    refused: field_problems says why, or the config's own method `problems`."""
-    refuse_unknown(values, names_of(classes))
-    made, bad = [], []
+    refused, with all sentences of field_problems, and of the config's own method `problems`."""
+    for name in values:
+        refuse_unknown(f"--{name}", classes)
+    configs, sentences = [], []
     for config_class in classes:
-        own = names_of([config_class])
-        config = config_class(**{name: value for name, value in values.items() if name in own})
+        own = {name: values[name] for name in names_of([config_class]) if name in values}
+        config = config_class(**own)
         problems = field_problems(config)
         if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
             problems = config.problems()
-        bad += problems
-        made.append(config)
-    if bad:
-        refuse(*(f"{script()}: {sentence}" for sentence in bad))
-    return made
+        sentences += problems
+        configs.append(config)
+    if sentences:
+        refuse(*(f"{script()}: {sentence}" for sentence in sentences))
+    return configs
 
 # -------------------------------------------------------------------------- options: name:key=value
 
@@ -174,12 +161,25 @@ def make_configs(classes, values):
 #     read_options("kind=mhc,n=2", defaults=dict(kind="lite", n=4),
 #                  allowed=dict(kind=("lite", "mhc"), n=(1, 64)))
 #
-# Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. There the defaults are, too.
+# Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. There the defaults are, too:
+# each is a number, a bool or a word.
 
 def option_defaults(function):
     """The keyword arguments of a function or class, with their defaults: these are its options."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+def as_text(options):
+    """dict(kind="lite", n=4) -> kind=lite,n=4"""
+    return ",".join(f"{key}={value}" for key, value in options.items())
+
+def list_options(registry):
+    """For --help: all names in RESIDUALS, say, each with its options"""
+    lines = []
+    for name, kind in registry.items():
+        options = as_text(option_defaults(kind))
+        lines.append(f"  {name}:{options}" if options else f"  {name}")
+    return "\n".join(lines)
 
 def read_options(text, defaults, allowed):
     """See above. A value gets the type of its default. ValueError, with a sentence, if there is no
@@ -190,12 +190,11 @@ def read_options(text, defaults, allowed):
     for option in text.split(","):
         key, _, word = option.partition("=")
         if key not in defaults:
-            known = ", ".join(f"{name}={default}" for name, default in defaults.items())
-            raise ValueError(f"no option {key!r}; its options are {known or 'none'}")
+            raise ValueError(f"no option {key!r}; its options are {as_text(defaults) or 'none'}")
         found[key] = option_value(key, word, defaults[key])
-        problem = why_not_allowed(found[key], allowed.get(key))
-        if problem:
-            raise ValueError(f"option {option}: {problem}")
+        why = why_not_allowed(found[key], allowed.get(key))
+        if why:
+            raise ValueError(f"option {option}: {why}")
     return found
 
 TRUTH = {"0": False, "false": False, "1": True, "true": True}

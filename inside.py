@@ -7,17 +7,26 @@ A probe looks for it, in a model that is trained. It is a linear map from the st
 after one step? sample.py --inside and analyze.py show it. (And patch.py asks whether the answer
 needs what is there.)
 
-steps.py has a picture of a line in a window. Cell 0 of c314159265358 is a 3 after no step, a 5
-after one, which nobody wrote, and a 1 after two. We look for all three at two places: where the
-line's 3 stands, and where the answer's 1 is predicted. The words, in all that follows:
+Cell 0 of c314159265358 is a 3 after no step, a 5 after one, which nobody wrote, and a 1 after two.
+We look for all three at two places: where the line's 3 stands, and where the answer's 1 is
+predicted. If lines had four digits only, these would be the columns (see the end of steps.py):
+
+    column      0  1  2  3  4  5  6  7  8  9 10
+    token       c  3  1  4  1  ↵  a  1  0  8  5
+    "line"         0  1  2  3                      cells, where the line's digits stand
+    "answer"                      0  1  2  3       cells, where the answer's are predicted
+
+A token predicts the next one: so the answer's cell 0 is where its letter is. The words, in all that
+follows:
 
     k        how many steps a line asks for; `steps` counts from 0 to k
-    begin    the column of a line's letter: its place in its window
+    column   a token's place in its window; that of a line is the one of its letter
     cell     a digit's place in its line; `cells` is how many a line has
     where    "line" or "answer": in which columns we look
     block    after which block we look; 0: at the embedding. Each run of a block counts (--repeat).
     vector   what a probe reads: the stream of one token, divided by its rms
     share    which part of some digits is right, from 0 to 1
+    true     the right digits, by the table (in `example`, `answer` is what the model says)
     puzzle   what meta.json says of the steps text: its table, its cells, and the most steps
 """
 import torch
@@ -26,11 +35,11 @@ import torch.nn.functional as F
 import prepare
 from model import unit
 from sentences import refuse
-from steps import (answers, columns_of_cells, find_lines, in_words, lines_after, solve, spelled,
-                   why_no_line)
+from steps import (answers, find_lines, in_words, line_length, lines_after, solve, spelled,
+                   tokens_of, why_no_line)
 
 WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
-KNOWN = 0.9      # From this share on, we say that digits can be read, or that a model knows them.
+KNOWN = 0.9      # From this share on, a probe can read digits. (In analyze.py: a model knows them.)
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
@@ -71,11 +80,13 @@ def after_blocks(model, idx):
             yield stream
 
 @torch.no_grad()
-def vectors_of(model, idx, window, begin, cells):
-    """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. The i-th line
-    begins at column begin[i] of idx[window[i]]; idx (n, T). All are on the CPU, wherever the model
-    is."""
-    columns = columns_of_cells(begin, cells)   # "line" and "answer", each (lines, cells)
+def vectors_of(model, idx, window, column, cells):
+    """The vectors of all cells of some lines: {(where, block): (lines * cells, C)}. idx: windows
+    (n, T). The i-th line's letter is idx[window[i], column[i]]. All are on the CPU, wherever the
+    model is."""
+    cell = torch.arange(cells)
+    columns = {"line": column[:, None] + 1 + cell,                      # (lines, cells)
+               "answer": column[:, None] + line_length(cells) + cell}
     vectors = {}
     for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
         # A stream may be several tensors: as_tensor makes one of them, (n, T, C).
@@ -85,21 +96,24 @@ def vectors_of(model, idx, window, begin, cells):
     return vectors
 
 def vectors_and_digits(model, puzzle, x, y, k):
-    """Of all N cells of the lines that ask for k steps, in windows x, y (n, T). Returns two things:
+    """Of all N cells of the lines that ask for k steps, in windows x, y (n, T). (Why y? It has one
+    token more, and this may be the last digit of an answer.) Returns two things:
 
     vectors   {(where, block): (N, C)}
     digits    (k + 1, N): those of these cells after 0, 1, .. k steps"""
-    vectors, digits = [], []   # of 64 windows at a time
+    parts_of_vectors, parts_of_digits = [], []   # 64 windows at a time
     for idx, targets in zip(x.split(64), y.split(64)):
-        window, begin, lines = find_lines(idx, targets, k, puzzle)
-        vectors.append(vectors_of(model, idx, window, begin, puzzle["cells"]))
-        digits.append(lines_after(lines, k, puzzle["table"]).flatten(1))
-    all_digits = torch.cat(digits, 1)
-    if all_digits.shape[1] < 200:
+        window, column, written = find_lines(idx, targets, k, puzzle)   # written: the lines' digits
+        parts_of_vectors.append(vectors_of(model, idx, window, column, puzzle["cells"]))
+        lines = lines_after(written, k, puzzle["table"])   # (k + 1, lines, cells)
+        parts_of_digits.append(lines.flatten(1))
+    digits = torch.cat(parts_of_digits, 1)
+    if digits.shape[1] < 200:
         raise NotHere(f"its validation text has too few lines that ask for {in_words(k)}: fewer "
                       f"than 200 digits")
-    all_vectors = {key: torch.cat([part[key] for part in vectors]) for key in vectors[0]}
-    return all_vectors, all_digits
+    vectors = {key: torch.cat([part[key] for part in parts_of_vectors])
+               for key in parts_of_vectors[0]}   # Each is (where, block).
+    return vectors, digits
 
 # -------------------------------------------------------------------------- all probes of one model
 
@@ -138,37 +152,35 @@ class Inside:
         return None
 
     def example(self, line):
-        """What can be read while the model answers a line that asks for k steps. Returns a dict:
+        """What can be read while the model answers a line that asks for k steps. Returns a dict,
+        such as
 
-        line     such as f314159265358
-        answer   the digits that the model answers
-        true     the digits of the right answer
-        blocks   what can be read after each block, from 0 on: see read_after"""
+            dict(line="c3141", answer="1085", true="1085", blocks=[row, row, ..])
+
+        blocks: for each block, from 0 on, what row_of returns"""
         [answer] = answers(self.model, [line], self.puzzle)
-        right = solve(line, self.puzzle)
-        # The answer's last digit is predicted, but predicts no cell.
-        idx = torch.tensor([[*f"{line}\na{answer[:-1]}".encode()]])
-        # This is one window, number 0, and the line begins where it begins, in column 0.
-        window, begin = torch.tensor([0]), torch.tensor([0])
-        vectors = vectors_of(self.model, idx, window, begin, self.puzzle["cells"])
-        blocks = [self.read_after(block, vectors, right) for block in range(self.n_runs + 1)]
-        return dict(line=line, answer=answer, true=right[-1], blocks=blocks)
+        # One window, and the line is at its beginning. The answer's last digit predicts no cell.
+        idx = torch.tensor([tokens_of(f"{line}\na{answer[:-1]}")])
+        window, column = torch.tensor([0]), torch.tensor([0])
+        vectors = vectors_of(self.model, idx, window, column, self.puzzle["cells"])
+        lines = solve(line, self.puzzle)   # the digits after 0, 1, .. k steps
+        rows = [self.row_of(block, vectors, lines) for block in range(self.n_runs + 1)]
+        return dict(line=line, answer=answer, true=lines[-1], blocks=rows)
 
-    def read_after(self, block, vectors, right):
-        """Reads the furthest digits that can be read after a block. vectors: those of one line;
-        right: its digits after 0, 1, .. k steps. Returns None if no digits can be read, or a dict:
+    def row_of(self, block, vectors, lines):
+        """The furthest digits that can be read after a block, in these vectors of one line. Returns
+        None, or a dict, such as
 
-        steps, where   how far, and in which columns
-        share          how often this probe is right, on other lines
-        digits         what it reads
-        true           what it should read"""
+            dict(steps=1, where="line", share=0.99, digits="5877", true="5877")
+
+        share: how often this probe is right, on other lines; digits: what it reads here"""
         furthest = self.furthest(block)
         if furthest is None:
             return None
         steps, where = furthest
         digits = self.probes[where, block][steps].read(vectors[where, block])
         return dict(steps=steps, where=where, share=self.share[where, block][steps],
-                    digits=spelled(digits), true=right[steps])
+                    digits=spelled(digits), true=lines[steps])
 
 # ------------------------------------------------------------------------------- sample.py --inside
 
@@ -181,28 +193,35 @@ def show_inside(model, data, line):
     what_a_line_is = why_no_line(line, puzzle)
     if what_a_line_is:
         refuse(f"--inside: needs a --prompt of one line: {what_a_line_is}")
-    k, cells = ord(line[0]) - ord("a"), puzzle["cells"]
+    k = ord(line[0]) - ord("a")
     windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
     try:
-        found = Inside(model, puzzle, windows, k).example(line)
+        example = Inside(model, puzzle, windows, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
+    print_example(example, k)
+
+def print_example(example, k):
+    """example: as Inside.example returns it"""
+    line, answer, true = example["line"], example["answer"], example["true"]
     print(f"\n{line}")
     # Where no step or one is asked for, nothing is between.
     between = " The text never shows what is between." if k > 1 else ""
     print(f"{line[0]} asks for the line after {in_words(k)}.{between}")
     print("A probe reads in the stream (%: how often it is right, on other lines):\n")
-    for block, read in enumerate(found["blocks"][1:], 1):   # without the embedding
-        if read:
-            digits = marked(read["digits"], read["true"])
-            says = f"{in_words(read['steps']):<12}{read['share']:>5.0%}  in the {read['where']}"
+    for block, row in enumerate(example["blocks"][1:], 1):   # without the embedding
+        if row:
+            digits = marked(row["digits"], row["true"])
+            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
         else:
-            digits, says = ". " * cells, "nothing to be read yet"
+            digits, says = ". " * len(true), "nothing to be read yet"
         print(f"  after block {block:<3} {digits} {says}")
-    wrong = sum(digit != right for digit, right in zip(found["answer"], found["true"]))
-    verdict = f"{wrong} of {cells} digits are wrong" if wrong else f"right, all {cells} digits"
-    print(f"\n  the answer      {marked(found['answer'], found['true'])} {verdict}\n")
+    n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
+    verdict = f"right, all {len(true)} digits"
+    if n_wrong:
+        verdict = f"{n_wrong} of {len(true)} digits are wrong"
+    print(f"\n  the answer      {marked(answer, true)} {verdict}\n")
 
 def marked(digits, true):
     """314 -> "3 1 4 ". A wrong digit has a ! behind it."""
-    return "".join(digit + (" " if digit == right else "!") for digit, right in zip(digits, true))
+    return "".join(digit + (" " if digit == wanted else "!") for digit, wanted in zip(digits, true))

@@ -219,9 +219,9 @@ class PreNorm(nn.Module):
         """After the weights are drawn, and after each step of a training: may change the weights of
         module. nGPT, in part 2, brings them back to length 1."""
 
-    # --- Each rule has its own form of the stream, so it says how a stream begins and ends, too. For
-    # this a model has one more residual, `ends`, number 2L + 1, which has no sublayer. Only `ends`
-    # does what follows. (Its norm is ln_f in GPT-2.)
+    # --- Each rule has its own form of the stream, so it says how a stream begins and ends, too.
+    # For this a model has one more residual, `ends`, number 2L + 1, which has no sublayer. Only
+    # `ends` does what follows. (Its norm is ln_f in GPT-2.)
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
@@ -1152,9 +1152,39 @@ def make_residual(config, l):
 
 # Mixture-of-Depths: not every token needs every sublayer. In each walk through the depth, a Runner
 # runs the sublayers. Before each one it asks a decider. Its answer is EVERYONE, REMOVED, or bools
-# (B, T): True where a token runs the sublayer. Who doesn't run it keeps its stream.
-EVERYONE = None
-REMOVED = False   # Nobody runs it, as if there were no such sublayer.
+# (B, T): True where a token runs the sublayer. Who doesn't run it passes by, with its stream as it
+# is. What a residual has to say about this are can_skip and knows_gain (part 2, class Residual).
+EVERYONE = "everyone"
+REMOVED = "removed"   # Nobody runs it, as if there were no such sublayer.
+
+class Decider(nn.Module):
+    """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
+    methods. Options are keyword arguments of __init__, as those of a residual."""
+    allowed = {}            # the range of each option
+    needs_gain = False      # Must the residual know gains?
+    needs_skipping = False  # Must its tokens be able to skip?
+    needs_tensor = False    # Must its stream be one tensor?
+    # Does a token that skips an attention still make its key and value? Later tokens that run it
+    # look for them.
+    skippers_make_keys = True
+
+    def __init__(self, config=None):
+        super().__init__()
+
+    def begin(self, runner):
+        """A new walk through the depth begins."""
+
+    def decide(self, runner):
+        """-> who runs the next sublayer: EVERYONE, REMOVED or bools (B, T)"""
+        return EVERYONE
+
+    def after(self, runner, stream):
+        """After a sublayer -> the stream that goes on. (For Routers. Others leave it as it is.)"""
+        return stream
+
+    def loss(self, runner):
+        """After a walk in training -> what is added to the loss"""
+        return 0.0
 
 def run_sublayer(stream, residual, f, gain=None):
     """residual(stream, f), a function so that train.py can compile it. gain: residual.gain(stream),
@@ -1169,7 +1199,9 @@ class Runner:
         residual   its residual
         stream     the stream before it, and shape, its (B, T)
         gain()     how much it will change each token, (B, T, 1), if the residual can tell
-        notes      room for what a decider wants to remember until the walk is over"""
+        notes      room for what a decider wants to remember until the walk is over
+
+    And the model. What a decider computes, it adds to decider_flops."""
     def __init__(self, model, decider=None):
         """decider: in place of model.decider"""
         self.model, self.decider = model, decider or model.decider
@@ -1245,42 +1277,16 @@ class Runner:
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
 
+class Mistake(ValueError):
+    """One in a class of your own that is told in a sentence. Other errors show their traceback."""
+
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
     shape = tuple(runner.shape)
     if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
-        raise ValueError(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
-                         f"REMOVED or bools {shape}")
-
-class Decider(nn.Module):
-    """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
-    methods. Options are keyword arguments of __init__, as those of a residual."""
-    allowed = {}            # the range of each option
-    needs_gain = False      # Must the residual know gains?
-    needs_skipping = False  # Must its tokens be able to skip?
-    needs_tensor = False    # Must its stream be one tensor?
-    # Does a token that skips an attention still make its key and value? Later tokens that run it
-    # look for them.
-    skippers_make_keys = True
-
-    def __init__(self, config=None):
-        super().__init__()
-
-    def begin(self, runner):
-        """A new walk through the depth begins."""
-
-    def decide(self, runner):
-        """-> who runs the next sublayer: EVERYONE, REMOVED or bools (B, T)"""
-        return EVERYONE
-
-    def after(self, runner, stream):
-        """After a sublayer -> the stream that goes on. (For Routers. Others leave it as it is.)"""
-        return stream
-
-    def loss(self, runner):
-        """After a walk in training -> what is added to the loss"""
-        return 0.0
+        raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
+                      f"REMOVED or bools {shape}")
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
@@ -1348,8 +1354,9 @@ class Routers(Decider):
         self.order, n_routers = block_order(config), config.n_layer // 2
         if n_routers == 0:
             raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
-        self.share_that_runs = 1 - rate * config.n_layer / n_routers
-        if self.share_that_runs < 0.09:
+        n_routed = sum(number % 2 for number in self.order)   # --repeat runs some several times.
+        self.share_that_runs = 1 - rate * len(self.order) / n_routed if n_routed else 0.0
+        if self.share_that_runs <= 0:
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
                              f"router, too few for this rate; give a smaller one")
         routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
@@ -1480,30 +1487,8 @@ def has_one_tensor(config):
 
 # ---------------------------------------------------------------------------------- how it is done
 
-def run_some(runner, f, keep):
-    """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
-    computed, and put back. One that skips costs its gain, if that was asked, and in an attention
-    its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, run = runner.residual, runner.stream, runner.run_sublayer
-    gain = runner.known_gain
-    n_kept = int(keep.sum())
-    if n_kept == keep.numel():
-        return run(stream, residual, f, gain)
-    is_attention, of_all = isinstance(f.module, Attention), None
-    if is_attention and runner.decider.skippers_make_keys:
-        of_all = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
-    if n_kept == 0:
-        return stream
-    tokens = KeptTokens(keep)
-    if is_attention:
-        f = partial(attention_of_kept, f, tokens, of_all)   # x is what is missing.
-        run = run_sublayer   # Shapes vary too much for a compiled one.
-    if gain is not None:
-        gain = tokens.gather(gain)
-    return tokens.put(stream, run(tokens.gather(stream), residual, f, gain))
-
 class KeptTokens:
-    """Where the tokens that run a sublayer are in a batch. An example:
+    """Where the N tokens that run a sublayer are in a batch. An example:
 
         keep [[1, 0, 1, 1],    sequence  0 0 0 1
               [0, 1, 0, 0]]    position  0 2 3 1   in their sequences
@@ -1531,11 +1516,11 @@ class KeptTokens:
         """(N, ...) -> (B, T, ...), zero where no token is kept"""
         return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
 
-    def in_rows(self, x):
-        """(N, ...) -> (B, n, ...): a row per sequence, of its kept tokens, and then of zeros up to
-        the n tokens that the fullest sequence keeps"""
-        rows = x.new_zeros(len(self.keep), int(self.keep.sum(1).max()), *x.shape[1:])
-        return rows.index_put((self.sequence, self.column), x)
+    def in_rows(self, x, fill):
+        """(N, ...) -> (B, n, ...): a row per sequence, of its kept tokens. Rows are filled up to
+        the n tokens that the fullest sequence keeps."""
+        size = len(self.keep), int(self.keep.sum(1).max()), *x.shape[1:]
+        return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
 def project(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
@@ -1543,12 +1528,27 @@ def project(attn, x, rows):
     x = F.linear(x, attn.c_attn.weight[rows])
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 
+def with_older(store, k, v, has_key=True):
+    """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
+    bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
+    if store:
+        return store(k, v, has_key)
+    mask = causal_mask(k.shape[1], k.shape[1], k.device)
+    return k, v, mask if has_key is True else mask & has_key[:, None]
+
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
     attn, (rotation, store) = f.module, f.others
     with products_in(f.dtype, x):
         k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
         return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
+
+def attend_kept(q, k, v, mask, tokens):
+    """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
+    sees = mask.expand(len(tokens.keep), -1, -1)[tokens.sequence, tokens.position]   # (N, S)
+    # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
+    out = attend(tokens.in_rows(q, fill=0), k, v, mask=tokens.in_rows(sees, fill=True))
+    return out[tokens.sequence, tokens.column]
 
 def attention_of_kept(f, tokens, of_all, x):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). of_all: what
@@ -1565,21 +1565,29 @@ def attention_of_kept(f, tokens, of_all, x):
             k, v, mask = of_all
         return attn.c_proj(attend_kept(q, k, v, mask, tokens).flatten(-2)).to(x.dtype)
 
-def with_older(store, k, v, has_key=True):
-    """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
-    bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
-    if store:
-        return store(k, v, has_key)
-    mask = causal_mask(k.shape[1], k.shape[1], k.device)
-    return k, v, mask if has_key is True else mask & has_key[:, None]
-
-def attend_kept(q, k, v, mask, tokens):
-    """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
-    sees = mask.expand(len(tokens.keep), -1, -1)[tokens.sequence, tokens.position]   # (N, S)
-    # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
-    sees = ~tokens.in_rows(~sees)
-    out = attend(tokens.in_rows(q), k, v, sees)
-    return out[tokens.sequence, tokens.column]
+def run_some(runner, f, keep):
+    """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
+    computed, and put back. One that skips costs its gain, if that was asked, and in an attention
+    its key and value, which later tokens see (unless the decider says that skippers make none)."""
+    residual, stream, run = runner.residual, runner.stream, runner.run_sublayer
+    gain = runner.known_gain
+    n_kept = int(keep.sum())
+    if n_kept == keep.numel():
+        return run(stream, residual, f, gain)
+    is_attention = isinstance(f.module, Attention)
+    of_all = None
+    if is_attention and runner.decider.skippers_make_keys:
+        of_all = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
+    if n_kept == 0:
+        return stream
+    tokens = KeptTokens(keep)
+    f_of_kept = f   # An MLP treats each token by itself.
+    if is_attention:
+        f_of_kept = lambda x: attention_of_kept(f, tokens, of_all, x)
+        run = run_sublayer   # Its shapes vary too much for a compiled one: n, and S in sampling.
+    if gain is not None:
+        gain = tokens.gather(gain)
+    return tokens.put(stream, run(tokens.gather(stream), residual, f_of_kept, gain))
 
 # ==================================================================================== part 4: tools
 
@@ -1632,42 +1640,43 @@ def hidden_units(config):
     depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
     if config.taper == "cosine":
         depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
-    widths = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
-    widths = [width * n_layer / sum(widths) for width in widths]   # Their mean is 1 now.
-    return [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
+    shares = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
+    shares = [share * n_layer / sum(shares) for share in shares]   # Their mean is 1 now.
+    return [8 * max(1, round(share * hidden / 8)) for share in shares]   # Multiples of 8 are fast.
 
 def block_order(config):
     """The blocks, numbered from 0, in the order in which they run. See --repeat."""
     numbers = list(range(config.n_layer))
     if not config.repeat:
         return numbers
-    problem = ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
     found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
-    if not found:
-        raise problem
-    first, count = int(found[1]), int(found[3])   # Blocks have the numbers 1 .. L here.
-    last = int(found[2] or first)
-    if not 1 <= first <= last <= config.n_layer or not 1 <= count * (last + 1 - first) <= 512:
-        raise problem
-    return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
+    if found:
+        # Here blocks have the numbers 1 .. L, as in all flags.
+        first, last, count = int(found[1]), int(found[2] or found[1]), int(found[3])
+        is_possible = 1 <= first <= last <= config.n_layer
+        if is_possible and 1 <= count * (last + 1 - first) <= 512:
+            return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
+    raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
 
 # ---------------------------------------------------------------------------------------- training
 
 def compile_blocks(model, **options):
     """For training: torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks
-    share two graphs (unless their widths differ). If the stream grows they can't, so only sublayers
-    are compiled."""
+    share two graphs (unless their widths differ). Where a stream grows, each sublayer would need a
+    graph of its own, so only attentions and MLPs are compiled."""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
     if not model.ends.stream_grows:
         model.run_sublayer = torch.compile(run_sublayer, **options)
         return
-    call = torch.compile(SublayerFunction.__call__, **options)
-    def run(stream, residual, f, gain=None):
-        return residual(stream, partial(call, f))
+    compiled = torch.compile(SublayerFunction.__call__, **options)
+    def run(stream, residual, f, gain=None):   # Residuals whose stream grows know no gain.
+        return residual(stream, lambda x: compiled(f, x))
     model.run_sublayer = run
 
 def checkpoint_blocks(model):
-    """Saves memory: sublayers run again in the backward pass. Call it after compile_blocks."""
+    """Saves memory: in the backward pass, sublayers run again (but for attentions that some tokens
+    skip). Call it after compile_blocks. Sublayers draw no random numbers, so there are none to
+    keep."""
     model.run_sublayer = partial(checkpoint, model.run_sublayer, use_reentrant=False,
                                  preserve_rng_state=False)
 
@@ -1679,7 +1688,7 @@ class Work(NamedTuple):
     ran: float = 1.0       # the tokens that ran it
     queries: float = 1.0   # those with a query, with the padding of attend_kept
     keys: float = 1.0      # those with a key and a value
-    residual: float = 1.0  # those for whom the residual has computed: all, if their gain was asked
+    rule: float = 1.0      # those for whom the residual computed something: all, if asked for gains
 
 def work_of(runner):
     """-> what each sublayer of a walk has computed, a list of Work"""
@@ -1691,8 +1700,8 @@ def work_of(runner):
     found = []
     for keep, ran, queries, gain in zip(runner.keeps, shares, fullest, runner.gains):
         everyone_has_keys = keep is not REMOVED and runner.decider.skippers_make_keys
-        found.append(Work(ran, queries, keys=1.0 if everyone_has_keys else ran,
-                          residual=ran if gain is None else 1.0))
+        keys = 1.0 if everyone_has_keys else ran
+        found.append(Work(ran, queries, keys, rule=ran if gain is None else 1.0))
     return found
 
 def flops_per_token(model, T=None, runner=None):
@@ -1705,7 +1714,7 @@ def flops_per_token(model, T=None, runner=None):
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
     works = work_of(runner) if runner else [Work()] * len(pairs)
     for (residual, module), work in zip(pairs, works):
-        total += work.residual * residual.flops()
+        total += work.rule * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.

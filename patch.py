@@ -3,7 +3,7 @@ Does the answer need what is inside? A probe (inside.py) sees that digits are th
 the model uses them. So we change what is there: after one block, the stream of another line takes
 the place of this one's. Whose answer comes out? analyze.py shows it.
 
-The words are those of inside.py. steps.py has a picture of a window.
+The words are those of inside.py, and there is a picture of a window.
 """
 import torch
 
@@ -36,20 +36,22 @@ class PatchingRunner(Runner):
 def random_windows(puzzle, k, n):
     """n windows: in each a line of random digits, and its right answer. Returns idx (n, T), without
     the answer's last digit, which nobody reads, and the answers (n, cells), as tokens. So a model
-    says each digit after the right ones before it, as in training. In a patched window, these are
-    still its own ones."""
+    says each digit after the right ones before it, as in training. (Only the stream is patched, not
+    these tokens.)"""
     cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
     answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
-    letter, newline = torch.full((n, 1), ord("a") + k), torch.full((n, 1), ord("\n"))
-    any_letter = torch.full((n, 1), ord("a"))   # The text draws the answer's letter at random.
-    idx = torch.cat((letter, digits + ord("0"), newline, any_letter, answer[:, :-1]), 1)
-    return idx, answer
+    parts = [torch.full((n, 1), ord("a") + k),   # the line's letter
+             digits + ord("0"),
+             torch.full((n, 1), ord("\n")),
+             torch.full((n, 1), ord("a")),       # the answer's; the text draws it at random
+             answer[:, :-1]]
+    return torch.cat(parts, 1), answer
 
 def share_in_right_half(said, answer):
-    """said, answer (n, cells) -> the share that is equal, from the middle of the line on. (No digit
-    looks to its right. So on the left it depends on few digits, and the model may have learned the
-    cases by heart.)"""
+    """said, answer (n, cells) -> the share that is equal, from the middle of the line on. (In each
+    step, a digit becomes another by itself and its left neighbour. So the first ones depend on few
+    digits, and the model may have learned these cases by heart.)"""
     middle = said.shape[1] // 2
     return (said == answer)[:, middle:].float().mean().item()
 
@@ -64,7 +66,7 @@ def patch(model, puzzle, k, n=400):
     if model.ends.stream_grows:
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells = puzzle["cells"]
-    answer_begins = line_length(cells)
+    answer_begins = line_length(cells)   # after the line's letter, its cells, its newline
     if answer_begins + cells > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
     idx, answer = (tokens.to(model.device) for tokens in random_windows(puzzle, k, n))

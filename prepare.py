@@ -7,11 +7,13 @@ Text to tokens: makes a data set, and reads it. A data set is a folder of shards
     python prepare.py fineweb --shards 10      # GPT-2 tokens of web text, 100M (200 MB) per shard
     python prepare.py text --input PATH...     # your own files and folders; they must fit in memory
 
-Your own files have to be UTF-8 text. Each is a document; or with --jsonl FIELD each of its lines, a
-JSON object with that field. One in 20 documents is for validation; of a long one, the last 5 %.
+Your own files have to be UTF-8 text. Each file is a document. (With --jsonl FIELD, each line is
+one: a JSON object with that field.) One in 20 documents is for validation; of a long one, the last
+5 %.
 """
 # The order of this file is the way of a text: where it comes from, tokens, shards, the folder of a
-# data set, and windows, which a model trains on. Last comes the command.
+# data set, and windows, which a model trains on. Last come the flags and the command.
+import functools
 import hashlib
 import json
 import os
@@ -23,49 +25,35 @@ import tempfile
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 try:
+    import fcntl   # folders.py needs it. Only Windows doesn't have it.
     import numpy as np
     import tiktoken
     import torch
-    from folders import unfinished_folder   # needs fcntl, which only Windows doesn't have
 except ModuleNotFoundError as error:
     remedy = f"type make .venv/installed, and then .venv/bin/python {shlex.join(sys.argv)}"
     if error.name == "fcntl":
         remedy = "on Windows, use WSL"
     raise SystemExit(f"This Python has no {error.name}; {remedy}")
 
-from documents import TextConfig, cut, own_text, read_text
+from documents import cut, own_text, read_text
 from flags import flag, parse
+from folders import unfinished_folder
 from sentences import refuse, say, start
-from steps import StepsConfig, make_puzzle, steps_text
+from steps import make_documents, make_puzzle
 
 # ---------------------------------------------------------------------------- where texts come from
 
-# A source is a function: config, the flags -> texts for training, texts for validation. steps_text
-# and own_text are imported. For one of your own, write such a function, and name it in SOURCES.
-# (fineweb has none: it comes as shards.)
+# A source is a function. It gets config, the flags (PrepareConfig, at the end of this file), and
+# returns two lists of texts, for training and for validation. documents.py has one more, own_text.
+# For one of your own, write such a function, and name it in SOURCES.
 
-def download(url, path, sha256=None):
-    """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
-    try:
-        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
-    except Exception as error:   # There are many ways in which a download can fail.
-        refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
-
-SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-                   "tinyshakespeare/input.txt")
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-def shakespeare(config):
-    """Tiny-shakespeare is one text. Its last tenth is for validation, as in nanoGPT."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "input.txt")
-        download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-        train, val = cut(read_text(path), 0.1)
-    return [train], [val]
+def steps_text(config):
+    """Documents of a puzzle: see steps.py."""
+    puzzle, seed = config.puzzle, config.table
+    return make_documents(puzzle, seed, "train"), make_documents(puzzle, seed, "val")
 
 def stdlib(config):
     """The library of the Python that runs this: code of one style, on every machine."""
@@ -75,12 +63,31 @@ def stdlib(config):
     for path in sorted(root.rglob("*.py"), key=str):
         below_root = path.relative_to(root)
         if skip.isdisjoint(below_root.parts) and path.stat().st_size:
-            # 5 % are for validation: by hash, so that a file stays there when others come or go.
-            digest = hashlib.sha256(bytes(below_root)).digest()
-            is_for_val = int.from_bytes(digest[:8], "big") < 0.05 * 2**64
-            texts = val if is_for_val else train
+            # 5 % are for validation. The hash of its name, a number below 2**256, decides: so a
+            # file stays on its side when others come or go.
+            name_hash = int(hashlib.sha256(bytes(below_root)).hexdigest(), 16)
+            texts = val if name_hash < 0.05 * 2**256 else train
             texts.append(read_text(path))
     return train, val
+
+def download(url, path, sha256=None):
+    """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
+    try:
+        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
+    except Exception as error:   # of the network, a server or the disk
+        refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
+
+SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+                   "tinyshakespeare/input.txt")
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+def shakespeare(config):
+    """Tiny-shakespeare is one text. Its last tenth, from a new line on, is for validation."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "input.txt")
+        download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
+        train, val = cut(read_text(path), 0.1)
+    return [train], [val]
 
 # ------------------------------------------------------------------------------------------ tokens
 
@@ -89,35 +96,33 @@ VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens
 def get_tokenizer(tokenizer_name):
     """A tiktoken.Encoding: "bytes" (the 256 bytes, and <|endoftext|> = 256) or "gpt2"."""
     if tokenizer_name == "bytes":
-        # A token is a byte, and nothing merges. The pattern only says how much goes at a time.
+        # A token is a byte, and tokens don't merge. pat_str only says how much goes at a time.
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", explicit_n_vocab=257,
                                  mergeable_ranks={bytes([i]): i for i in range(256)},
                                  special_tokens={"<|endoftext|>": 256})
     try:
         return tiktoken.get_encoding(tokenizer_name)
-    except Exception as error:   # It is downloaded, too.
+    except Exception as error:   # tiktoken downloads its table, once.
         refuse(f"--tokenizer {tokenizer_name}: no table of it ({type(error).__name__}); go online "
                f"once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
-
-# tiktoken takes long for a long text, so it gets pieces. A piece ends before a space that follows
-# a word, if it can. No token of GPT-2 goes on there, so the tokens are those of the whole text.
-PIECE = re.compile(r"(?s).{1,200000}(?<=\S)(?=\s)|.{1,200000}")
 
 def encode(texts, tokenizer_name):
     """Texts -> their tokens, an array of uint16. After each text comes an end-of-text."""
     tokenizer = get_tokenizer(tokenizer_name)
     tokens = array("H")
     for text in texts:
-        for piece in PIECE.finditer(text):
-            # Where somebody's text says "<|endoftext|>", that is text, not the special token.
-            tokens.extend(tokenizer.encode_ordinary(piece[0]))
+        # encode_ordinary: where somebody's text says "<|endoftext|>", that is text, not this token.
+        tokens.extend(tokenizer.encode_ordinary(text))
         tokens.append(tokenizer.eot_token)
     return tokens
 
 def token_bytes(meta, n_rows):
-    """How many bytes of text each token stands for, (n_rows,) int64: with these, a loss becomes
-    bits per byte. End-of-text has 0, and so have the rows that a model has beyond the tokenizer's.
-    meta: of a data set or a run, in which the tokenizer is named"""
+    """How many bytes of text each token stands for, (n_rows,) int64. End-of-text has 0. train.py
+    divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
+    byte.
+
+    meta: a dict that names a tokenizer; n_rows: how many tokens a model knows. They may be more
+    than the tokenizer has, and these have 0, too."""
     tokenizer = get_tokenizer(meta["tokenizer"])
     sizes = torch.zeros(n_rows, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
@@ -151,9 +156,13 @@ def read_shard(path):
 
 # -------------------------------------------------------- the folder of a data set, with meta.json
 
+# A data set has shards for training and shards for validation. A folder without one for validation
+# is none: whoever wants to train on it is told to prepare it anew.
+
 def load_meta(data):
     """-> dict(name=, tokenizer=, vocab_size=): of a data set, the name, the tokenizer's name, and
-    how many tokens that has; for the steps text also steps, its puzzle. SystemExit if none is there
+    how many tokens that has; of the steps text also steps=, the puzzle of steps.py. SystemExit if
+    none is there
 
     llm.c and modded-nanogpt write shards without a meta.json. They hold GPT-2's tokens."""
     folder = Path(data)
@@ -161,15 +170,15 @@ def load_meta(data):
         name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
         return dict(name=name, tokenizer="gpt2", vocab_size=VOCABULARIES["gpt2"])
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = dict(json.loads((folder / "meta.json").read_text(encoding="utf-8")))
     except OSError as error:
         refuse(f"--data {data}: no data set there, seen from {os.getcwd()} ({error.strerror}); go "
                f"where the data are, or make them with prepare.py")
-    except ValueError:   # no JSON
+    except (TypeError, ValueError):   # no JSON object
         meta = {}
     if meta.get("tokenizer") not in VOCABULARIES:
-        refuse(f"--data {data}: its meta.json must name a tokenizer, one of "
-               f"{', '.join(VOCABULARIES)}; correct it, or make the data set anew")
+        refuse(f"{folder / 'meta.json'}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; "
+               f"correct it, or make the data set anew")
     return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
 
 def fingerprint(data, meta):
@@ -178,12 +187,14 @@ def fingerprint(data, meta):
     return hashlib.sha256(json.dumps([meta, sizes], sort_keys=True).encode()).hexdigest()
 
 def refuse_if_taken(out, meta):
-    """SystemExit if the folder holds another data set than that of meta"""
+    """SystemExit if the folder holds another data set than that of meta. (The same one may come
+    anew, and your own text, too, after you have edited it.)"""
     if (out / "meta.json").exists() or any(out.glob("*.bin")):
         there = load_meta(out)
-        if any(there.get(key) != meta[key] for key in ("name", "tokenizer")):
-            refuse(f"--out {out}: holds another data set, {there.get('name')} in "
-                   f"{there['tokenizer']}; choose another folder")
+        differ = [key for key in meta if there.get(key) != meta[key]]
+        if differ:
+            refuse(f"--out {out}: holds another data set, which differs in {' and '.join(differ)}; "
+                   f"choose another folder")
 
 def write_data_set(out, meta, train, val):
     """Two lists of texts -> a data set. It takes the place of an older one."""
@@ -193,21 +204,17 @@ def write_data_set(out, meta, train, val):
         (unfinished / "meta.json").write_text(json.dumps(meta))
         write_shard(unfinished / "train_000000.bin", train_tokens)
         write_shard(unfinished / "val_000000.bin", val_tokens)
-        # open_split refuses a folder without a validation shard. So the old one goes first, and the
-        # new one comes last: a folder that is half old and half new is refused.
+        # The old validation shard goes first, and the new one comes last. In between, the folder is
+        # no data set: it may be half old and half new.
         (out / "val_000000.bin").unlink(missing_ok=True)
         for file in "meta.json", "train_000000.bin", "val_000000.bin":
             os.replace(unfinished / file, out / file)
 
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
-@dataclass
-class FinewebConfig:
-    shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb")
-
 def fineweb(out, meta, n_shards):
-    """Downloads a data set that is ready: one shard for validation, and the first n_shards for
-    training, of GPT-2 tokens. modded-nanogpt has them, too."""
+    """Downloads a data set that is ready, as modded-nanogpt does: one shard for validation, and the
+    first n_shards for training, of GPT-2 tokens."""
     files = ["fineweb_val_000000.bin"]
     files += [f"fineweb_train_{i:06d}.bin" for i in range(1, n_shards + 1)]
     with unfinished_folder(out) as unfinished:
@@ -222,19 +229,23 @@ def fineweb(out, meta, n_shards):
 
 # ----------------------------------------------------------------------------------------- windows
 
-# A window is T + 1 tokens of one shard, in a row. A shard of n tokens has n - T windows. They are
-# numbered, from 0, through all shards.
+# A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
+# T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
+
+def split_of(path):
+    """-> "train", "val" or None, a word of a shard's name. (festival_train_000000.bin is of train.)
+    SystemExit if it has both"""
+    words = re.split("[^A-Za-z]+", path.stem)
+    if "train" in words and "val" in words:
+        refuse(f"{path}: is it of train or of val? its name has both; rename it")
+    for split in "train", "val":
+        if split in words:
+            return split
+    return None
 
 def open_split(data, split, T=0):
-    """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token).
-    The split is a word of a shard's name. So festival_train_000000.bin is of train only."""
-    paths = []
-    for path in sorted(Path(data).glob("*.bin")):
-        words = re.split("[^A-Za-z]+", path.stem)
-        if "train" in words and "val" in words:
-            refuse(f"{path}: is it of train or of val? its name has both; rename it")
-        if split in words:
-            paths.append(path)
+    """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token)"""
+    paths = [path for path in sorted(Path(data).glob("*.bin")) if split_of(path) == split]
     if not paths:
         refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
     shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
@@ -245,17 +256,19 @@ def open_split(data, split, T=0):
 
 def read_windows(shards, numbers, T):
     """The windows of these n numbers -> x, y (n, T) int64. y is x, one token later."""
-    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])   # that of each shard
-    which = np.searchsorted(first_number, numbers, side="right") - 1
+    # The first window of each shard has which number?
+    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])
+    shard_of = np.searchsorted(first_number, numbers, side="right") - 1
     windows = []
-    for i, number in zip(which, numbers):
+    for i, number in zip(shard_of, numbers):
         first = number - first_number[i]
         windows.append(shards[i][first:first + T + 1])
     windows = torch.from_numpy(np.stack(windows).astype(np.int64))
     return windows[:, :-1], windows[:, 1:]
 
 def windows_of(data, split, T, n):
-    """n windows of the split "train" or "val", evenly spread -> x, y (n, T). See read_windows."""
+    """n windows of "train" or "val", evenly spread, to measure with -> x, y (n, T). (A training
+    draws numbers instead, and calls read_windows itself.)"""
     vocab_size = load_meta(data)["vocab_size"]
     shards = open_split(data, split, T)
     n_windows = sum(len(shard) - T for shard in shards)
@@ -266,47 +279,73 @@ def windows_of(data, split, T, n):
                f"it anew, or correct its meta.json")
     return x, y
 
-# ------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------- flags, and command
 
 SOURCES = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
-NAMES = (*SOURCES, "fineweb")
-TOKENIZERS = dict(steps=["bytes"], fineweb=["gpt2"])   # All others can have any.
-OWN_FLAGS = dict(text=TextConfig, fineweb=FinewebConfig, steps=StepsConfig)   # beside those of all
+TOKENIZERS = dict(steps="bytes", fineweb="gpt2")   # All others can have any.
+OWN_FLAGS = dict(text=["input", "jsonl"], fineweb=["shards"],
+                 steps=["symbols", "rows", "cells", "most", "table"])
 
 @dataclass
 class PrepareConfig:
-    name: Literal[NAMES] = flag("", "which data set")
+    name: str = flag("", f"which data set: {', '.join(SOURCES)} or fineweb")
     out: str = flag("", "folder of the shards; without it data/NAME")
     tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
 
-def refuse_flags_of_others(config):
-    """SystemExit if a flag is set that is another data set's own"""
-    for owner, config_class in OWN_FLAGS.items():
-        for flag_name, default in vars(config_class()).items():
-            if owner != config.name and getattr(config, flag_name) != default:
-                refuse(f"prepare.py: --{flag_name}: is for {owner} only; leave it out")
+    input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
+    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
 
-def pick_tokenizer(config):
-    """-> the name of a tokenizer. SystemExit if this data set can't have the one of the flag"""
-    allowed = TOKENIZERS.get(config.name, ["bytes", "gpt2"])
-    if config.tokenizer == "auto":
-        return allowed[0]
-    if config.tokenizer not in allowed:
-        refuse(f"prepare.py: --tokenizer {config.tokenizer}: {config.name} has other tokens; leave "
-               f"this flag out")
-    return config.tokenizer
+    shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
+
+    symbols: int = flag(10, "different digits", low=2, high=10, group="steps only")
+    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
+    cells: int = flag(12, "digits in a line", low=2, high=100)
+    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
+    table: int = flag(0, "seed of the table", low=0, high=1e9)
+
+    @functools.cached_property
+    def puzzle(self):
+        """What meta.json says of the steps text"""
+        return make_puzzle(self.symbols, self.rows, self.cells, self.most, seed=self.table)
+
+    def problems(self):
+        """parse, which reads the command line, refuses with these sentences."""
+        if self.name not in (*SOURCES, "fineweb"):
+            yield f"{self.name}: unknown; choose from {', '.join(SOURCES)}, fineweb"
+        only_tokenizer = TOKENIZERS.get(self.name)
+        if only_tokenizer and self.tokenizer not in ("auto", only_tokenizer):
+            yield f"--tokenizer {self.tokenizer}: {self.name} has other tokens; leave this flag out"
+        for owner, names in OWN_FLAGS.items():
+            for name in names:
+                default = getattr(PrepareConfig, name)
+                if owner != self.name and getattr(self, name) != default:
+                    yield f"--{name}: is for {owner} only; leave it out"
+        if self.name == "text":
+            yield from self.problems_of_input()
+        if self.name == "steps" and self.symbols % self.rows:
+            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
+
+    def problems_of_input(self):
+        if not self.input:
+            yield "text: needs files or folders; name them with --input"
+            return
+        for path in self.input:
+            if not os.path.isfile(path) and not os.path.isdir(path):
+                yield f"--input {shlex.quote(path)}: no such file or folder"
+            elif path.endswith(".jsonl") and not self.jsonl:
+                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
 
 def main(argv=None):
-    config = SimpleNamespace()   # the flags of all classes in one
-    for part in parse([PrepareConfig, *OWN_FLAGS.values()], argv, __doc__, positional=("name",)):
-        vars(config).update(vars(part))
-    refuse_flags_of_others(config)
-    out = config.out = Path(config.out or f"data/{config.name}")
-    meta = dict(name=config.name, tokenizer=pick_tokenizer(config))
+    # positional: the name is typed without a --name before it.
+    [config] = parse([PrepareConfig], argv, __doc__, positional=("name",))
+    config.out = config.out or f"data/{config.name}"
+    out = Path(config.out)
+    tokenizer = "bytes" if config.tokenizer == "auto" else config.tokenizer
+    meta = dict(name=config.name, tokenizer=TOKENIZERS.get(config.name, tokenizer))
     if config.name == "steps":
-        meta["steps"] = make_puzzle(config)   # steps_text makes the same one, by --table.
+        meta["steps"] = config.puzzle
     refuse_if_taken(out, meta)
-    if config.name == "fineweb":
+    if config.name == "fineweb":   # It comes as shards.
         fineweb(out, meta, config.shards)
     else:
         train, val = SOURCES[config.name](config)

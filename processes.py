@@ -5,11 +5,12 @@ import atexit
 import contextlib
 import os
 import signal
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from sentences import from_torchrun, refuse
+from sentences import refuse
 
 # ------------------------------------------------------------------------------ device and threads
 
@@ -27,8 +28,8 @@ def set_threads(n_embd, device):
 
 @contextlib.contextmanager
 def torch_as_it_was(device):
-    """After the with-block, torch has the threads and random numbers of before it. (For notebooks,
-    in which other work goes on.) device: its name"""
+    """After the with-block, torch has the threads and random numbers of before it: whoever calls
+    train.main in a notebook does other work there, too. device: its name"""
     threads = torch.get_num_threads()
     gpus = [] if device == "cpu" else [device]
     try:
@@ -39,40 +40,36 @@ def torch_as_it_was(device):
 
 # ------------------------------------------------------------------------------- several processes
 
+def from_torchrun(name, default):
+    """torchrun starts the processes, and puts some numbers into the environment of each."""
+    return int(os.environ.get(name, default))
+
 def join_processes(device):
-    """-> Processes. torchrun has started them, and says in the environment which one this is."""
+    """-> Processes. device: auto, cpu or cuda"""
     rank, count = from_torchrun("RANK", 0), from_torchrun("WORLD_SIZE", 1)
     device = pick_device(device)
     if device == "cuda":
         device = f"cuda:{from_torchrun('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-    if count > 1:   # gloo carries what is on the CPU, as in `highest`; nccl gradients on GPUs.
+    if count > 1:   # gloo carries what is on the CPU, as in `mean`; nccl gradients on GPUs.
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     return Processes(device, rank, count)
 
+@dataclass
 class Processes:
-    """All processes of this run, and which one this is: its device (cpu, cuda:0, ..), its rank (0
-    is the first), and their count. Each calls the same methods at the same time."""
-    def __init__(self, device, rank, count):
-        self.device, self.rank, self.count = device, rank, count
-        self.on_cuda = device != "cpu"
+    """All processes of this run. Each calls the same methods at the same time."""
+    device: str   # of this process: cpu, cuda:0, ..
+    rank: int     # its number; 0 is the first
+    count: int    # of all
 
     def wait(self):
-        """Until all processes are here"""
+        """Until all processes are here: the first one may still be writing the data, say."""
         if self.count > 1:
             dist.barrier()
 
-    def highest(self, number):
-        """Each process says a whole number -> the highest"""
-        if self.count == 1:
-            return number
-        highest = torch.tensor(number)
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
-        return highest.item()
-
     def mean(self, number):
-        """Each process says a number -> their mean"""
+        """Each process says a number, such as a loss -> their mean"""
         if self.count == 1:
             return number
         total = torch.tensor(number, dtype=torch.float64)
@@ -84,7 +81,7 @@ class Processes:
 @contextlib.contextmanager
 def noted_signals():
     """with noted_signals() as signals: Ctrl-C or a kill only adds its number to this list, so that
-    the run can save and stop. A second one acts as usual."""
+    a training can save and stop. A second one acts as usual."""
     signals, usual = [], {}
 
     def note(number, frame):

@@ -1,16 +1,16 @@
 """
 Run folders: how they are written, opened as a model, and gone on with.
 
-    config.json      the settings that the run began with: the flags of train.py, and the tokenizer;
-                     and, by step, what --resume has changed: "changes": {"200": {"lr": 0.01}}
-    metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones
+    config.json      the settings that the run began with: the flags of train.py, and the tokenizer
+    metrics.jsonl    a JSON object a line; if a step has several, later values replace earlier ones.
+                     What --resume has changed is here, with its flag: {"step": 200, "--lr": 0.01}
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
-                     flops, data (its fingerprint: another one shows that the data have changed)
+                     flops, data (a hash, with which train.py sees that the data have changed)
     lock             made first of all, so it marks a run's folder; the process that trains here
                      holds it, and the system frees it when that ends
 
 People pass such folders on, so no code in one is run. What is missing, broken or can't be written
-ends the program with one sentence: `refuse` in sentences.py raises SystemExit with it.
+ends the program with one sentence: `refuse`, in sentences.py.
 """
 import contextlib
 import fcntl
@@ -35,18 +35,9 @@ def explain_write_errors(path):
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
         refuse(f"{path}: can't be written ({error}); make room, or take another --out")
 
-@contextlib.contextmanager
-def explain_read_errors(path):
-    """with explain_read_errors(path): what fails to be read there ends with a sentence."""
-    try:
-        yield
-    except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
-        refuse(f"{path}: can't be read ({what[:200]}); correct or restore it, or train anew")
-
 def write_file(path, write):
-    """write(file) writes to a new file. Only when that is whole and on the disk, it gets the name
-    `path`. So a kill or a full disk leaves the old file."""
+    """write_file("ckpt.pt", lambda f: torch.save(state, f)) writes to a new file. Only when that is
+    whole and on the disk, it gets the name ckpt.pt. So a kill or a full disk leaves the old one."""
     path = Path(path)
     unfinished = path.with_name(".unfinished-" + path.name)
     with explain_write_errors(path):
@@ -63,29 +54,44 @@ def write_file(path, write):
 def write_text(path, text):
     write_file(path, lambda f: f.write(text.encode()))
 
-def write_json(path, values):
-    write_text(path, json.dumps(values, indent=2) + "\n")
-
 # ----------------------------------------------------------------------------- reading a run folder
 
-def read_settings_file(path):
-    """A run folder's config.json, or a file such as configs/gpt2.json -> the settings there, a
-    dict: those at the beginning of the run, and `changes`, if there were some"""
-    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    if not path.is_file():
-        refuse(f"{path}: no such file; name a run that train.py has made, or a file of settings")
-    with explain_read_errors(path):
-        settings = json.loads(path.read_text(encoding="utf-8"))
+def read_metrics(run):
+    """-> {step: all that metrics.jsonl says about it}"""
+    path, metrics = Path(run) / "metrics.jsonl", {}
+    if path.is_file():
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):   # A crash may have cut a line short.
+                entry = json.loads(line)
+                metrics.setdefault(entry["step"], {}).update(entry)
+    return metrics
+
+def read_config(path):
+    """A run folder, or a file such as configs/gpt2.json -> the settings that it begins with, a
+    dict; and what --resume has changed since: {step: settings}"""
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        refuse(f"{file}: no such file; name a run that train.py has made, or a file of settings")
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it must be a JSON object")
+    except ValueError as error:
+        refuse(f"{file}: can't be read ({error}); correct or restore it")
     if "mod_rate" in settings:   # a flag that is gone
-        refuse(f"{path}: is of the third edition; git checkout 7cf98d5 reads it")
-    return settings
+        refuse(f"{file}: is of the third edition; git checkout 7cf98d5 reads it")
+    changes = settings.pop("changes", {})   # where a run has them that is a little older
+    if file.name == "config.json":
+        for step, entry in read_metrics(file.parent).items():
+            changed = {name[2:]: value for name, value in entry.items() if name[:2] == "--"}
+            if changed:
+                changes[step] = changed
+    return settings, changes
 
-def read_settings(run):
+def settings_now(run):
     """Run folder -> its settings after all changes, a dict"""
-    settings = read_settings_file(run)
-    for changed in settings.pop("changes", {}).values():
+    settings, changes = read_config(run)
+    for changed in changes.values():
         settings |= changed
     return settings
 
@@ -93,26 +99,32 @@ def read_checkpoint(path):
     """-> what a ckpt.pt holds, a dict, and the config of its model"""
     if not Path(path).is_file():
         refuse(f"{path}: no checkpoint there; train that run first")
-    with explain_read_errors(path):
+    try:
         if zipfile.ZipFile(path).testzip():   # It compares checksums. torch.load doesn't.
             raise ValueError("it is damaged")
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        return ckpt, GPTConfig(**ckpt["model_config"])
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(str(error).split())   # torch writes many lines.
+        refuse(f"{path}: can't be read ({what[:200]}); restore it, or train anew")
+    return ckpt, GPTConfig(**ckpt["model_config"])
 
 def make_model(path, ckpt, config):
     """A model of this config, with the weights of a checkpoint. path: where that comes from"""
-    problems = config.problems()   # A residual of your own may be gone, or have other options.
+    problems = config.problems()   # model.py may have been edited: a residual may be gone.
     if problems:
         refuse(f"{path}: {problems[0]}")
     model = GPT(config)
-    with explain_read_errors(path):
-        model.load_state_dict(ckpt["model"])
+    found = model.load_state_dict(ckpt["model"], strict=False)
+    if found.missing_keys or found.unexpected_keys:
+        names = ", ".join(found.missing_keys + found.unexpected_keys)
+        refuse(f"{path}: its weights are not those of this model; only one of the two has "
+               f"{names[:200]}. Use the settings, and the model.py, with which it was trained")
     return model
 
 def read_model(path, wanted, may_differ):
-    """-> the checkpoint, a dict, and a model of the config `wanted` with its weights. may_differ:
-    names of those settings that may be others in the checkpoint"""
+    """-> the checkpoint, a dict, and a model of the config `wanted` with its weights; train.py goes
+    on from there. may_differ: names of those settings that may be others in the checkpoint"""
     ckpt, saved = read_checkpoint(path)
     there, here = asdict(saved), asdict(wanted)
     differ = [f"{name} {there[name]} there, {here[name]} here" for name in there
@@ -123,27 +135,12 @@ def read_model(path, wanted, may_differ):
 
 def open_run(run, device="cpu"):
     """Run folder -> its model in eval mode, and its settings, a dict. Nothing is written."""
-    settings, path = read_settings(run), Path(run) / "ckpt.pt"
+    settings, path = settings_now(run), Path(run) / "ckpt.pt"
     ckpt, config = read_checkpoint(path)
     config = replace(config, kernels="auto")   # "on" would refuse a machine without Triton.
     model = make_model(path, ckpt, config)
+    # config.json of an older run may lack a new flag. The model's config has all of its own.
     return model.to(device).eval(), settings | asdict(config)
-
-def read_metric_lines(run):
-    """metrics.jsonl -> a list of dicts, one a line"""
-    path, lines = Path(run) / "metrics.jsonl", []
-    if path.is_file():
-        for line in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):   # A crash may have cut a line short.
-                lines.append(json.loads(line))
-    return lines
-
-def read_metrics(run):
-    """{step: what metrics.jsonl says about it}"""
-    metrics = {}
-    for line in read_metric_lines(run):
-        metrics.setdefault(line["step"], {}).update(line)
-    return metrics
 
 # ----------------------------------------------------------------------------- writing a run folder
 
@@ -186,32 +183,28 @@ class RunFolder:
             pass   # Some file systems have no locks.
 
     def begin(self, step):
-        """Once, just before the first step, when all checks have passed. A new run deletes the old
-        one here. step: 0, or that of the checkpoint"""
-        if not self.is_first:
-            return
-        if self.resume:
-            self.note_changes(step)
-        else:
-            for name in "ckpt.pt", "metrics.jsonl":
+        """Once, just before the first step, when all checks have passed. step: 0, or that of the
+        checkpoint"""
+        if self.is_first and self.resume:
+            self.begin_again(step)
+        elif self.is_first:
+            for name in "ckpt.pt", "metrics.jsonl":   # of the run that this one replaces
                 (self.out / name).unlink(missing_ok=True)
-            write_json(self.out / "config.json", self.settings)
-        # Lines after the checkpoint go: the run takes those steps again.
-        kept = [line for line in read_metric_lines(self.out) if line["step"] <= step]
-        write_text(self.out / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept))
+            write_text(self.out / "config.json", json.dumps(self.settings, indent=2) + "\n")
+            write_text(self.out / "metrics.jsonl", "")
 
-    def note_changes(self, step):
-        """Says which settings this start has changed, and adds them to config.json."""
-        before = read_settings(self.out)
-        changed = {name: value for name, value in self.settings.items()
+    def begin_again(self, step):
+        """What was logged after the checkpoint goes: the run takes those steps again. What this
+        start has changed is logged."""
+        kept = [entry for at, entry in read_metrics(self.out).items() if at <= step]
+        write_text(self.out / "metrics.jsonl", "".join(json.dumps(each) + "\n" for each in kept))
+        before = settings_now(self.out)
+        changed = {f"--{name}": value for name, value in self.settings.items()
                    if name not in before or value != before[name]}
         if changed:
-            settings = read_settings_file(self.out)
-            changes = settings.setdefault("changes", {})
-            changes[str(step)] = changes.get(str(step), {}) | changed   # two starts at one step
-            write_json(self.out / "config.json", settings)
-            what = ", ".join(f"{name} {value}" for name, value in changed.items())
+            what = " ".join(f"{flag} {value}" for flag, value in changed.items())
             say(f"from iteration {step} on: {what}")
+            self.log(step=step, **changed)
 
     def log(self, **values):
         """Adds a line to metrics.jsonl."""

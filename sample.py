@@ -25,7 +25,7 @@ import prepare
 from documents import text_or_file
 from flags import flag, parse
 from inside import show_inside
-from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, why_not
+from model import ByGain, EarlyExit, Routers, Without, new_tokens, sublayers_of, why_not
 from processes import pick_device, set_threads
 from runs import open_run
 from sentences import printable, refuse, start
@@ -42,7 +42,7 @@ class SampleConfig:
     seed: int = flag(1337, "of the draws", 0, 9e18)
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
-                             "degrees); 0: none skips; -1: as trained", -1, 100, group="depth")
+                             "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
     exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never",
                        0, 1)
     remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
@@ -56,8 +56,6 @@ class SampleConfig:
                                                   group="machine")
 
     def problems(self):
-        if -1 < self.skip_below < 0:
-            yield f"--skip_below {self.skip_below}: must be from 0 to 100, or -1, as trained"
         if self.skip_below >= 0 and self.exit < 1:
             yield "--skip_below and --exit: each decides by itself who runs; give one of them"
 
@@ -79,22 +77,22 @@ def pick_decider(model, config):
     decider = model.decider
     if config.skip_below >= 0:
         decider = ByGain(model.config, config.skip_below)
-        refuse_misfit("--skip_below", decider, model)
+        refuse_if_unfit("--skip_below", decider, model)
     if config.exit < 1:
         decider = EarlyExit(config.exit)
-        refuse_misfit("--exit", decider, model)
+        refuse_if_unfit("--exit", decider, model)
     if config.remove:
         decider = Without(places_to_remove(model, config.remove), decider)
     return decider
 
-def refuse_misfit(asked, decider, model):
-    """SystemExit if the model can't have this decider, which a flag asks for"""
+def refuse_if_unfit(asked, decider, model):
+    """SystemExit if the model can't have this decider in place of its own. asked: the flag that
+    asks for it"""
+    if isinstance(model.decider, Routers):   # Its blocks need the weights that routers give.
+        refuse(f"{asked}: the run's own --mod router decides who skips; use another run")
     why = why_not(decider, model.config)
     if why:
         refuse(f"{asked}: {why}")
-    if model.decider.needs_tensor:   # Its blocks can't do without their routers.
-        mod = model.config.mod
-        refuse(f"{asked}: the run's own --mod {mod} decides who skips; use another run")
 
 def places_to_remove(model, blocks):
     """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
@@ -132,7 +130,7 @@ def sample(model, tokenizer, config):
             skipped.append(runner.skipped(last=True))   # for the last token it has read
             if token.item() == tokenizer.eot_token:
                 break
-            printer.show_token(token.item(), ran=1 - skipped[-1])
+            printer.show_token(token.item(), share=1 - skipped[-1])
     finally:   # also after Ctrl-C
         printer.end()
     return skipped
@@ -145,21 +143,24 @@ class Printer:
         # A character may be several tokens. Bytes that make no whole one wait for the next token.
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def show_token(self, token, ran):
-        """ran: the share for its colour; None: it isn't known"""
+    def show_token(self, token, share=None):
+        """share: for its colour; None: it isn't known"""
         text = self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
-        show(text, ran if self.in_colours else None)
+        show(text, share if self.in_colours else None)
 
     def show_prompt(self, prompt, runner):
         """prompt: tokens; runner: that of the walk that has read them. If they are too many for the
-        context, it has read the last ones only."""
-        ran = runner.who_ran().float().mean(0)[0].tolist()   # a share for each token it has read
-        # The first token it has read has nobody before it who was read. So it gets no colour.
-        n_plain = len(prompt) - len(ran) + 1
+        context, it has read the last ones only.
+
+        An example: of a, b, c, the walk has read b and c. Then c has the share of b, where it was
+        predicted. That of c is for the next token. And a and b stay plain: nobody has predicted
+        them."""
+        shares = runner.who_ran().float().mean(0)[0].tolist()   # of each token it has read
+        n_plain = len(prompt) - len(shares) + 1
         for token in prompt[:n_plain]:
-            self.show_token(token, ran=None)
-        for token, share in zip(prompt[n_plain:], ran):
-            self.show_token(token, ran=share)
+            self.show_token(token)
+        for token, share in zip(prompt[n_plain:], shares):
+            self.show_token(token, share)
 
     def end(self):
         show(self.decoder.decode(b"", final=True) + "\n")
@@ -169,18 +170,18 @@ class Printer:
 # Of a terminal's 256 colours: background and text, from pale to dark
 SHADES = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
 
-def show(text, ran=None):
-    """Prints text at once. ran: a share, for a colour; None: without. A terminal gets no characters
-    that could do something to it, whatever a model says."""
+def show(text, share=None):
+    """Prints text at once. share: for a colour; None: without. A terminal gets no characters that
+    could do something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
-    if ran is not None and text.strip():
-        text = painted(text, ran)
+    if share is not None and text.strip():
+        text = painted(text, share)
     print(text, end="", flush=True)
 
-def painted(text, ran):
-    """ran: the share of the sublayers, pale up to a half, and dark if it is 1"""
-    shade = round((2 * ran - 1) * (len(SHADES) - 1))
+def painted(text, share):
+    """share: of the sublayers that ran, pale up to a half, and dark if it is 1"""
+    shade = round((2 * share - 1) * (len(SHADES) - 1))
     background, foreground = SHADES[max(0, shade)]
     return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
 

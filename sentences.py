@@ -8,16 +8,13 @@ def refuse(*sentences):
     """Ends the program: Python prints these sentences to stderr, a line each, and exits with 1."""
     raise SystemExit("\n".join(sentences))
 
-def from_torchrun(name, default):
-    """A number that torchrun puts into the environment of a process. RANK is 0 in the first one."""
-    return int(os.environ.get(name, default))
-
 def say(text, file=None):
-    """Prints, in the first of several processes. file: without it stdout"""
-    if from_torchrun("RANK", 0) == 0:
+    """Prints; of several processes, only the first one does. A training goes on if its terminal is
+    closed or the disk is full. file: without it stdout"""
+    if os.environ.get("RANK", "0") == "0":   # torchrun numbers the processes.
         try:
             print(text, file=file, flush=True)
-        except OSError:   # It is closed or full. That is no reason to end a training.
+        except OSError:
             mute(file or sys.stdout)
 
 def mute(file):
@@ -25,7 +22,8 @@ def mute(file):
     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 def printable(text):
-    """A model may write characters that do something to a terminal. They become question marks."""
+    """A model may write characters that do something to a terminal. All but the ends of lines
+    become question marks."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 def script():
@@ -34,14 +32,15 @@ def script():
 
 def start(main):
     """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence (by
-    all processes that have found it). A mistake in the code shows its traceback."""
+    all processes that have found it). A mistake in the code shows its traceback; but an OSError,
+    such as a file that isn't there, is always told in a sentence, which names the file."""
     if sys.stdout:   # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         status = main()
     except KeyboardInterrupt:
         status = 130   # what shells expect of Ctrl-C
-    except BrokenPipeError:   # A reader of stdout, such as head, has had enough.
+    except BrokenPipeError:   # What prints without `say` is only for a reader: head has had enough.
         mute(sys.stdout)
         status = 0
     except (OSError, MemoryError, RuntimeError) as error:
@@ -63,7 +62,7 @@ REMEDIES = [
      "torchrun another --master_port")]
 
 def remedy_of(error):
-    """What a user can do about an error; None if it may be a mistake in the code"""
+    """A sentence about an error that a user can mend; None if it may be a mistake in the code"""
     if isinstance(error, OSError):
         return str(error)
     text = f"{type(error).__name__}: {error}"

@@ -1,154 +1,95 @@
 """
-The steps text: each line follows from the one before, in none, one, two or more steps. README.md
-does some by hand, under "The puzzle".
+The steps text: each line follows from the one before, in none, one, two or more steps.
 
     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
     d108515848740     asks for three steps
     c954006051092
 
-In a step, each digit becomes another one, all at once: table[its left neighbour][itself]. We know
-how many steps lead to each digit, and so we see how many steps a model has learned. The place of a
-digit in its line is called its cell. The leftmost one is cell 0. A token is one character, and its
-number is that of the byte; 256 comes after each document.
-"""
-from dataclasses import dataclass
+In a step, each digit becomes another one, all at once. Which one? That depends on its left
+neighbour, too. (Left of the first digit is a 0.)
 
+    this digit                0 1 2 3 4 5 6 7 8 9
+    after an even one         0 7 4 5 6 1 3 8 9 2
+    after an odd one          9 8 1 4 7 2 6 5 0 3
+
+So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line. We know how
+many steps lead to each digit, and so we see how many steps a model has learned.
+
+The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
+character, and its number is that of the byte; 256 comes after each document.
+"""
 import numpy as np
 import torch
-
-from flags import flag
+import torch.nn.functional as F
 
 LINES = 16   # of a document
 DOCUMENTS = dict(train=24_000, val=1_200)
 SEEDS = dict(train=5, val=3)   # so that each split has other lines
 
-# ----------------------------------------------------------------------------------- what a step is
+# ------------------------------------------------------------------- the puzzle, and what a step is
+
+def make_puzzle(symbols, rows, cells, most, seed):
+    """What meta.json says of the steps text: table=, cells=, most=. The flags of prepare.py steps:
+
+    symbols   how many different digits there are
+    rows      how many different rows the table has; symbols can be divided by it
+    cells     how many digits a line has
+    most      the most steps that a line asks for
+    seed      (--table) of the table's random numbers"""
+    table = make_table(symbols, rows, np.random.default_rng(seed))
+    return dict(table=table.tolist(), cells=cells, most=most)
+
+def make_table(symbols, rows, rng):
+    """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
+    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
+
+    A row holds each digit once, so nothing is lost in a step. And in each row, a digit goes to
+    another class: 3 becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from
+    even."""
+    # To which class does each digit go in the first row? With two rows, five become even.
+    class_of_next = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    different_rows = np.zeros((rows, symbols), int)
+    for row in different_rows:
+        for each_class in range(rows):
+            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
+            row[class_of_next == each_class] = rng.permutation(members)
+        class_of_next = (class_of_next + 1) % rows   # In the next row, each goes to the next class.
+    return different_rows[np.arange(symbols) % rows]
 
 def next_line(digits, table):
-    """One step: digits (..., cells) -> (..., cells). Left of the first digit is a 0."""
-    digits = np.asarray(digits)
-    left = np.concatenate((np.zeros_like(digits[..., :1]), digits[..., :-1]), axis=-1)
-    return np.asarray(table)[left, digits]
+    """One step: digits, a tensor (..., cells) -> the digits after it"""
+    left = F.pad(digits[..., :-1], (1, 0))   # of each digit; it begins with a 0
+    return torch.as_tensor(table)[left, digits]
 
 def lines_after(digits, steps, table):
     """digits (..., cells) -> a tensor (steps + 1, ..., cells): the digits after 0, 1, .. steps"""
-    lines = [np.asarray(digits)]
+    lines = [torch.as_tensor(digits)]
     for _ in range(steps):
         lines.append(next_line(lines[-1], table))
-    return torch.from_numpy(np.stack(lines))
+    return torch.stack(lines)
 
-def make_table(symbols, rows, rng):
-    """-> table (symbols, symbols): what a digit becomes, by its left neighbour and itself. Of the
-    neighbour only the class counts, left % rows. With two rows: whether it is even or odd. Here are
-    these two rows, as README.md has them:
+# ------------------------------------------------------------------- the text: for prepare.py steps
 
-        0 1 2 3 4 5 6 7 8 9    this digit becomes
-        0 7 4 5 6 1 3 8 9 2    after an even one
-        9 8 1 4 7 2 6 5 0 3    after an odd one
-
-    A row holds each digit once, so nothing is lost in a step. And each digit has successors of all
-    classes: 3 becomes 5 or 4. So who does not know the neighbour can't even tell odd from even."""
-    # To which class does each symbol go in the first row? With two rows, five become even.
-    class_of_next = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
-    by_class = np.zeros((rows, symbols), int)
-    for row in range(rows):
-        for each_class in range(rows):
-            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
-            by_class[row, class_of_next == each_class] = rng.permutation(members)
-        class_of_next = (class_of_next + 1) % rows   # In the next row, each goes to the next class.
-    return by_class[np.arange(symbols) % rows]
-
-# ----------------------------------------------------------------------------------------- the text
-
-def make_puzzle(config):
-    """What meta.json says about the steps text. config: the flags of prepare.py steps. Of these,
-    `table` is the table's seed, and `most` the most steps that a line asks for."""
-    table = make_table(config.symbols, config.rows, np.random.default_rng(config.table))
-    return dict(table=table.tolist(), cells=config.cells, most=config.most)
-
-def steps_text(config):
-    """-> documents for training, and for validation: two lists of texts"""
-    return make_documents(config, "train"), make_documents(config, "val")
-
-def make_documents(config, split):
+def make_documents(puzzle, seed, split):
     """-> the texts of "train" or of "val". Drawn at random are the digits of their first lines, and
     how many steps each line asks for."""
-    n, table = DOCUMENTS[split], make_puzzle(config)["table"]
-    rng = np.random.default_rng((config.table, SEEDS[split]))
-    weights = 0.85 ** np.arange(config.most + 1)   # Lines that ask for few steps are more frequent.
-    asked = rng.choice(config.most + 1, (n, LINES), p=weights / weights.sum())
-    digits = rng.integers(config.symbols, size=(n, config.cells))   # of the first lines
-    newline = np.full((n, 1), ord("\n"))
+    n, table, most = DOCUMENTS[split], puzzle["table"], puzzle["most"]
+    rng = np.random.default_rng((seed, SEEDS[split]))
+    weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
+    asked = torch.from_numpy(rng.choice(most + 1, (n, LINES), p=weights / weights.sum()))
+    digits = torch.from_numpy(rng.integers(len(table), size=(n, puzzle["cells"])))
+    newline = torch.full((n, 1), ord("\n"))
     parts = []   # from left to right, each of all n documents at once
-    for line in range(LINES):
-        steps = asked[:, line:line + 1]   # (n, 1)
+    for number in range(LINES):
+        steps = asked[:, number, None]   # (n, 1)
         parts += [ord("a") + steps, ord("0") + digits, newline]
-        for done in range(config.most):
+        for done in range(most):
             # Where fewer steps are asked for, the digits are right already, and stay.
-            digits = np.where(done < steps, next_line(digits, table), digits)
-    documents = np.concatenate(parts, axis=1).astype("u1")
-    return [bytes(document).decode() for document in documents]
+            digits = torch.where(done < steps, next_line(digits, table), digits)
+    tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
+    return [bytes(document).decode() for document in tokens]
 
-# ------------------------------------------------------------------------- lines in windows of text
-
-# A window is a row of tokens, and a token's place in it is its column. If lines had four digits
-# only, c3141 and its answer would stand like this:
-#
-#     column     0  1  2  3  4  5  6  7  8  9 10
-#     token      c  3  1  4  1 \n  a  1  0  8  5
-#     "line"        0  1  2  3                      cells, where the line's digits stand
-#     "answer"                     0  1  2  3       cells, where the answer's are predicted
-#
-# A token predicts the next one, so the answer's digits are predicted from its letter on.
-
-def line_length(cells):
-    """How many columns a line takes: its letter, its digits, its newline"""
-    return 1 + cells + 1
-
-def columns_of_cells(begin, cells):
-    """begin (N,): the columns where N lines begin, with their letters -> dict(line=, answer=), two
-    rows of the picture: the columns of each line's cells, and of its answer's, each (N, cells)"""
-    cell = torch.arange(cells, device=begin.device)
-    answer_begin = begin + line_length(cells)
-    return dict(line=begin[:, None] + 1 + cell, answer=answer_begin[:, None] + cell)
-
-def steps_of_targets(idx, targets, cells):
-    """How many steps lead to each target? idx, targets: windows (n, T). Returns two tensors (n, T):
-
-    steps    as the letter of the line before asks for; -1 where nobody can know: the target is
-             no digit, or the line before it is not in the window
-    cell     that of the digit; only of use where the steps are known"""
-    tokens = torch.cat((idx[:, :1], targets), 1)   # the whole window, (n, T + 1)
-    column = torch.arange(tokens.shape[1], device=idx.device).expand_as(tokens)
-    is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
-    # Where does the line of each token begin? At the last letter so far; -1: the window has none.
-    begin = torch.where(is_letter, column, -1).cummax(dim=1).values
-    begin_before = begin - line_length(cells)   # There begins the line before.
-    cell = column - begin - 1
-    # The first line of a document follows none: in front of it stands a 256, and no newline.
-    follows = tokens.gather(1, (begin - 1).clamp_min(0)) == ord("\n")
-    known = follows & (begin_before >= 0) & (cell >= 0) & (cell < cells)
-    asked = tokens.gather(1, begin_before.clamp_min(0)) - ord("a")
-    steps = torch.where(known, asked, -1)
-    return steps[:, 1:], cell[:, 1:]   # Targets are all tokens but the first.
-
-def find_lines(idx, targets, k, puzzle):
-    """Finds all N lines that ask for k steps, and whose whole answer is in the same window. idx,
-    targets: windows (n, T); puzzle: what meta.json says of the steps text. Returns
-
-    window, begin (N,)   the i-th line begins in idx[window[i]], with its letter, at begin[i]
-    digits (N, cells)    what stands in these lines"""
-    cells = puzzle["cells"]
-    steps, cell = steps_of_targets(idx, targets, cells)
-    # At the letter of an answer, the target is the answer's first digit.
-    is_answer = (steps == k) & (cell == 0)
-    last = idx.shape[1] - cells   # Of an answer that begins further right, some digits are missing.
-    window, answer_begin = is_answer[:, :last + 1].nonzero().T
-    begin = answer_begin - line_length(cells)
-    columns = columns_of_cells(begin, cells)["line"]
-    return window, begin, idx[window[:, None], columns] - ord("0")
-
-# --------------------------------------------------------------------------- lines to type and read
+# ------------------------------------- a line to type and its answer: for sample.py and analyze.py
 
 def some_digits(puzzle):
     """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
@@ -157,8 +98,8 @@ def some_digits(puzzle):
     return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
 
 def solve(line, puzzle):
-    """b314159265358 -> its digits after no step and after one: 314159265358 and 587723131420. The
-    last is the right answer."""
+    """b314159265358 -> ["314159265358", "587723131420"], its digits after no step and after one. As
+    many as it asks for: so the last of them is the right answer."""
     steps, digits = ord(line[0]) - ord("a"), [int(digit) for digit in line[1:]]
     return [spelled(each) for each in lines_after(digits, steps, puzzle["table"])]
 
@@ -174,9 +115,13 @@ def why_no_line(line, puzzle):
 def answers(model, lines, puzzle):
     """What a model answers to each line, digit by digit the likeliest. (We write the answer's
     letter, because the text draws it at random.)"""
-    idx = torch.tensor([[*f"{line}\na".encode()] for line in lines], device=model.device)
+    idx = torch.tensor([tokens_of(f"{line}\na") for line in lines], device=model.device)
     tokens = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
     return [spelled(answer - ord("0")) for answer in tokens]
+
+def tokens_of(text):
+    """A token is a byte. "a0" -> [97, 48]"""
+    return list(text.encode())
 
 def spelled(digits):
     """A tensor of digits -> a text. What is no digit becomes a question mark."""
@@ -187,18 +132,64 @@ def in_words(n):
     words = "no one two three four five six seven eight nine ten".split()
     return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
 
-# ---------------------------------------------------------------------------------------- the flags
+# ------------------- lines and answers in windows of text: for inside.py, patch.py and analyze.py
 
-@dataclass
-class StepsConfig:
-    """The flags of prepare.py steps"""
-    symbols: int = flag(10, "different digits", low=2, high=10, group="the steps text")
-    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
-    cells: int = flag(12, "digits in a line", low=2, high=100)
-    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
-    table: int = flag(0, "seed of the table", low=0, high=1e9)
+# A window is a row of T + 1 tokens, and a token's place in it is its column. A model reads idx, all
+# but the last, and predicts targets, all but the first. If lines had four digits only, c3141 and
+# its answer would stand like this:
+#
+#     column     0  1  2  3  4  5  6  7  8  9 10
+#     token      c  3  1  4  1  ↵  a  1  0  8  5
+#     cell          0  1  2  3        0  1  2  3
 
-    def problems(self):
-        """parse, which reads the command line, refuses with these sentences."""
-        if self.symbols % self.rows:
-            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
+def line_length(cells):
+    """How many columns a line takes: its letter, its digits, its newline"""
+    return 1 + cells + 1
+
+def find_answers(idx, targets, cells):
+    """Finds all N lines that are an answer: the line before is in the same window. idx, targets:
+    windows (n, T). Returns four things:
+
+    tokens                 the windows (n, T + 1)
+    window, column (N,)    the answer's letter is tokens[window, column]
+    asked (N,)             how many steps lead to it, as the letter of the line before says"""
+    tokens = torch.cat((idx[:, :1], targets), 1)
+    is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
+    # The first line of a document is no answer. In front of it stands a 256, and no newline.
+    follows = tokens.roll(1, dims=1) == ord("\n")   # Each column gets the token left of it.
+    is_answer = is_letter & follows
+    is_answer[:, :line_length(cells)] = False   # The line before is not all there.
+    window, column = is_answer.nonzero().T
+    asked = tokens[window, column - line_length(cells)] - ord("a")
+    return tokens, window, column, asked
+
+def steps_of_targets(idx, targets, cells):
+    """How many steps lead to each target? idx, targets: windows (n, T). Returns two tensors (n, T):
+
+    steps    -1 where nobody can know: the target is no digit, or the line before it is not in the
+             window
+    cell     that of the digit; only of use where the steps are known"""
+    tokens, window, column, asked = find_answers(idx, targets, cells)
+    # The last answer may go on beyond the window, so we make room for its cells there.
+    n, width = tokens.shape
+    steps = tokens.new_full((n, width + cells), -1)
+    cell_of = torch.zeros_like(steps)
+    for cell in range(cells):
+        steps[window, column + 1 + cell] = asked
+        cell_of[window, column + 1 + cell] = cell
+    return steps[:, 1:width], cell_of[:, 1:width]   # Targets are all tokens but the first.
+
+def find_lines(idx, targets, k, puzzle):
+    """Finds all N lines that ask for k steps, and whose whole answer is in the same window. (Its
+    last digit may be the last target.) idx, targets: windows (n, T); puzzle: what meta.json says of
+    the steps text. Returns three things:
+
+    window, column (N,)   the line's letter is idx[window, column]
+    digits (N, cells)     those of the line"""
+    cells = puzzle["cells"]
+    tokens, window, answer_column, asked = find_answers(idx, targets, cells)
+    is_whole = answer_column + cells < tokens.shape[1]
+    chosen = (asked == k) & is_whole
+    window, column = window[chosen], answer_column[chosen] - line_length(cells)
+    of_cells = column[:, None] + 1 + torch.arange(cells, device=idx.device)
+    return window, column, tokens[window[:, None], of_cells] - ord("0")

@@ -8,14 +8,15 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
 # Read this as nanoGPT's train.py: settings, data, evaluation, learning rate, model and optimizers,
-# and the loop, `train`. New here: a residual is the rule by which a sublayer, attention or MLP,
-# changes the stream. And tokens may skip sublayers. A decider says who skips what. Some
-# residuals know how much a sublayer will change a token before it runs: that is its gain. A Runner
-# carries the decider through one forward pass, and notes who skipped, the loss and the gains. Both
-# classes are in model.py.
+# and the loop, `train`. Its words, of which the first four are explained in model.py:
 #
-# `processes` (processes.py): this process's rank and device, the count of all, and what they agree
-# on. `say` prints in the first one. `refuse` ends the program with a sentence (sentences.py).
+#     residual    the rule by which a sublayer, attention or MLP, changes the stream
+#     decider     says which tokens skip which sublayers
+#     gain        how much a sublayer will change a token; some residuals know it beforehand
+#     Runner      runs one forward pass, and notes who skipped, the loss, and the gains
+#     processes   this process's rank and device, the count of all, and what they agree on
+#     say         prints in the first process
+#     refuse      ends the program with a sentence
 
 import contextlib
 import math
@@ -24,6 +25,7 @@ import shlex
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import prepare   # comes first, because it says what to do where torch is not installed
@@ -32,14 +34,15 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flags import flag, make_configs, read_command_line
-from model import (GPT, GPTConfig, Runner, checkpoint_blocks, compile_blocks, constrain_weights,
-                   flops_per_token, num_params)
+from flags import flag, list_options, make_configs, read_command_line
+from model import (GPT, GPTConfig, Mistake, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
+                   constrain_weights, flops_per_token, num_params)
 from muon import Muon
-from processes import join_processes, noted_signals, set_threads, torch_as_it_was
+from processes import (from_torchrun, join_processes, noted_signals, set_threads,
+                       torch_as_it_was)
 from runs import RunFolder, optimizer_state, read_model, restore_optimizers
-from sentences import from_torchrun, refuse, say, start
-from settings import FREE, gather_settings, of_the_run, refuse_other_tokens, residual_list
+from sentences import refuse, say, start
+from settings import gather_settings, of_the_run, refuse_other_tokens
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -55,7 +58,7 @@ class TrainConfig:
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
-    max_iters: int = flag(420, "steps of the optimizer", 0, 1e9, group="length of the run")
+    max_iters: int = flag(420, "steps of the optimizer", 1, 1e9, group="length of the run")
     max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
@@ -68,7 +71,7 @@ class TrainConfig:
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
     lr: float = flag(0.0, "peak learning rate; 0: 0.02 for muon, 0.006 for adamw, 0.1 for sgd",
                      0, 1e3)
-    gate_lr: float = flag(1e-3, "that of gates: of what a residual's own_lr names", 0, 1e3)
+    gate_lr: float = flag(1e-3, "that of gates: parameters that a residual lists in own_lr", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
     schedule: Literal["cosine", "wsd"] = flag("cosine", "wsd: constant, linear in the last fifth")
@@ -84,53 +87,57 @@ class TrainConfig:
     compile: bool = flag(False, "torch.compile the sublayers; good on a GPU")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
+    def n_parts(self):
+        """A batch is taken in so many parts."""
+        return self.grad_accum * from_torchrun("WORLD_SIZE", 1)   # that many processes
+
     def problems(self):
         """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
-        n_processes = from_torchrun("WORLD_SIZE", 1)
-        n_parts = self.grad_accum * n_processes
-        if not self.max_iters and not self.max_flops:
-            yield "--max_iters 0: this would train nothing; give some, or --max_flops"
         if self.resume and self.overwrite:
             yield "--resume and --overwrite: contradict each other; give one"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
-        if self.batch_size % n_parts:
+        if self.batch_size % self.n_parts():
             yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes "
-                   f"= {n_parts}")
+                   f"= {self.n_parts()}")
+
+# The usual learning rates, good ones for small models
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 def read_configs(argv=None):
     """The command line -> model_config, config. What is not typed, an earlier run may say."""
     classes = GPTConfig, TrainConfig
-    typed = read_command_line(classes, argv, __doc__, epilog=residual_list())
-    if "vocab_size" in typed:
+    epilog = "residuals, with their options:\n" + list_options(RESIDUALS)
+    typed = read_command_line(classes, argv, __doc__, epilog=epilog)
+    if "vocab_size" in typed:   # `main` sets it.
         refuse("--vocab_size: the data say it; leave it out")
     defaults = asdict(GPTConfig()) | asdict(TrainConfig())
-    return make_configs(classes, gather_settings(typed, defaults))
+    model_config, config = make_configs(classes, gather_settings(typed, defaults))
+    config.lr = config.lr or RATES[config.optimizer]
+    return model_config, config
 
 # --------------------------------------------------------------------------------------------- data
 
-@dataclass
-class Data:
-    """What a run reads"""
-    meta: dict                   # what prepare.py says about the text
-    shards: list                 # the training tokens, an array a shard
-    val: tuple                   # windows (x, y) for validation, (eval_windows, block_size) each
-    token_bytes: torch.Tensor    # how many bytes each token stands for
-    fingerprint: str             # --resume refuses if meta.json, a shard's name or size is another
-
 def open_data(config, block_size, processes):
+    """-> what a run reads. (The default data set is made if it is not there.)"""
     folder = config.data
     if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
-    processes.wait()   # The first process may still be writing the data.
+    processes.wait()   # The first one may still be writing.
     meta = prepare.load_meta(folder)
-    # This reads windows all over the training text, only to refuse tokens of another tokenizer.
+    # windows_of refuses tokens of another tokenizer. Here it looks for some in the training text.
     prepare.windows_of(folder, "train", block_size, config.eval_windows)
-    return Data(meta, shards=prepare.open_split(folder, "train", block_size),
-                val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
-                token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),
-                fingerprint=prepare.fingerprint(folder, meta))
+    return SimpleNamespace(
+        tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
+        # How many bytes of text each token stands for, (vocab_size,)
+        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),
+        # The training tokens, an array a shard
+        shards=prepare.open_split(folder, "train", block_size),
+        # Windows for validation: x, y, (eval_windows, block_size) each
+        val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
+        # --resume refuses if meta.json, or the name or size of a shard, is another.
+        fingerprint=prepare.fingerprint(folder, meta))
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
@@ -147,19 +154,18 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 # --------------------------------------------------------------------------------------- evaluation
 
 @torch.no_grad()
-def evaluate(model, x, y, token_bytes, batch_size, decider=None):
+def evaluate(model, x, y, token_bytes, batch_size):
     """x, y (n, T) -> nats per token, bits per byte of text, and the share of the sublayer runs that
-    was skipped. (In evaluation, the loss is the cross entropy alone.) token_bytes (V,): how many
-    bytes each token stands for; decider: says who skips, in place of model.decider"""
+    was skipped. token_bytes (V,): how many bytes each token stands for"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     with torch_as_it_was(str(model.device)):
         torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-            runner = Runner(model, decider)
+            runner = Runner(model)
+            model(xi.to(model.device), yi.to(model.device), runner=runner)
             share = len(xi) / len(x)
-            _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
-            nats += loss.item() * share
+            nats += runner.cross_entropy.item() * share
             skipped += runner.skipped() * share
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
@@ -188,8 +194,8 @@ def lr_factor(config, progress):
 def block_gradients(model):
     """-> for each block a list of its gradients, and the norms of these lists, (L,)"""
     grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
-    # A block that all tokens skip has no gradients. The norm of nothing is a zero on the CPU.
-    norms = [torch.nn.utils.get_total_norm(each).to(model.device) for each in grads]
+    zero = torch.zeros((), device=model.device)   # for a block that all tokens skip
+    norms = [torch.nn.utils.get_total_norm(each) if each else zero for each in grads]
     return grads, torch.stack(norms)
 
 def equalize(grads, norms):
@@ -201,27 +207,31 @@ def equalize(grads, norms):
 
 # ---------------------------------------------------------------------------- model and optimizers
 
+# Settings that may differ from those of the run in --init_from: its weights fit all the same.
+MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+
 def begin_or_resume(model_config, config, data, out):
     """-> the checkpoint to go on from, or None if this is a new run; and the model"""
     if config.resume:
         path = out / "ckpt.pt"
-        ckpt, model = read_model(path, model_config, may_differ=["kernels"])
+        ckpt, model = read_model(path, model_config, may_differ=["kernels"])   # how, not what
         if ckpt["data"] != data.fingerprint:
             refuse(f"{path}: is of other data than --data has now; put that back, or start a new "
                    f"run")
         return ckpt, model
     if config.init_from:
-        refuse_other_tokens(config.init_from, config.data, data.meta["tokenizer"])
+        refuse_other_tokens(config.init_from, config.data, data.tokenizer)
         path = Path(config.init_from) / "ckpt.pt"
-        _, model = read_model(path, model_config, may_differ=FREE)
+        _, model = read_model(path, model_config, may_differ=MAY_DIFFER)
         return None, model
     return None, GPT(model_config)
 
 def make_ready(model, config, processes):
     """Brings the model to its device, sets the type of its products, and compiles it, if need be ->
-    what training calls: the model itself, or, for several processes, its DDP wrapper"""
+    what is called in training: the model itself, or its DDP wrapper if there are several processes
+    """
     model.to(processes.device)
-    if processes.on_cuda and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere, 2020
+    if processes.device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
         model.dtype = torch.bfloat16
     if config.compile:
@@ -230,21 +240,21 @@ def make_ready(model, config, processes):
         checkpoint_blocks(model)
     if processes.count == 1:
         return model
-    # It may be that no token of this process runs some sublayer.
+    # Where tokens skip, it may be that a sublayer is run by no token of this process.
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
 def sort_parameters(model, with_muon):
     """-> four lists: gates, vectors, matrices, and the matrices of blocks if Muon trains these.
-    Gates are what residuals name in own_lr."""
-    named_in_own_lr = set()
+    Gates are what residuals list in own_lr."""
+    in_own_lr = set()
     for residual in model.residuals():
         for name, p in residual.named_parameters():
             if name in residual.own_lr:
-                named_in_own_lr.add(p)
+                in_own_lr.add(p)
     in_blocks = set(model.blocks.parameters())
     gates, vectors, matrices, for_muon = [], [], [], []
     for p in model.parameters():
-        if p in named_in_own_lr:
+        if p in in_own_lr:
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
@@ -256,7 +266,8 @@ def sort_parameters(model, with_muon):
 
 def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
-    of blocks. Only matrices have weight decay."""
+    of blocks. Only matrices have weight decay. One --lr is for all: with muon, AdamW has 0.02, too.
+    """
     gates, vectors, matrices, for_muon = sort_parameters(model, config.optimizer == "muon")
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
@@ -273,16 +284,20 @@ def make_optimizers(model, config):
 
 # ----------------------------------------------------------------------------------------- the loop
 
-def seed_draws(seed, step, part):
-    """Some deciders draw at random who skips. That depends on seed, step and part only, as batches
-    do."""
-    state = np.random.SeedSequence((seed, step, part)).generate_state(1)
-    torch.manual_seed(int(state[0]))
+class Clock:
+    """Starts when it is made, at this step."""
+    def __init__(self, step):
+        self.step, self.time = step, time.perf_counter()
+
+    def steps_per_second(self, step):
+        return (step - self.step) / (time.perf_counter() - self.time)
 
 def record(runner):
-    """What is reported of a forward pass. The loss is the cross entropy, without what --mod or
-    --gain_cost adds to it. (With --deep_supervision, it is a mean over the blocks.)"""
-    found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped())
+    """What is noted of a forward pass. The loss is the cross entropy, without what --mod or
+    --gain_cost, flags of GPTConfig, add to it. (With --deep_supervision, it is a mean over the
+    blocks.) flops: per token; fewer where tokens skip"""
+    found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped(),
+                 flops=flops_per_token(runner.model, runner=runner))
     gain = runner.mean_gain()
     if gain is not None:   # A decider or --gain_cost has asked for it.
         found["mean_gain"] = gain.detach()
@@ -290,30 +305,31 @@ def record(runner):
 
 def forward_and_backward(model, wrapped, config, data, step, processes):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> means over these parts: of what `record` finds, and of the forward pass's
-    FLOPs per token. wrapped: see make_ready"""
-    records, flops = [], 0.0
-    n_parts = config.grad_accum * processes.count
+    the parameters -> means of what `record` finds. wrapped: see make_ready"""
+    records, seed = [], model.config.seed
     for i in range(config.grad_accum):
         part = i * processes.count + processes.rank
-        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
+        x, y = get_batch(data, model.config, config.batch_size, step, part, config.n_parts(),
                          processes.device)
-        seed_draws(model.config.seed, step, part)
+        # If the decider draws who skips, that depends on seed, step and part only, as batches do.
+        state = np.random.SeedSequence((seed, step, part)).generate_state(1)
+        torch.manual_seed(int(state[0]))
         if processes.count > 1:   # They exchange gradients once a step, in the last part.
             wrapped.require_backward_grad_sync = i == config.grad_accum - 1
         runner = Runner(model)
         _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
         records.append(record(runner))
-        flops += flops_per_token(model, runner=runner)
-    means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
-    return means, flops / len(records)
+    means = {}
+    for name in records[0]:
+        means[name] = sum(each[name] for each in records) / len(records)
+    return means
 
 def train(model_config, config, data, folder, processes, signals):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped it.
+    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped this process.
 
-    model_config, config: the settings of the model and of its training; data: a Data; folder: a
-    RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
+    model_config, config: the settings of the model and of its training; data: see open_data;
+    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
     ckpt, model = begin_or_resume(model_config, config, data, folder.out)
     wrapped = make_ready(model, config, processes)
     optimizers = make_optimizers(model, config)
@@ -327,39 +343,38 @@ def train(model_config, config, data, folder, processes, signals):
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
     folder.begin(step)   # The first files are written. A run that is replaced is deleted only now.
-    clock, clock_step = time.perf_counter(), step
+    clock = Clock(step)
 
     while True:
-        # If any process has got a signal, all of them stop at this step. (0: none has.)
-        signal = processes.highest(signals[0] if signals else 0)
-        is_last = bool(signal) or progress_of(config, step, flops) >= 1
+        # If any process has got a signal, all of them stop at this step.
+        is_stopped = processes.mean(len(signals)) > 0
+        is_last = is_stopped or progress_of(config, step, flops) >= 1
 
-        # --- Evaluate and save. Each process evaluates all windows, because it is short.
+        # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
-            refuse_if_not_finite(step, folder, model)
-            if not signal:
-                part_size = config.batch_size // (config.grad_accum * processes.count)
-                evaluate_and_report(model, data, part_size, step, folder)
+            if not is_stopped:
+                evaluate_and_report(model, config, data, step, folder)
+            weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
+            refuse_if_not_finite("norm of the weights", weight_norm, step, folder)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
                              optimizers=optimizer_state(optimizers), step=step, flops=flops,
                              data=data.fingerprint))
-            clock, clock_step = time.perf_counter(), step
+            clock = Clock(step)   # Speed is measured without these pauses.
         if is_last:
             break
 
         # --- From a batch to gradients
-        means, forward_flops = forward_and_backward(model, wrapped, config, data, step, processes)
+        means = forward_and_backward(model, wrapped, config, data, step, processes)
         grads, block_norms = block_gradients(model)
         if config.equalize_grads:
             equalize(grads, block_norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
-        # --- From gradients to weights. A step has the rate at its end: that at the beginning of a
-        # warmup is 0.
+        # --- From gradients to weights. A warmup begins at a rate of 0, so count the step first.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(forward_flops)
+        flops += 3 * tokens_per_step * processes.mean(means.pop("flops"))
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -370,36 +385,35 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- Report
         if step % config.log_interval == 0:
-            refuse_if_not_finite(step, folder, model, norm)
-            now = time.perf_counter()   # The line above has waited for the GPU.
-            speed = (step - clock_step) * tokens_per_step / (now - clock)
-            clock, clock_step = now, step
+            refuse_if_not_finite("norm of the gradients", norm.item(), step, folder)
             report = {name: processes.mean(float(mean)) for name, mean in means.items()}
-            report |= dict(lr=config.lr * factor, grad_norm=norm.item(), tok_s=speed, flops=flops,
+            report |= dict(lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
+                           tok_s=clock.steps_per_second(step) * tokens_per_step,
                            tokens=step * tokens_per_step, grad_norms=block_norms.tolist())
             folder.log(step=step, **report)
             say_report(step, report)
+            clock = Clock(step)
 
     processes.wait()   # Nobody leaves while another one is still writing.
     out = shlex.quote(str(folder.out))
-    if signal:
+    if is_stopped:
         say(f"stopped at iteration {step}, all is saved; go on with: "
             f"python train.py --out {out} --resume")
-        return 128 + signal
+        return 128 + signals[0] if signals else 1   # 1: another process has got the signal.
     say(f"done: {out} holds the run\n"
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
 
-def refuse_if_not_finite(step, folder, model, number=0.0):
-    """SystemExit if a weight, or a number, is not finite any more: such weights are never saved."""
-    if not math.isfinite(number) or not all(p.isfinite().all() for p in model.parameters()):
-        refuse(f"iteration {step}: the loss, gradients or weights are not finite; "
-               f"{folder.out}/ckpt.pt, if it is there, is from before: go on from there with "
-               f"--resume and a lower --lr")
+def refuse_if_not_finite(what, number, step, folder):
+    """Ends the run before weights are saved that are good for nothing."""
+    if not math.isfinite(number):
+        refuse(f"iteration {step}: the {what} is not finite; {folder.out}/ckpt.pt, if it is there, "
+               f"is from before: go on from there with --resume and a lower --lr")
 
-def evaluate_and_report(model, data, batch_size, step, folder):
-    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, batch_size)
-    refuse_if_not_finite(step, folder, model, loss)
+def evaluate_and_report(model, config, data, step, folder):
+    part_size = config.batch_size // config.n_parts()   # what fits into memory in training, too
+    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
+    refuse_if_not_finite("validation loss", loss, step, folder)
     folder.log(step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
     say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
         f"{skipped:.1%} skipped")
@@ -412,29 +426,27 @@ def say_report(step, report):
 
 # --------------------------------------------------------------------------------------------- main
 
-def default_out(residual):
-    """attnres:group=4 -> runs/attnres-group4"""
-    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
-
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
     model_config, config = read_configs(argv)
     try:
-        look_for_mistakes(model_config)   # if you have written a residual or a decider
-    except ValueError as error:
+        look_for_mistakes(model_config)   # A mistake in a class of yours is told now, not later.
+    except Mistake as error:
         refuse(f"train.py: {error}")
     processes = join_processes(config.device)
-    with torch_as_it_was(processes.device):   # for notebooks, in which other work goes on
+    with torch_as_it_was(processes.device):   # so a notebook that calls this can go on
         set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)
         # The rows of embedding and head: multiples of 64 are fast.
-        model_config.vocab_size = math.ceil(data.meta["vocab_size"] / 64) * 64
+        model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
         settings = of_the_run(asdict(model_config) | asdict(config))
-        settings["tokenizer"] = data.meta["tokenizer"]
-        out = config.out or default_out(model_config.residual)
-        folder = RunFolder(out, settings, config.resume, config.overwrite, processes.rank == 0)
+        settings["tokenizer"] = data.tokenizer
+        # attnres:group=4 -> runs/attnres-group4
+        name = re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+        folder = RunFolder(config.out or f"runs/{name}", settings, config.resume, config.overwrite,
+                           is_first=processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
 
 if __name__ == "__main__":
-    start(main)
+    start(main)   # It makes sentences of errors that you can mend, such as a full disk.

@@ -11,12 +11,13 @@ import torch
 import torch.nn as nn
 
 from flags import option_defaults
-from model import DECIDERS, GPT, Decider, GPTConfig, Residual, Runner, choose, residual_kind
+from model import (DECIDERS, GPT, Decider, GPTConfig, Mistake, Residual, Runner, choose,
+                   residual_kind)
 
 @torch.enable_grad()
 @torch.random.fork_rng(devices=[])   # It draws random numbers. They are given back.
 def look_for_mistakes(config):
-    """ValueError, with a sentence, if the class that config.residual or config.mod names has one of
+    """Mistake, with a sentence, if the class that config.residual or config.mod names has one of
     these mistakes"""
     kind, decider_kind = residual_kind(config).func, choose("--mod", DECIDERS, config.mod).func
     look_at_names(kind, Residual)
@@ -24,7 +25,7 @@ def look_for_mistakes(config):
     tiny = GPTConfig(config.residual, mod=config.mod, n_layer=2, n_head=1, n_embd=8, block_size=4,
                      vocab_size=8)
     if not hasattr(residual_kind(tiny)(tiny, 1), "_modules"):   # nn.Module.__init__ makes this.
-        raise ValueError(f"{kind.__name__}.__init__ must begin with super().__init__(config, l)")
+        raise Mistake(f"{kind.__name__}.__init__ must begin with super().__init__(config, l)")
     model = GPT(tiny)
     look_at_gates(model, kind)
     look_at_shapes(model, kind.__name__)
@@ -40,40 +41,40 @@ def look_at_names(kind, base):
     for each in own:
         near = difflib.get_close_matches(each, known, 1, 0.85)
         if near and each not in known and not each.startswith(near[0]):
-            raise ValueError(f"{name} has a {each}; did you mean {near[0]}?")
+            raise Mistake(f"{name} has a {each}; did you mean {near[0]}?")
     changes = [each for each in known if getattr(kind, each) is not getattr(base, each)]
     if kind is not base and not changes and "__init__" not in own:
         method = "forward" if base is Residual else "decide"
-        raise ValueError(f"{name} changes nothing of {base.__name__}; write its {method}, or what "
-                         f"else it should do")
+        raise Mistake(f"{name} changes nothing of {base.__name__}; write its {method}, or what "
+                      f"else it should do")
     options = option_defaults(kind)
     for option in kind.allowed:
         if option not in options:
-            raise ValueError(f"{name}.allowed names {option!r}; the options are "
-                             f"{', '.join(options) or 'none'}")
+            raise Mistake(f"{name}.allowed names {option!r}; the options are "
+                          f"{', '.join(options) or 'none'}")
 
 def look_at_gates(model, kind):
     names = {parameter for each in model.residuals() for parameter, _ in each.named_parameters()}
     for gate in kind.own_lr:
         if gate not in names:
-            raise ValueError(f"{kind.__name__}.own_lr names {gate!r}, and there is no such "
-                             f"parameter; there are {', '.join(sorted(names))}")
+            raise Mistake(f"{kind.__name__}.own_lr names {gate!r}, and there is no such "
+                          f"parameter; there are {', '.join(sorted(names))}")
 
 def look_at_shapes(model, name):
     idx = torch.zeros(2, 3, dtype=torch.long)
     embedding = model.wte(idx)
     first = model.ends.start(embedding)
     if not isinstance(first, (torch.Tensor, tuple)):
-        raise ValueError(f"{name}.start returned a {type(first).__name__}, and a stream is a "
-                         f"tensor or a tuple of tensors")
+        raise Mistake(f"{name}.start returned a {type(first).__name__}, and a stream is a "
+                      f"tensor or a tuple of tensors")
     wanted = shapes_of(first)
     for _, stream in model.walk(idx, runner=Runner(model, Decider())):
         found = shapes_of(stream)
         if wanted != found and not model.ends.stream_grows:
-            raise ValueError(f"{name}.forward returned {found}, expected {wanted}")
+            raise Mistake(f"{name}.forward returned {found}, expected {wanted}")
     wanted, found = shapes_of(embedding), shapes_of(model.ends.finish(stream))
     if wanted != found:
-        raise ValueError(f"{name}.finish returned {found}, expected {wanted}")
+        raise Mistake(f"{name}.finish returned {found}, expected {wanted}")
 
 def shapes_of(stream):
     """The shape of a stream's tensor, or of each, as text"""
@@ -91,11 +92,11 @@ def look_at_other_tokens(model, name, decider):
     other = logits_of(model, decider, [[0, 1, 2, 3], [7, 6, 5, 4]])
     small = 1e-5 * max(1.0, usual.abs().max().item())
     if (usual - last)[0, :3].abs().max() > small:
-        raise ValueError(f"{name} looks at later tokens: another last token changes what the first "
-                         f"ones predict. Only f may look at other tokens")
+        raise Mistake(f"{name} looks at later tokens: another last token changes what the first "
+                      f"ones predict. Only f may look at other tokens")
     if (usual - other)[0].abs().max() > small:
-        raise ValueError(f"{name} looks at other sequences of the batch. Only f may look at other "
-                         f"tokens")
+        raise Mistake(f"{name} looks at other sequences of the batch. Only f may look at other "
+                      f"tokens")
 
 def logits_of(model, decider, idx):
     torch.manual_seed(0)
@@ -109,6 +110,6 @@ def look_at_gradients(model, name, decider):
     for parameter, p in model.named_parameters():
         is_decider = parameter.startswith("decider.")
         if p.grad is None and is_decider == (decider is model.decider):
-            raise ValueError(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
-                             f"it; make it only where it is used (a residual's self.is_end says: "
-                             f"this one is model.ends)")
+            raise Mistake(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
+                          f"it; make it only where it is used (a residual's self.is_end says: "
+                          f"this one is model.ends)")

@@ -48,7 +48,17 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-PLANS = {}
+FANIN = "--data data/stdlib --device cpu --n_embd 64 --n_layer 12 --max_iters 300 --eval_interval 300"
+PLANS = {"fanin": [
+    Plan("fanin: SGD", f"{FANIN} --optimizer sgd", [0.1, 0.3, 1.0], [1]),
+    Plan("fanin: AdamW", f"{FANIN} --optimizer adamw", [0.012], range(2, 6)),
+    Plan("fanin: AdamW, supervised", f"{FANIN} --optimizer adamw --deep_supervision", [0.012],
+         range(2, 6)),
+    Plan("fanin: AdamW, blocks 9 to 12 thrice", f"{FANIN} --optimizer adamw --repeat 9-12:3",
+         [0.012], range(2, 6)),
+    Plan("fanin: AdamW, blocks 1 to 4 thrice", f"{FANIN} --optimizer adamw --repeat 1-4:3",
+         [0.012], range(2, 6))]}
+# and, at the rate that seed 1 finds best: SGD, and SGD with --equalize_grads
 
 def can_run(command):
     """Is it one of train.py, as it is now, on this machine?"""
@@ -128,7 +138,7 @@ def measure(run, out):
     if decides and run["experiment"] in ("cost", "price") and inspected.model.config.gain_cost:
         for what, columns in cost.measure(inspected):
             lines.append(same | columns | dict(variant=f"{run['variant']}, {what}"))
-    if decides and run["experiment"] == "ill":
+    if decides and run["experiment"] in ("ill", "fanin"):
         found = ill.measure(inspect(folder, 64), read_metrics(folder))
         append(out / "ill.csv", [same | line for line in found], ill.COLUMNS)
     append(out / "runs.csv", lines)

@@ -149,9 +149,15 @@ ILL = {   # what is told of a measure of ill.csv: a name, and a function of a nu
     "stream": {"slope": ill.slope, "Spearman": ill.spearman,
                "largest / smallest": lambda numbers: max(numbers) / min(numbers)},
     "change": {"late / early": ill.late_by_early},
-    "gradient": {"largest / median": lambda numbers: max(numbers) / statistics.median(numbers)},
-    "worth": {"first block": lambda numbers: numbers[0],
+    "gradient": {"largest / median": lambda numbers: max(numbers) / statistics.median(numbers),
+                 "Spearman": ill.spearman},
+    "worth": {"first block": lambda numbers: numbers[0], "share of the last third": ill.late_share,
               "median of the others": lambda numbers: statistics.median(numbers[1:])}}
+
+def of_seeds(numbers):
+    """-> two cells: their mean; the lowest and the highest"""
+    return (f"{statistics.mean(numbers):.3g}",
+            f"{min(numbers):.3g} to {max(numbers):.3g}, {len(numbers)} seeds")
 
 def ill_table(measured):
     """Means over seeds, and the lowest and the highest"""
@@ -159,8 +165,11 @@ def ill_table(measured):
     for (variant, when, measure), by_seed in measured.items():
         for name, function in ILL[measure].items():
             found = [function(numbers) for numbers in by_seed.values()]
-            rows.append([variant, when, f"{measure}, {name}", f"{statistics.mean(found):.3g}",
-                         f"{min(found):.3g} to {max(found):.3g}, {len(found)} seeds"])
+            rows.append([variant, when, f"{measure}, {name}", *of_seeds(found)])
+    for variant in dict.fromkeys(variant for variant, _, _ in measured):
+        gradients, worths = (measured[variant, "trained", name] for name in ("gradient", "worth"))
+        found = [ill.rank_correlation(gradients[seed], worths[seed]) for seed in gradients]
+        rows.append([variant, "trained", "gradient with worth, Spearman", *of_seeds(found)])
     columns = ["variant", "when", "measure", "mean", "of the seeds"]
     return table("Is PreNorm diluted?", columns, rows)
 

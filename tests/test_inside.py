@@ -107,8 +107,8 @@ def test_controls(text, windows, monkeypatch):
     assert max(row[steps] for row in line for steps in (2, 3)) < 0.5
     noise = inside.Inside(Noise(text), text, [part[:100] for part in windows], 1)
     def shuffled(*args):
-        window, begin, digits = find_lines(*args)
-        return window, begin, digits[torch.randperm(len(window))]
+        window, column, digits = find_lines(*args)
+        return window, column, digits[torch.randperm(len(window))]
     monkeypatch.setattr(inside, "find_lines", shuffled)
     torch.manual_seed(0)
     for found in noise, inside.Inside(Known(text), text, windows, 3):

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest, torch
-import analyze, documents, flags, model, prepare, sample, settings, steps, train, trial
+import analyze, documents, flags, model, prepare, sample, steps, train, trial
 from conftest import ROOT
 
 LIMITS = {"README.md": 220, "workshop/README.md": 220}   # lines
@@ -154,7 +154,7 @@ def test_what_is_named_exists():
 def test_table():
     table = README.split("## The residuals")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
-    assert rows == [line.strip() for line in settings.residual_list().splitlines()[1:]]
+    assert rows == [line.strip() for line in flags.list_options(model.RESIDUALS).splitlines()]
     assert f"{len(analyze.STATS)} statistics" in README
 
 def test_intervals_are_those_of_the_tables():

@@ -6,7 +6,7 @@ import pytest, torch
 
 import prepare, sample, train
 from conftest import ROOT, make
-from model import EarlyExit, Runner
+from model import EVERYONE, REMOVED, EarlyExit, Runner
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
@@ -37,11 +37,11 @@ def numbers(told):
 def test_who_ran():
     """The tests of skipping rely on it."""
     keep = torch.tensor([[True, False]])
-    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[None, keep, False])
+    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[EVERYONE, keep, REMOVED])
     assert Runner.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
     runner = Runner(make("pre", n_layer=1))
     runner.begin((1, 2))
-    runner.keeps += [None, keep]
+    runner.keeps += [EVERYONE, keep]
     assert [runner.skipped(), runner.skipped(last=True)] == [0.25, 0.5]
 
 def test_text(main):
@@ -90,7 +90,7 @@ def test_colours():
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
-    ("nag", "--skip_below -0.5", "from 0 to 100"), ("attnres", "--exit 0.5", "--exit"),
+    ("nag", "--skip_below 101", "from -1 to 100"), ("attnres", "--exit 0.5", "--exit"),
     ("nag", "--temperature nan", "must be from"),
     *[("nag", f"--remove {blocks}", "blocks 1 to 3") for blocks in ("0", "4", "1,2,3", "1,x")]])
 def test_bad_input(main, name, flags, message):

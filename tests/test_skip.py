@@ -178,8 +178,9 @@ def test_a_gain_is_paid_for_in_training_only(mod, repeat):
 
 def routed_by_hand(model, idx):
     """-> logits, the losses of the routers, and who runs each run of a block. Odd blocks have a router. In
-    training it picks the largest weights, a share of 1 - 2 rate, because only every second block skips."""
+    training it picks the largest weights: as many as leave a share `rate` of all runs of blocks to skip."""
     x, losses, decisions = model.wte(idx), [], []
+    part = sum(number % 2 for number in model.order) / len(model.order)   # that have a router
     for number in model.order:
         block, before = model.blocks[number], x
         keep, weight = torch.ones(idx.shape, dtype=torch.bool), torch.ones(idx.shape, dtype=x.dtype)
@@ -188,7 +189,7 @@ def routed_by_hand(model, idx):
             keep = weight > 0
             if model.training:
                 rate = float(model.config.mod.split("=")[1])
-                count = max(1, round((1 - 2 * rate) * idx.shape[1]))
+                count = max(1, round((1 - rate / part) * idx.shape[1]))
                 keep = weight >= weight.sort(1, descending=True).values[:, count - 1:count]
             losses.append(-(keep * weight.sigmoid().log() + ~keep * (-weight).sigmoid().log()).mean())
         decisions.append(keep)

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 import numpy as np
 import prepare, processes, pytest, runs, sample, sentences, torch, train
 from conftest import ROOT, TINY
-from settings import RATES
-from model import DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, flops_per_token
+from model import (DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, Residual,
+                   flops_per_token)
 
 # On CPUs, because what these tests compare has to be equal to the last bit.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "
@@ -182,7 +182,8 @@ def test_evaluate():
     quarter = (torch.arange(16) < 4).expand(5, 16)
     def decide(runner):   # Sublayer 1 is removed; a quarter of the tokens run the third.
         return {1: REMOVED, 3: quarter[:len(runner.stream)]}.get(runner.place, EVERYONE)
-    found = train.evaluate(model, x, y, sizes, 2, ByFunction(decide))[2]
+    model.decider = ByFunction(decide)
+    found = train.evaluate(model, x, y, sizes, 2)[2]
     assert found == pytest.approx((1 + 0.75) / 6)
     coins, found = GPT(GPTConfig(**TINY, mod="coins:rate=0.4")), []
     for seed in 1, 2:   # Whatever was drawn before, the coins are the same.
@@ -320,25 +321,39 @@ def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
     assert words in refused(parsed, f"--config {tmp_path}/mine.json {flags}")
 
 def test_a_resumed_run_has_a_usual_rate_too(copy):
-    assert parsed(f"--out {copy} --resume --lr 0")[1].lr == RATES[settings(copy)["optimizer"]]
+    assert parsed(f"--out {copy} --resume --lr 0")[1].lr == train.RATES[settings(copy)["optimizer"]]
+
+def changes(run):
+    """{step: what --resume has changed there}"""
+    return runs.read_config(run)[1]
 
 def test_changed_settings_are_recorded(copy, tmp_path, capsys):
-    """config.json says what a run began with, and what was changed when. --config repeats the
+    """config.json says what a run began with, metrics.jsonl what was changed when. --config repeats the
     beginning, and says so."""
-    before = settings(copy)
+    before = content(copy)["config.json"]
     assert resume(copy, "--max_iters 12 --lr 0.003") == 0
-    assert "from iteration 8 on: max_iters 12, lr 0.003\n" in capsys.readouterr().out
+    assert "from iteration 8 on: --max_iters 12 --lr 0.003\n" in capsys.readouterr().out
     assert resume(copy, "--weight_decay 0.2") == 0   # and with what was changed
     assert metrics(copy)[12]["val_loss"] and load(copy)["step"] == 12
-    assert resume(copy, f"--max_iters 14 --data {before['data']}") == 0
-    changes = {"8": dict(max_iters=12, lr=0.003), "12": dict(weight_decay=0.2, max_iters=14)}
-    assert settings(copy) == before | dict(changes=changes)
+    assert resume(copy, f"--max_iters 14 --data {settings(copy)['data']}") == 0
+    assert content(copy)["config.json"] == before
+    assert changes(copy) == {8: dict(max_iters=12, lr=0.003), 12: dict(weight_decay=0.2, max_iters=14)}
+    assert parsed(f"--out {copy} --resume")[1].lr == runs.open_run(copy)[1]["lr"] == 0.003
     capsys.readouterr()
     assert main(f"--config {copy} --out {tmp_path}/new") == 0
     said = capsys.readouterr().err
-    assert "'8': {'max_iters': 12, 'lr': 0.003}" in said and said.count("\n") == 1
+    assert "8: {'max_iters': 12, 'lr': 0.003}" in said and said.count("\n") == 1
     assert max(metrics(tmp_path / "new")) == 8
     assert metrics(tmp_path / "new")[4] == metrics(copy)[4]
+
+def test_a_run_that_has_its_changes_in_config_json(copy, capsys):
+    """as those of some weeks did. Later ones come after them."""
+    old = {"4": dict(lr=0.01, beta1=0.8), "8": dict(lr=0.02)}
+    edited(lambda config: config.update(changes=old))(copy / "config.json")
+    assert runs.open_run(copy)[1]["lr"] == 0.02 and parsed(f"--out {copy} --resume")[1].beta1 == 0.8
+    assert resume(copy, "--max_iters 9 --lr 0.03") == 0 and parsed(f"--out {copy} --resume")[1].lr == 0.03
+    assert settings(copy)["changes"] == old
+    assert parsed(f"--config {copy}")[1].lr == 6e-3 and "'lr': 0.02" in capsys.readouterr().err
 
 @pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
@@ -353,8 +368,7 @@ def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     sample.main([str(copy), "--max_new_tokens", "2", "--device", "cpu"])
     assert main(f"--config {copy}/config.json --out {tmp_path}/new --max_iters 1") == 0
     assert resume(copy, "--max_iters 10") == 0
-    changes = settings(copy)["changes"]   # What it lacked is noted.
-    assert changes.keys() == {"8"} and changes["8"].keys() == {name, "max_iters"}
+    assert changes(copy).keys() == {8} and changes(copy)[8].keys() == {name, "max_iters"}   # What it lacked is noted.
 
 def test_init_from(data, copy, tmp_path):
     """Another run's model and weights, and all else new: step, moments, data, schedule"""
@@ -372,7 +386,8 @@ def test_init_from(data, copy, tmp_path):
     gpt, _ = parsed(f"--config {ROOT}/configs/gpt2.json --init_from {copy}")   # --config goes first.
     assert gpt.n_layer == 12
     # It has not learned a router.
-    assert re.search("Missing key.*router", refused(begin, "x", "--mod router"))
+    assert "its weights are not those of this model; only one of the two has decider.router" in \
+        refused(begin, "x", "--mod router")
     assert begin("coins", "--mod coins --seed 9 --max_iters 2") == 0
     assert main(f"--config {tmp_path}/coins --out {tmp_path}/replay") == 0
     same_run(tmp_path / "coins", tmp_path / "replay")
@@ -433,6 +448,22 @@ def test_a_mistake_in_somebodys_optimizer_has_its_traceback(copy, monkeypatch):
     monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", Mock(side_effect=KeyError("momentun")))
     with pytest.raises(KeyError, match="momentun"):
         resume(copy, "--max_iters 10")
+
+def test_a_mistake_in_model_py_has_its_traceback(data, copy, tmp_path, monkeypatch):
+    """... in a training, and where an earlier run is opened"""
+    def forward(self, x, f):
+        a, b, c, d = x   # too few values to unpack
+    with monkeypatch.context() as patch:
+        patch.setitem(RESIDUALS, "mine", type("Mine", (Residual,), dict(forward=forward)))
+        with pytest.raises(ValueError, match="unpack"):
+            go(data, tmp_path / "new", "--residual mine")
+    monkeypatch.setattr(runs, "GPTConfig", Mock(side_effect=TypeError("unexpected keyword 'norm'")))
+    monkeypatch.setattr(GPT, "load_state_dict", Mock(side_effect=RuntimeError("size mismatch")))
+    with pytest.raises(TypeError, match="norm"):
+        runs.open_run(copy)
+    monkeypatch.setattr(runs, "GPTConfig", GPTConfig)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        runs.open_run(copy)
 
 @pytest.mark.parametrize("flags", ["--checkpoint_blocks", pytest.param(
     "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
@@ -507,10 +538,10 @@ def test_a_checkpoint_of_a_machine_with_kernels(copy):
 def test_what_is_behind_the_checkpoint(copy, end):
     """A crash may leave it. What is appended must not land on the same line."""
     path = copy / "metrics.jsonl"
-    before = path.read_bytes()
-    path.write_bytes(before + end)
+    before = metrics(copy)
+    path.write_bytes(path.read_bytes() + end)
     assert resume(copy, "--max_iters 12 --log_interval 4") == 0
-    assert path.read_bytes().startswith(before)
+    assert all(before[step].items() <= metrics(copy)[step].items() for step in before)
     lines = [json.loads(line) for line in path.read_text().splitlines()]   # All are whole.
     assert {line["step"] for line in lines} == {0, 4, 8, 12}
     assert metrics(copy)[12].keys() >= {"loss", "val_loss"}
@@ -763,7 +794,7 @@ def test_processes_stop_together(data, tmp_path):
     wait_for(out / "ckpt.pt", two[0])
     time.sleep(0.2)
     os.kill(two[1].pid, signal.SIGTERM)
-    assert wait(*two) == [128 + signal.SIGTERM] * 2
+    assert wait(*two) == [1, 128 + signal.SIGTERM]
     assert "--resume" in (tmp_path / "process0.out").read_text()
     begun = load(out)["step"]
     assert resume(out, f"--max_iters {begun + 2}") == 0 and max(metrics(out)) == begun + 2
@@ -808,7 +839,7 @@ def test_torchrun(data, tmp_path):
 REFUSED = [   # a command line, perhaps after a variable, and the words that its sentence must have
     ("--n_head 2 --n_lay=3", "--n_lay: unknown flag, did you mean --n_layer?"),
     ("--mod_rate 0.25", "--mod_rate: unknown flag"), ("--residual x", "choose from"),
-    ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "train nothing"),
+    ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "--max_iters 0: must be from 1"),
     ("--n_layer 1000000000", "--n_layer"), ("--repeat 1-2:999", "--repeat 1-2:999"),
     ("--repeat 1:999999999999", "--repeat"), ("--config nothing", "nothing: no such file"),
     ("--out ''", "--out: is empty"), ("--out file", "'file'"), ("--out {long}", "too long"),
@@ -849,7 +880,7 @@ def test_help(capsys):
             is_number = field.type in (int, float)
             assert re.search(rf"--{name} \S+\s+\[" if is_number else f"--{name}", text), name
     assert "(default )" not in text and "(default None)" not in text and "(default 1337)" in text
-    assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in RATES.items())
+    assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in train.RATES.items())
     titles = "skipping", "run", "optimizer", "machine", "residuals, with their options"
     places = [text.index(f"\n{title}:") for title in titles]
     assert places == sorted(places) and text.index("  --residual") < text.index("  --n_head")

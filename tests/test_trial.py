@@ -64,6 +64,7 @@ class Threshold(M.Decider):
      "Typo has a needs_skiping; did you mean needs_skipping?"),
     (like(M.Decider, "Wrong", decide=lambda self, runner: runner.stream),
      "Wrong.decide returned torch.float32 (2, 4, 8), not EVERYONE, REMOVED or bools (2, 4)"),
+    (like(M.Decider, "NoReturn", decide=lambda self, runner: None), "NoReturn.decide returned None, not EVERYONE"),
     (like(M.Decider, "BelowTheLast",
           decide=lambda self, runner: runner.stream[..., 0] < runner.stream[:, -1:, 0]),
      "BelowTheLast looks at later tokens"),
