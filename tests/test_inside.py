@@ -32,7 +32,8 @@ def windows(data):
 
 def lines_of(row):
     """Yields of each line in a window, whose whole answer is there: its column, its letter and its digits"""
-    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z]\d{4})", bytes(min(c, 255) for c in row).decode("latin1")):
+    window = bytes(min(token, 255) for token in row).decode("latin1")
+    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z]\d{4})", window):
         yield found.start(), found[1], [*map(int, found[2])]
 
 class Known:
