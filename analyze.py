@@ -143,7 +143,7 @@ class Run:
         self.batches = in_batches(x, y)
         self.quarter = in_batches(x[::4], y[::4])           # for what is slow
         self.other_quarter = in_batches(x[2::4], y[2::4])   # what chooses must not see the quarter
-        token_bytes = prepare.token_bytes(config, model.config.vocab_size)
+        token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
         # Nats per token, and bits per byte of text
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
 

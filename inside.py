@@ -96,8 +96,7 @@ def vectors_of(model, idx, window, column, cells):
     return vectors
 
 def vectors_and_digits(model, puzzle, x, y, k):
-    """Of all N cells of the lines that ask for k steps, in windows x, y (n, T). (Why y? It has one
-    token more, and this may be the last digit of an answer.) Returns two things:
+    """Of all N cells of the lines that ask for k steps, in windows x, y (n, T). Returns two things:
 
     vectors   {(where, block): (N, C)}
     digits    (k + 1, N): those of these cells after 0, 1, .. k steps"""
@@ -146,7 +145,7 @@ class Inside:
     def furthest(self, block):
         """-> (steps, where) of the furthest digits that can be read after a block, or None"""
         for steps in range(self.k, -1, -1):
-            for where in "answer", "line":
+            for where in "answer", "line":   # If both have them: in the answer they are of use.
                 if self.share[where, block][steps] >= KNOWN:
                     return steps, where
         return None

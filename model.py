@@ -68,8 +68,6 @@ from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
 #     config_problems  sentences, if a config is not possible
-#
-# Three more of them stand above class GPT.
 
 @dataclass
 class GPTConfig:
@@ -162,13 +160,13 @@ class Attention(nn.Module):
         k = self.scale_k(rotate(unit(k), rotation))
         return q, k, v
 
-    def forward(self, x, rotation, store=None):
-        """x (B, T, C) -> (B, T, C). store(k, v), only in sampling: puts k and v into the cache, and
-        returns those of all tokens so far, and a mask as in attend."""
+    def forward(self, x, rotation, cache=None, i=None):
+        """x (B, T, C) -> (B, T, C). In sampling, x are the newest tokens only, and those before are
+        in the cache, a KVCache. This is then the i-th attention that runs, 0, 1, .."""
         q, k, v = self.qkv(x, rotation)
         mask = None
-        if store:
-            k, v, mask = store(k, v)
+        if cache is not None:
+            k, v, mask = cache.store(i, k, v)   # now those of all tokens so far
         return self.c_proj(attend(q, k, v, mask).flatten(-2))
 
 class MLP(nn.Module):
@@ -197,7 +195,8 @@ class MLP(nn.Module):
 
 class PreNorm(nn.Module):
     """The rule of GPT-2 and of most models since, for sublayer l = 1 .. 2L. (PreNorm treats all of
-    them alike. Other rules use l.)"""
+    them alike. Other rules use l.) A model makes one more, `ends`, with l = 2L + 1. It has no
+    sublayer, and only starts and finishes the stream, whose form is up to the rule."""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
@@ -219,9 +218,7 @@ class PreNorm(nn.Module):
         """After the weights are drawn, and after each step of a training: may change the weights of
         module. nGPT, in part 2, brings them back to length 1."""
 
-    # --- Each rule has its own form of the stream, so it says how a stream begins and ends, too.
-    # For this a model has one more residual, `ends`, number 2L + 1, which has no sublayer. Only
-    # `ends` does what follows. (Its norm is ln_f in GPT-2.)
+    # --- Only `ends` does what follows. (Its norm is ln_f in GPT-2.)
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
@@ -232,7 +229,8 @@ class PreNorm(nn.Module):
         return self.norm(stream)
 
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits"""
+        """The weight of the head -> the matrix (V, C) that makes the logits. (NAG and nGPT, in part
+        2, normalise its rows.)"""
         return weight
 
 # ----------------------------------------------------------------------------------------- blocks
@@ -258,11 +256,12 @@ def products_in(dtype, x):
     return torch.autocast(x.device.type, dtype=dtype)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: rotation and `store` for an
-    attention, nothing for an MLP.
+    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and i for an
+    attention, nothing for an MLP. (Part 3 asks an f for its module and others, so it is a class.)
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
-    head are computed in it. The stream stays float32: its rounding errors would add up."""
+    head are computed in it. The stream stays float32: in bfloat16, the rounding errors of 2L
+    additions would add up."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -286,13 +285,14 @@ EMBEDDING_STD, LOGIT_STD, GPT2_STD = 3.0, 0.8, 0.02
 
 def first_std(config, name, columns=None):
     """name: that of a module, such as wte, lm_head or blocks.0.mlp.c_fc; columns: of its weight,
-    without it n_embd"""
+    needed for all but wte and lm_head, which have n_embd"""
     if config.init == "gpt2":
         return GPT2_STD
     if name == "wte":
         return EMBEDDING_STD
-    std = (columns or config.n_embd) ** -0.5
-    return LOGIT_STD * std if name == "lm_head" else std
+    if name == "lm_head":
+        return LOGIT_STD * config.n_embd ** -0.5
+    return columns ** -0.5
 
 def seeded(config, name):
     """A random generator for the weights of this name: what two models have in common starts with
@@ -327,13 +327,10 @@ def tie_weights(model):
 
 # -------------------------------------------------------------------------------------- the model
 
-# The model needs these of part 3. Without any flag, this is what they do:
-#
-#     make_decider    makes the decider that tells a Runner: all tokens run all sublayers
-#     run_sublayer    residual(stream, f), as a function that can be compiled
-#     Runner          carries one walk through the depth. begin gets the shape (B, T) of the tokens,
-#                     run returns residual(stream, f), and extra_loss is 0. A caller may give one to
-#                     the model, and see later what it has noted.
+# A Runner (part 3) takes the stream through one walk. For each sublayer it calls run_sublayer,
+# which returns residual(stream, f). With --mod, a decider tells it which tokens skip the sublayer.
+# Without any flag none do, and runner.extra_loss() is 0. A Runner notes who ran what. Who wants to
+# know that gives the model one, and asks it later.
 
 def cross_entropy(logits, targets):
     """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
@@ -381,9 +378,8 @@ class GPT(nn.Module):
         rotation = self.rotation[past:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            # Each run has its own keys, also where --repeat runs a block again: so i, not number.
-            store = None if cache is None else partial(cache.store, i)
-            attention = SublayerFunction(self.dtype, block.attn, rotation, store)
+            # i, not number: with --repeat a block runs again, and then has other keys.
+            attention = SublayerFunction(self.dtype, block.attn, rotation, cache, i)
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
@@ -391,8 +387,8 @@ class GPT(nn.Module):
             cache.length = end   # All attentions have stored their keys now.
 
     def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss: a mean cross entropy
-        in nats (None without targets)"""
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss in nats (None without
+        targets): the mean cross entropy, and in training what some flags add to it"""
         runner = runner or Runner(self)
         inner_streams = []
         for place, stream in self.walk(idx, cache, runner):
@@ -428,6 +424,7 @@ class GPT(nn.Module):
         return torch.cat([idx, *tokens], dim=1)
 
     def residuals(self):
+        """All 2L + 1 of them"""
         return [residual for block in self.blocks for residual, _ in block.pairs()] + [self.ends]
 
     @property
@@ -466,7 +463,7 @@ class KVCache:
     def store(self, i, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what the i-th attention (i = 0, 1, ..) has made of the n
         newest tokens -> k, v of all S tokens so far, and a mask (B, n, S) as in attend. has_key:
-        True, or bools (B, n) if some skip"""
+        True, or, if tokens skip (part 3), bools (B, n)"""
         n = k.shape[1]
         end = self.length + n
         self.keys[i, :, self.length:end] = k
@@ -1528,20 +1525,20 @@ def project(attn, x, rows):
     x = F.linear(x, attn.c_attn.weight[rows])
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 
-def with_older(store, k, v, has_key=True):
+def with_older(cache, i, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
     bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
-    if store:
-        return store(k, v, has_key)
+    if cache is not None:
+        return cache.store(i, k, v, has_key)
     mask = causal_mask(k.shape[1], k.shape[1], k.device)
     return k, v, mask if has_key is True else mask & has_key[:, None]
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
-    attn, (rotation, store) = f.module, f.others
+    attn, (rotation, cache, i) = f.module, f.others
     with products_in(f.dtype, x):
         k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
-        return with_older(store, attn.scale_k(rotate(unit(k), rotation)), v)
+        return with_older(cache, i, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def attend_kept(q, k, v, mask, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
@@ -1553,12 +1550,12 @@ def attend_kept(q, k, v, mask, tokens):
 def attention_of_kept(f, tokens, of_all, x):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). of_all: what
     keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, store) = f.module, f.others
+    attn, (rotation, cache, i) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if of_all is None:
             q, k, v = attn.qkv(x, rotation)
-            k, v, mask = with_older(store, tokens.spread(k), tokens.spread(v), tokens.keep)
+            k, v, mask = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
             [q] = project(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))

@@ -12,21 +12,20 @@ from model import Runner
 from steps import line_length, lines_after
 
 class PatchingRunner(Runner):
-    """Runs the sublayers of a walk. After one block, some columns of each window get the stream of
-    the window before it, and those of the first get that of the last."""
+    """Runs the sublayers of a walk. After one block, some columns of window i get the stream of
+    window i - 1, and those of the first window that of the last."""
     def __init__(self, model, block, columns):
         super().__init__(model)
         self.block, self.columns = block, columns
 
     def run(self, place, stream, residual, f):
-        """A walk calls it for each sublayer, at the places 1, 2, 3, .. -> the stream after it. The
-        Runner of model.py returns residual(stream, f), for the tokens that don't skip."""
+        """A walk calls it for each sublayer, at the places 1, 2, 3, .. -> the stream after it"""
         stream = super().run(place, stream, residual, f)
         block_ends_here = place == 2 * self.block   # A block is two sublayers.
         return self.patched(stream) if block_ends_here else stream
 
     def patched(self, stream):
-        """stream: (n, T, ...), or a tuple of such tensors"""
+        """stream: (n, T, ...), or a tuple of such tensors, as with --residual nag"""
         if isinstance(stream, tuple):
             return tuple(self.patched(part) for part in stream)
         stream = stream.clone()
@@ -62,14 +61,17 @@ def patch(model, puzzle, k, n=400):
 
     {where: {whose answer: [share of it that the model says, if patched after block 1, 2, ..]}}
 
+    By chance a share is 1 / symbols.
+
     NotHere if this model's stream can't be patched, or its windows are too short"""
-    if model.ends.stream_grows:
+    if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     cells = puzzle["cells"]
     answer_begins = line_length(cells)   # after the line's letter, its cells, its newline
     if answer_begins + cells > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
-    idx, answer = (tokens.to(model.device) for tokens in random_windows(puzzle, k, n))
+    idx, answer = random_windows(puzzle, k, n)
+    idx, answer = idx.to(model.device), answer.to(model.device)
     other_answer = answer.roll(1, dims=0)
     columns = {"line": slice(0, answer_begins),        # from its letter to its newline
                "answer": slice(answer_begins, None)}   # from its letter on

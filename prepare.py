@@ -13,7 +13,6 @@ one: a JSON object with that field.) One in 20 documents is for validation; of a
 """
 # The order of this file is the way of a text: where it comes from, tokens, shards, the folder of a
 # data set, and windows, which a model trains on. Last come the flags and the command.
-import functools
 import hashlib
 import json
 import os
@@ -52,7 +51,7 @@ from steps import make_documents, make_puzzle
 
 def steps_text(config):
     """Documents of a puzzle: see steps.py."""
-    puzzle, seed = config.puzzle, config.table
+    puzzle, seed = config.puzzle, config.table   # --table is the seed of the puzzle's table.
     return make_documents(puzzle, seed, "train"), make_documents(puzzle, seed, "val")
 
 def stdlib(config):
@@ -116,15 +115,12 @@ def encode(texts, tokenizer_name):
         tokens.append(tokenizer.eot_token)
     return tokens
 
-def token_bytes(meta, n_rows):
-    """How many bytes of text each token stands for, (n_rows,) int64. End-of-text has 0. train.py
+def token_bytes(tokenizer_name, n_tokens):
+    """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
     divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
-    byte.
-
-    meta: a dict that names a tokenizer; n_rows: how many tokens a model knows. They may be more
-    than the tokenizer has, and these have 0, too."""
-    tokenizer = get_tokenizer(meta["tokenizer"])
-    sizes = torch.zeros(n_rows, dtype=torch.long)
+    byte. n_tokens: how many a model knows. If the tokenizer has fewer, the others have 0, too."""
+    tokenizer = get_tokenizer(tokenizer_name)
+    sizes = torch.zeros(n_tokens, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
         if token != tokenizer.eot_token:
             sizes[token] = len(tokenizer.decode_single_token_bytes(token))
@@ -292,6 +288,7 @@ class PrepareConfig:
     out: str = flag("", "folder of the shards; without it data/NAME")
     tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
 
+    # A group of --help lasts until the next one.
     input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
     jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
 
@@ -303,7 +300,7 @@ class PrepareConfig:
     most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
     table: int = flag(0, "seed of the table", low=0, high=1e9)
 
-    @functools.cached_property
+    @property
     def puzzle(self):
         """What meta.json says of the steps text"""
         return make_puzzle(self.symbols, self.rows, self.cells, self.most, seed=self.table)
@@ -315,10 +312,11 @@ class PrepareConfig:
         only_tokenizer = TOKENIZERS.get(self.name)
         if only_tokenizer and self.tokenizer not in ("auto", only_tokenizer):
             yield f"--tokenizer {self.tokenizer}: {self.name} has other tokens; leave this flag out"
+        defaults = PrepareConfig()
         for owner, names in OWN_FLAGS.items():
             for name in names:
-                default = getattr(PrepareConfig, name)
-                if owner != self.name and getattr(self, name) != default:
+                is_typed = getattr(self, name) != getattr(defaults, name)
+                if is_typed and owner != self.name:
                     yield f"--{name}: is for {owner} only; leave it out"
         if self.name == "text":
             yield from self.problems_of_input()
@@ -356,4 +354,4 @@ def main(argv=None):
         f"python train.py --data {shlex.quote(str(out))}")
 
 if __name__ == "__main__":
-    start(main)
+    start(main)   # It makes sentences of errors that you can mend, such as a full disk.

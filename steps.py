@@ -29,7 +29,8 @@ SEEDS = dict(train=5, val=3)   # so that each split has other lines
 # ------------------------------------------------------------------- the puzzle, and what a step is
 
 def make_puzzle(symbols, rows, cells, most, seed):
-    """What meta.json says of the steps text: table=, cells=, most=. The flags of prepare.py steps:
+    """-> the puzzle, a dict: table=, cells=, most=. (prepare.py keeps it in the data set's
+    meta.json.) The flags of prepare.py steps:
 
     symbols   how many different digits there are
     rows      how many different rows the table has; symbols can be divided by it
@@ -43,9 +44,9 @@ def make_table(symbols, rows, rng):
     """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
     neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
 
-    A row holds each digit once, so nothing is lost in a step. And in each row, a digit goes to
-    another class: 3 becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from
-    even."""
+    A row holds each digit once, so nothing is lost in a step. And in each row a digit goes to a
+    different class: 3 becomes 5, which is odd, or 4, which is even. So who doesn't know the
+    neighbour can't even tell odd from even."""
     # To which class does each digit go in the first row? With two rows, five become even.
     class_of_next = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     different_rows = np.zeros((rows, symbols), int)
@@ -71,8 +72,8 @@ def lines_after(digits, steps, table):
 # ------------------------------------------------------------------- the text: for prepare.py steps
 
 def make_documents(puzzle, seed, split):
-    """-> the texts of "train" or of "val". Drawn at random are the digits of their first lines, and
-    how many steps each line asks for."""
+    """-> the texts of "train" or of "val". Random are the digits of their first lines, and how many
+    steps each line asks for. seed: that of the table"""
     n, table, most = DOCUMENTS[split], puzzle["table"], puzzle["most"]
     rng = np.random.default_rng((seed, SEEDS[split]))
     weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
@@ -156,9 +157,10 @@ def find_answers(idx, targets, cells):
     tokens = torch.cat((idx[:, :1], targets), 1)
     is_letter = (tokens >= ord("a")) & (tokens <= ord("z"))
     # The first line of a document is no answer. In front of it stands a 256, and no newline.
-    follows = tokens.roll(1, dims=1) == ord("\n")   # Each column gets the token left of it.
-    is_answer = is_letter & follows
-    is_answer[:, :line_length(cells)] = False   # The line before is not all there.
+    after_newline = tokens.roll(1, dims=1) == ord("\n")   # Each column gets the token left of it.
+    is_answer = is_letter & after_newline
+    # There the line before is not all in the window. (And column 0 got the window's last token.)
+    is_answer[:, :line_length(cells)] = False
     window, column = is_answer.nonzero().T
     asked = tokens[window, column - line_length(cells)] - ord("a")
     return tokens, window, column, asked
@@ -191,5 +193,5 @@ def find_lines(idx, targets, k, puzzle):
     is_whole = answer_column + cells < tokens.shape[1]
     chosen = (asked == k) & is_whole
     window, column = window[chosen], answer_column[chosen] - line_length(cells)
-    of_cells = column[:, None] + 1 + torch.arange(cells, device=idx.device)
-    return window, column, tokens[window[:, None], of_cells] - ord("0")
+    columns = column[:, None] + 1 + torch.arange(cells, device=idx.device)   # of the digits
+    return window, column, tokens[window[:, None], columns] - ord("0")

@@ -131,7 +131,7 @@ def open_data(config, block_size, processes):
     return SimpleNamespace(
         tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
         # How many bytes of text each token stands for, (vocab_size,)
-        token_bytes=prepare.token_bytes(meta, meta["vocab_size"]),
+        token_bytes=prepare.token_bytes(meta["tokenizer"], meta["vocab_size"]),
         # The training tokens, an array a shard
         shards=prepare.open_split(folder, "train", block_size),
         # Windows for validation: x, y, (eval_windows, block_size) each

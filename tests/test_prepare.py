@@ -207,7 +207,7 @@ def test_round_trip(tmp_path, monkeypatch):
 def test_tokenizers(tmp_path, monkeypatch):
     tokenizer = prepare.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
-    assert prepare.token_bytes(dict(tokenizer="bytes"), 320).tolist() == [1] * 256 + [0] * 64
+    assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
