@@ -28,11 +28,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than a few seconds; runs with --slow only")
-
-def pytest_collection_modifyitems(config, items):
-    for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+    if not config.getoption("--slow") and not config.option.markexpr:
+        config.option.markexpr = "not slow"   # as if -m "not slow" were typed
 
 @pytest.fixture(autouse=True)
 def usual_signals():

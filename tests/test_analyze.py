@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, draw, prepare, runs, train
+import analyze, prepare, runs, train
 from conftest import ROOT, ids, make, streams
-from model import ByGain, Runner, Without
+from model import ByGain, Decider, Runner, Without
 
 L = 4   # blocks
+ALL_RUN = Decider()
 
 def run_of(residual="pre", text="", windows=None, **config):
     """Of twelve windows"""
@@ -58,11 +59,16 @@ def test_the_stream_by_hand():
 @pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer", "siamese"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
-    lens, = analyze.logit_lens(run)[0]["loss (nats per token)"].values()
-    removed, _ = analyze.removal(run)
+    lens, read = analyze.logit_lens(run)
+    lens, = lens["loss (nats per token)"].values()
+    removed, worth = analyze.removal(run)
+    of_blocks = removed["without the block"]["block"]
     assert lens[-1].item() == pytest.approx(run.loss, rel=1e-5) and len(lens) == L + 1
     assert removed["without one sublayer"]["MLP"][1] == pytest.approx(increase(run, {4}), abs=1e-9)
-    assert removed["without the block"]["block"][2] == pytest.approx(increase(run, {5, 6}), abs=1e-9)
+    assert of_blocks[2] == pytest.approx(increase(run, {5, 6}), abs=1e-9)
+    best = max(of_blocks)   # Sentences number blocks from 1, and the lens has 0, too.
+    assert f"Block {of_blocks.index(best) + 1} is worth most, {best:.2f} nats." == worth
+    assert f"After block {[loss < lens[-1] + 0.1 for loss in lens].index(True)}, the head" in read
 
 def test_a_repeated_block_is_removed_wherever_it_runs():
     run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
@@ -72,56 +78,53 @@ def test_a_repeated_block_is_removed_wherever_it_runs():
 # ---------------------------------------------------------------------------------- who skips
 
 @torch.no_grad()
-def test_depth_map():
+@pytest.mark.parametrize("residual", ["nag", "pre"])
+def test_depth_map(residual):
+    """The angle of each token in each sublayer, and nan if it skips. (With pre, nobody does.)"""
     text = "a\té$x$\n" + 50 * "x"
-    run, idx = run_of("nag", text=text), torch.tensor([[*text.encode()][:16]])
+    run, idx = run_of(residual, text=text), torch.tensor([[*text.encode()][:16]])
     found = analyze.depth_map(run)
-    assert found["tokens"][:8] == ["a", "\t", "", "é", "$", "x", "$", "\n"]
-    assert len(found["tokens"]) == 16
-    walk = list(run.model.walk(idx, runner=Runner(run.model, analyze.skipping(run))))
-    gains = []
-    for residual, (_, before) in zip(run.model.residuals(), walk[:-1]):
-        gains.append(residual.gain(before).abs()[0, :, 0])
-    gains = torch.stack(gains)
-    angles = torch.where(gains >= 0.3, gains.atan().rad2deg(), torch.nan)
+    assert found["tokens"] == ["a", "\t", "", "é", "$", "x", "$", "\n"] + 8 * ["x"]
+    runner = Runner(run.model, ByGain(None, 0.3) if residual == "nag" else ALL_RUN)
+    walk = run.model.walk(idx, runner=runner)
+    x = torch.stack([run.model.ends.as_tensor(stream)[0] for _, stream in walk])
+    ran = runner.who_ran()[:, 0]
+    angles = torch.where(ran, degrees_between(x[1:], x[:-1]), torch.nan)
     torch.testing.assert_close(found["degrees"], angles, equal_nan=True)
-    assert 0 < angles.isnan().double().mean() < 1
-    run = run_of(text=text)   # has no gain
-    x = torch.stack(streams(run.model, idx))[:, 0]
-    torch.testing.assert_close(analyze.depth_map(run)["degrees"], degrees_between(x[1:], x[:-1]))
-    assert "".join(analyze.depth_map(run_of())["tokens"]) == analyze.A_TEXT[:16]
+    assert ran.any() and ran.all() == (residual == "pre")
+    run.text = ""
+    assert "".join(analyze.depth_map(run)["tokens"]) == analyze.A_TEXT[:16]
 
 @torch.no_grad()
 def test_what_skipping_costs():
-    """The fixed set is of those that turn least in other windows. Here angles are said to rise with depth."""
-    run, asked = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1))), []
-    def mean(measure, windows=None):
-        asked.append(measure)
-        return analyze.Run.mean(run, measure, windows) if windows is run.quarter else torch.arange(2.0 * L)
-    run.mean = mean
-    lines, = analyze.skip_curve(run)[0].values()
-    idx = run.other_quarter[0][0]
-    befores = [stream for _, stream in run.model.walk(idx)][:-1]
-    gains = [residual.gain(x) for residual, x in zip(run.model.residuals(), befores)]
-    turned = [gain.abs().atan().rad2deg().mean().item() for gain in gains]
-    assert asked[0](idx).tolist() == pytest.approx(turned, rel=1e-3)
-    assert lines["by gain"][0] == pytest.approx([0, 0])
-    skipped = [x for x, _ in lines["by gain"]]
-    assert skipped == sorted(skipped) and skipped[-1] > 0.5
-    fixed = iter(lines["a fixed set"])
-    for (share, _), below in zip(lines["by gain"], analyze.BELOW, strict=True):
-        runner = Runner(run.model, ByGain(None, below))
+    """By gain, without those sublayers that turn least in other windows, and by coins"""
+    x, y = ids(64, 12, V=256), ids(64, 12, V=256, seed=1)
+    others = x[2::4].fill_(7)   # These windows turn otherwise.
+    run = run_of("nag", windows=(x, y))
+    run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # These gains are negative. Their size counts.
+    run.model.blocks[2].attn_residual.alpha.fill_(0.16)   # These are about 0.1.
+    run.model.ends.log_scale.add_(3)   # The head is surer, so a loss changes more.
+    turned = [residual.gain(x).abs().atan().mean()
+              for residual, (_, x) in zip(run.model.residuals()[:-1], run.model.walk(others))]
+    weakest = sorted(range(1, 2 * L + 1), key=lambda place: turned[place - 1])
+    panels, sentence = analyze.skip_curve(run)
+    by_gain, fixed, coins = panels["rise of the loss (nats)"].values()
+    by_hand = []
+    for below in analyze.BELOW:
+        decider = ByGain(None, below)
+        runner = Runner(run.model, decider)
         run.model(torch.cat([idx for idx, _ in run.quarter]), runner=runner)
-        assert share == pytest.approx(runner.skipped(), abs=1e-6)
-        if n := round(share * 2 * L):   # Else no set of whole sublayers skips as much, and there is nothing to compare.
-            assert next(fixed) == pytest.approx([n / (2 * L), increase(run, {*range(1, n + 1)})])
-    assert 0 < len(lines["a fixed set"]) < len(analyze.BELOW) and not list(fixed)
-    assert [x for x, _ in lines["coins"]] == skipped and lines["coins"][0] == lines["by gain"][0]
-    assert all(rise != pytest.approx(0) for _, rise in lines["coins"][2:])
-    below = loss_of(run, ByGain(None, 0.2)) - loss_of(run, ByGain(None, 0))
-    assert lines["by gain"][4][1] == pytest.approx(below.item())
-    run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # Then these gains are negative.
-    assert (asked[0](idx) > 0).all()
+        by_hand.append([runner.skipped(), (loss_of(run, decider) - loss_of(run, ALL_RUN)).item()])
+    assert by_gain == [pytest.approx(each, abs=1e-6) for each in by_hand]
+    assert by_gain[0] == pytest.approx([0, 0]) and by_gain[-1][0] > 0.5
+    removed = [round(share * 2 * L) for share, _ in by_gain]
+    assert 0 in removed   # No set of whole sublayers skips as little, so there is nothing to compare.
+    assert fixed == [pytest.approx([n / (2 * L), increase(run, weakest[:n])]) for n in removed if n > 0]
+    assert [share for share, _ in coins] == [share for share, _ in by_gain]
+    assert coins[0] == by_gain[0] and coins[3] != by_gain[3]   # Coins fall on other tokens.
+    assert all(rise != pytest.approx(0) for _, rise in coins[2:])
+    assert sentence.startswith(f"Below 0.1 (6 degrees), {by_gain[3][0]:.0%} of the sublayer runs are skipped.")
+    assert sentence.endswith(f"{by_gain[3][1]:.2f}; with coins {coins[3][1]:.2f}; if all run 0.00.")
 
 @torch.no_grad()
 def test_coins_skip_each_sublayer_as_often():
@@ -144,51 +147,15 @@ def test_a_router_skips_on_the_map():
     with pytest.raises(analyze.NotHere, match="without routers"):
         analyze.who_skips(run)
 
-def test_windows_are_from_all_over_the_text():
-    """Of 128 windows, window n has the tokens 2 n and 2 n + 1."""
-    x = 2 * torch.arange(128)[:, None] + ids(128, 12, V=2)
-    run = run_of(windows=(x, x))
-    parts = [torch.cat([idx for idx, _ in part]) for part in (run.quarter, run.other_quarter)]
-    for numbers in ((part[:, 0] // 2).tolist() for part in parts):
-        assert numbers == [*range(numbers[0], 128, 4)]
-    assert not {*parts[0][:, 0].tolist()} & {*parts[1][:, 0].tolist()}
+@pytest.mark.parametrize("own, says", [
+    ([0.2, 0.5, 0.96, 1.0], "Block 3 fetches the line."), ([0.2, 0.5], "It doesn't know these answers")])
+def test_which_block_fetches_the_line(monkeypatch, own, says):
+    monkeypatch.setattr(analyze, "patch", lambda *_: dict(line={"its own answer": own}, answer={}))
+    _, sentence = analyze.patched(SimpleNamespace(model=None, puzzle=None, most_known=2))
+    assert says in sentence
 
-def test_what_the_page_says(monkeypatch):
-    """Of measurements that are made up. It numbers blocks from 1."""
-    run = run_of("nag")
-    run.puzzle, run.right = dict(most=2, table=10 * [[]], cells=2), [1.0, 0.91, 0.1]   # one step of two
-    def says(words, statistic, **made_up):
-        vars(run).update(made_up)
-        _, sentence = statistic(run)
-        assert words in sentence
-    says("0.9 steps learned.", analyze.right_digits)
-    for own, words in ([0.2, 0.5, 0.96, 1.0], "Block 3 fetches the line."), ([0.2, 0.5], "It doesn't know these answers"):
-        monkeypatch.setattr(analyze, "patch", lambda *_: dict(line={"its own answer": own}, answer={}))
-        says(words, analyze.patched)
-    monkeypatch.setattr(prepare, "windows_of", lambda *_: None)
-    example = dict(blocks=[None, dict(steps=0), dict(steps=2)])
-    inside = SimpleNamespace(share_by_block=str, example=lambda line: example)
-    monkeypatch.setattr(analyze, "Inside", lambda *_: inside)
-    says("After block 0, 1, .. a probe reads up to step none, 0, 2, of 1.", analyze.lines_inside)
-    without = iter([[1.0, 0.8, 0.1], [1.0, 0.2, 0.9], [1.0, 0.8, 0.0], [1.0, 0.9, 0.1]])
-    says("Block 2 is missed most. Without it, 20% of the digits after one step are right.",
-         analyze.removal_by_steps, right_by_steps=lambda decider: next(without))
-    says("Sublayer 2 turns digits after one step by 7 degrees", analyze.gain_by_steps,
-         by_steps=lambda measure: [[30.0, 31, 90], [2.0, 9, 1]])
-    says("A copied digit runs 1.6 sublayers, and one after one step 3.2.", analyze.who_skips,
-         by_steps=lambda measure: ([0.2, 0.4, 1.0], run.right), right_by_steps=lambda decider: run.right)
-    monkeypatch.setattr(analyze, "ways_to_skip", lambda *_: {"by gain": [(x / 10, 6 - x) for x in range(6)],
-                                                             "coins": [(x / 10, 2 - x / 10) for x in range(6)]})
-    says("Below 0.1 (6 degrees), 30% of the sublayer runs are skipped. Steps learned: 3.00; with coins 1.70; if all "
-         "run 6.00.", analyze.skip_curve, steps_with=lambda decider: decider)
-    surer = [F.one_hot(run.batches[0][1], 320) * scale for scale in (0.0, 1.0, 12.0, 14.0, 16.0)]
-    monkeypatch.setattr(analyze, "after_blocks", lambda *_: surer)
-    vars(run.model)["head"] = lambda stream: stream
-    says("After block 2, the head", analyze.logit_lens, batches=run.batches[:1])
-    says("Block 2 is worth most, 2.50 nats.", analyze.removal,
-         loss_rise=lambda decider: 2.5 if decider.places == {3, 4} else 0.1)
-
-@pytest.mark.parametrize("right, most", [([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
+@pytest.mark.parametrize("right, most", [
+    ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
 def test_the_most_steps_that_are_known(right, most):
     assert analyze.Run.most_known.fget(SimpleNamespace(right=right)) == most
 
@@ -234,29 +201,27 @@ def test_page(made):
     assert sum(1 for stat in report["statistics"].values() if "image" in stat) == 5
 
 def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
-    """It needs no docstring, and may return tensors. If it can't be drawn, that shows a traceback."""
+    """That in the comments of analyze.py, one without a docstring, and one that can't be drawn: a traceback"""
     monkeypatch.setattr(analyze, "STATS", {})
-    def measure(draw, returned, doc=None):
-        def mine(run):
-            return returned(run.mean(lambda idx: run.degrees(idx).mean((1, 2))))
-        mine.__doc__ = doc
-        analyze.stat("My own", draw)(mine)
-        analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path)])
-        return json.loads((tmp_path / "numbers.json").read_text())["statistics"]["mine"]["a$x^$b"]
-
-    found = measure("lines", lambda turned: {"a panel": {"turned": turned, "lacks": [torch.nan, 1]}})
-    assert len(found["a panel"]["turned"]) == 4 and found["a panel"]["lacks"] == [None, 1]
-    assert analyze.STATS["mine"].caption == "My own"
-    found = measure("heat", lambda turned: turned[None], "One\n    paragraph")
-    assert len(found[0]) == 4 and analyze.STATS["mine"].caption == "One\nparagraph"
+    words = [f"{made}/a$x^$b", "--out", str(tmp_path)]
     example = inspect.getsource(analyze).split("This is a whole one:\n#\n")[1].split("\n#\n# The page")[0]
     exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
-    analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path), "--only", "turned"])
-    numbers = json.loads((tmp_path / "numbers.json").read_text())["statistics"]
-    assert numbers["turned"]["a$x^$b"]["degrees"] == {"all tokens": found[0]}
-    assert f"At most by {max(found[0]):.0f} degrees." in (tmp_path / "index.html").read_text()
+
+    @analyze.stat("My own")
+    def mine(run):
+        turned = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
+        return {"a panel": {"turned": turned, "lacks": [torch.nan, 1]}}
+
+    analyze.main(words)
+    turned, mine = json.loads((tmp_path / "numbers.json").read_text())["statistics"].values()
+    degrees = turned["a$x^$b"]["degrees"]["all tokens"]
+    assert len(degrees) == 4 and mine["a$x^$b"]["a panel"] == dict(turned=degrees, lacks=[None, 1])
+    assert f"At most by {max(degrees):.0f} degrees." in (tmp_path / "index.html").read_text()
+    assert analyze.STATS["mine"].caption == "My own"
+    assert analyze.STATS["turned"].definition.startswith("The angle between")
+    analyze.stat("A wrong one")(lambda run: {"a panel": [1.0]})   # not {name: line}
     with pytest.raises(AttributeError, match="items"):
-        measure("lines", lambda turned: {"a panel": turned})
+        analyze.main(words)
 
 def test_a_page_of_others_stays(made, tmp_path):
     (tmp_path / "index.html").write_text("mine")

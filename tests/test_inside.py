@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import analyze, inside, patch, prepare, sample, steps, train
 from conftest import ids, make, some
 from model import Decider, Runner, Without
-from steps import find_lines, lines_after, solve, spelled, steps_of_targets
+from steps import find_lines, lines_after, solve, steps_of_targets
 
 CELLS, MOST, L = 4, 3, 3
 
@@ -32,7 +32,8 @@ def windows(data):
 
 def lines_of(row):
     """Yields of each line in a window, whose whole answer is there: its column, its letter and its digits"""
-    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z]\d{4})", bytes(min(c, 255) for c in row).decode("latin1")):
+    window = bytes(min(token, 255) for token in row).decode("latin1")
+    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z]\d{4})", window):
         yield found.start(), found[1], [*map(int, found[2])]
 
 class Known:
@@ -153,48 +154,68 @@ def test_what_has_no_patch(text):
 
 # ---------------------------------------------------------------------------------- the statistics
 
+@pytest.fixture
 @torch.no_grad()
-def test_figures_by_steps_by_hand(text, windows, data):
-    """Against loops over single targets, for a model that was trained to skip"""
+def run(text, windows, data):
+    """48 windows, and a model that was trained to skip. Its last block is silent."""
     model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=32, mod="gain:below=0.3"))
-    for _, sublayer in model.blocks[2].pairs():   # This block is silent.
+    for _, sublayer in model.blocks[2].pairs():
         sublayer.c_proj.weight.zero_()
     x, y = (part[:48] for part in windows)
-    run = analyze.Run(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
+    return analyze.Run(model, dict(batch_size=4, tokenizer="bytes", data=str(data)), (x, y), text)
+
+def means(run, measure):
+    """By steps: the means of measure(x, y) over the digits of right halves, in a loop over single targets"""
+    x, y = map(torch.cat, zip(*run.batches))
     steps, cell = steps_of_targets(x, y, CELLS)
-    def means(values):
-        found = [[] for _ in range(MOST + 1)]
-        for row, t in (steps >= 0).nonzero().tolist():
-            if cell[row, t] >= CELLS // 2:
-                found[steps[row, t]].append(float(values[row, t]))
-        return pytest.approx([sum(each) / len(each) for each in found])
-    def shares(decider=None):
-        return means(model(x, runner=Runner(model, decider))[0].argmax(-1) == y)
-    all_run = shares(Decider())
-    assert all_run.expected != shares().expected
-    found = analyze.right_digits(run)[0]["share of right digits"]
-    assert found["measured"] == shares() and found["guessing"] == [0.1] * 4
-    intact, *without = analyze.removal_by_steps(run)[0]
-    assert intact == without[2] == shares() and without[0] == shares(Without({1, 2}, model.decider))
-    assert len(without) == L
-    runner, turned = Runner(model), []
-    walk = list(model.walk(x, runner=runner))
-    for residual, (_, before) in zip(model.residuals(), walk[:-1]):
-        gain = residual.gain(before).abs()[..., 0]
-        turned.append(means(torch.where(gain >= 0.3, gain.atan().rad2deg(), 0)))
-    assert analyze.gain_by_steps(run)[0][:4] == turned[:4]   # The silent block turns nothing.
-    ran, right = analyze.who_skips(run)[0].values()
-    by_hand = means(2 * L * torch.stack(runner.keeps).double().mean(0))
-    assert ran == {"as it skips": by_hand} and 0 < min(by_hand.expected) < 2 * L
-    assert right == {"as it skips": shares(), "if all run": all_run}
-    lines = analyze.skip_curve(run)[0]["steps learned"]
-    assert analyze.steps_learned([0.0, 1.0, 0.55, 0.05], 0.1) == 1.5   # Nobody knows less than who guesses.
-    learned, learned_if_all_run = (analyze.steps_learned(each.expected, 0.1) for each in (shares(), all_run))
-    assert lines["by gain"][0] == pytest.approx([0, learned_if_all_run])
-    assert lines["as trained"] == [pytest.approx([runner.skipped(), learned])]
+    values, found = measure(x, y), [[] for _ in range(MOST + 1)]
+    for row, t in (steps >= 0).nonzero().tolist():
+        if cell[row, t] >= CELLS // 2:
+            found[steps[row, t]].append(float(values[row, t]))
+    return pytest.approx([sum(each) / len(each) for each in found])
+
+def right_by_hand(run, decider=None):
+    return means(run, lambda x, y: run.model(x, runner=Runner(run.model, decider))[0].argmax(-1) == y)
+
+@torch.no_grad()
+def test_what_is_right_by_steps(run, monkeypatch):
+    """It has learned no step, so sentences are about one step."""
+    as_it_skips, all_run = right_by_hand(run), right_by_hand(run, Decider())
+    learned = analyze.steps_learned(all_run.expected, 0.1)
+    found, sentence = analyze.right_digits(run)
+    assert [*found["share of right digits"].values()] == [as_it_skips, [0.1] * 4] != [all_run, [0.1] * 4]
+    assert sentence == f"{analyze.steps_learned(run.right, 0.1):.1f} steps learned."
+    (intact, *without), sentence = analyze.removal_by_steps(run)
+    assert intact == without[2] == as_it_skips and len(without) == L
+    assert without[0] == right_by_hand(run, Without({1, 2}, run.model.decider))
+    one_step = [row[1] for row in without]
+    words = f"Block {one_step.index(min(one_step)) + 1} is missed most. Without it, {min(one_step):.0%} of the"
+    assert sentence.startswith(words)
+    assert analyze.skip_curve(run)[0]["steps learned"]["by gain"][0] == pytest.approx([0, learned])
+    monkeypatch.setattr(inside, "KNOWN", 2.0)   # No share is so large, so nothing can be read.
+    assert "a probe reads up to step none, none, none, none, of 1." in analyze.lines_inside(run)[1]
     run.batches = [(idx[:1], targets[:1]) for idx, targets in run.batches[:1]]   # too few windows
     with pytest.raises(analyze.NotHere, match="--windows"):
         analyze.removal_by_steps(run)
+
+@torch.no_grad()
+def test_who_turns_by_steps(run):
+    runner, x = Runner(run.model), torch.cat([idx for idx, _ in run.batches])
+    befores = [stream for _, stream in run.model.walk(x, runner=runner)][:-1]
+    rows, sentence = analyze.gain_by_steps(run)
+    for row, residual, before in zip(rows[:4], run.model.residuals(), befores):   # The last two turn nothing.
+        gain = residual.gain(before).abs()[..., 0]
+        assert row == means(run, lambda *_: torch.where(gain >= 0.3, gain.atan().rad2deg(), 0))
+    more = [row[1] - row[0] for row in rows]
+    assert sentence == (f"Sublayer {more.index(max(more)) + 1} turns digits after one step by "
+                        f"{max(more):.0f} degrees more than copies.")
+    panels, sentence = analyze.who_skips(run)
+    n_run, right = panels.values()
+    by_hand = means(run, lambda *_: 2 * L * torch.stack(runner.keeps).double().mean(0))
+    assert n_run == {"as it skips": by_hand} and 0 < min(by_hand.expected) < 2 * L
+    copied, one_step, *_ = by_hand.expected
+    assert sentence == f"A copied digit runs {copied:.1f} sublayers, and one after one step {one_step:.1f}."
+    assert right == {"as it skips": right_by_hand(run), "if all run": right_by_hand(run, Decider())}
 
 # ---------------------------------------------------------------------------------- the command lines
 
@@ -224,24 +245,21 @@ def test_inside_on_a_terminal(trained, capsys):
     for line, is_between in ("a3141", False), ("b3141", False), ("c3141", True):
         assert ("The text never shows what is between" in told("--prompt", line)) == is_between
 
-def test_inside_needs_a_line_and_the_text(trained, tmp_path):
-    run = shutil.copytree(trained / "nag", tmp_path / "run")
-    other = shutil.copytree(trained / "data", tmp_path / "data")
-    settings = json.loads((run / "config.json").read_text())
-    meta = json.loads((other / "meta.json").read_text())
-    def refused(message, data=str(other), main=sample.main, words=("--inside", "--prompt", "b3141")):
-        (run / "config.json").write_text(json.dumps(settings | dict(data=data)))
+def test_inside_needs_a_line_and_the_text(data, tmp_path):
+    model, other = make(), shutil.copytree(data, tmp_path / "data")
+    def refused(message, function, *args):
         with pytest.raises(SystemExit, match=f"^[^\n]*{message}[^\n]*$"):
-            main([str(run), *words])
-    refused("--inside: needs a --prompt of one line: a letter from a to d, and 4 digits", words=["--inside"])
+            function(*args)
+    a_line = "--inside: needs a --prompt of one line: a letter from a to d, and 4 digits"
+    refused(a_line, inside.show_inside, model, other, "")
+    elsewhere = "data/elsewhere: no data set there, seen from .*; go where the data are"
+    refused(elsewhere, inside.show_inside, model, "data/elsewhere", "b3141")
+    refused(elsewhere, prepare.windows_of, "data/elsewhere", "val", 32, 600)   # for analyze.py
     for shard in other.glob("val*"):
         shard.unlink()
-    refused("no val shard")
-    (other / "meta.json").write_text(json.dumps({key: value for key, value in meta.items() if key != "steps"}))
-    refused("--inside: is for a run on the steps text")
-    elsewhere = "data/elsewhere: no data set there, seen from .*; go where the data are"
-    refused(elsewhere, "data/elsewhere")
-    refused(elsewhere, "data/elsewhere", analyze.main, ["--only", "written", "--out", str(run / "figures")])
+    refused("no val shard", inside.show_inside, model, other, "b3141")
+    (other / "meta.json").write_text('{"tokenizer": "bytes"}')
+    refused("--inside: is for a run on the steps text", inside.show_inside, model, other, "b3141")
 
 @pytest.fixture(scope="module")
 def page(trained):
@@ -257,6 +275,8 @@ def test_page_of_the_steps_text(page, text):
     assert found["asked"] == 1   # It has learned no step, so we look at the first one.
     assert np.shape(found["line"]) == np.shape(found["answer"]) == (2 + 1, 1 + 1)   # blocks, steps
     assert found["examples"][0]["line"] == "b3141" and len(found["examples"]) == 5
+    read = [str(block["steps"]) if block else "none" for block in found["examples"][0]["blocks"]]
+    assert f"a probe reads up to step {', '.join(read)}, of 1." in (page / "index.html").read_text()
     assert table["lines"] == ["a3141", "b3141", "c3141", "d3141"] and len(table["answers"]) == MOST + 1
     assert table["true"] == [solve(line, text)[-1] for line in table["lines"]]
 

@@ -187,13 +187,12 @@ VARIANTS = [(name, {}) for name in NAMES] + [
     ("peri:embed=1", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
     ("pre", dict(init="gpt2", tie=True)), ("template:first=0.5", dict(tie=True)),
     ("momentum:keep=0.3", dict(tie=True)),
-    ("nag:head=linear,power=1", {}), ("nag:directions=5", dict(tie=True)),
+    ("nag:head=linear,power=8", {}), ("nag:directions=5", dict(tie=True)),
     ("attnres:group=2", {}), ("attnres:group=4", dict(norm="layer")), ("attnres:group=99", {}),
     ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("hyper:kind=mhc,n=2", {}),
     ("ngpt", dict(init="gpt2", activation="swiglu")),
-    ("pre", dict(taper="cosine", n_embd=32)), ("attnres", dict(taper="linear")),
-    ("hyper", dict(taper="linear", taper_start=0.5, taper_end=1.5)), ("pre", dict(repeat="2:3")),
-    ("nag", dict(repeat="1-2:2")), ("siamese", dict(repeat="2-3:2")), ("hyper", dict(repeat="2:2")),
+    ("attnres", dict(taper="linear")), ("pre", dict(repeat="2:3")), ("nag", dict(repeat="1-2:2")),
+    ("siamese", dict(repeat="2-3:2")), ("hyper", dict(repeat="2:2")),
     ("review", dict(deep_supervision=True)), ("nag", dict(deep_supervision=True))]
 
 @pytest.fixture(autouse=True, scope="module")
@@ -324,6 +323,8 @@ def test_first_values_are_the_papers():
     assert all((residual.bias == 0).all() for residual in make("convex", noise=0).residuals()[:-1])
     for l, residual in enumerate(make("hyper:n=3", noise=0).residuals()[:-1]):
         assert residual.static[:3].argmax() == l % 3   # Streams are read in turn.
+    for residual in make("nag:directions=7", noise=0).residuals()[:-1]:
+        assert residual.preferred.shape == (7, 16) and not residual.bias.any() and not residual.votes.any()
 
 def test_no_two_parameters_have_the_same_draws():
     model = make("nag", noise=0, n_layer=12, n_embd=32)
@@ -331,14 +332,6 @@ def test_no_two_parameters_have_the_same_draws():
     seen = {tuple((p / p.std()).flatten()[:4].tolist()) for p in drawn.values()}
     assert len(drawn) == 50 + 24 == len(seen)
     assert not torch.equal(make(noise=0, seed=7).wte.weight, make(noise=0).wte.weight)
-
-def test_nag_starts_as_its_paper_says():
-    model = make("nag:power=0.75,directions=7", noise=0)
-    for l, residual, _ in model.sublayers(ids()):
-        assert residual.alpha.item() == pytest.approx(l ** -0.75, rel=1e-12)
-        assert F.softplus(residual.beta).item() == pytest.approx(1, rel=1e-12)
-        assert residual.preferred.shape == (7, 16)
-        assert not residual.bias.any() and not residual.votes.any()
 
 def test_nag_has_finite_gradients_where_gates_are_shut_and_updates_are_0():
     model = make("nag", noise=0)
@@ -362,30 +355,28 @@ def test_ngpt_stays_on_its_sphere():
 
 REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(residual="prenorm"), ["--residual", "prenorm", "attnres", "momentum"]),
-    (dict(residual="nag:steps=3"), ["nag", "steps", "directions=32"]),
+    (dict(residual="nag:steps=3"), ["nag", "no option 'steps'", "directions=32"]),
     (dict(residual="nag:directions=many"), ["directions", "whole number"]),
-    (dict(residual="peri:embed=2"), ["embed", "true or false"]),
     (dict(residual="nag:power=x"), ["power", "a number"]),
-    (dict(residual="nag:head"), ["head"]), (dict(residual="attnres:group=0"), ["group=0"]),
-    (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]),
-    (dict(residual="hyper:n=6"), ["n=6", "5"]), (dict(residual="review:inputs=uh"), ["inputs", "hu"]),
-    (dict(n_head=3), ["--n_embd 16", "--n_head 3"]), (dict(n_layer=0), ["--n_layer 0", "1"]),
-    (dict(n_layer=4097), ["--n_layer 4097: must be from 1 to 4096"]),
+    (dict(residual="peri:embed=2"), ["embed", "true or false"]),
+    (dict(residual="attnres:group=0"), ["group=0"]), (dict(residual="review:inputs=uh"), ["inputs", "hu"]),
+    (dict(residual="mixln:alpha=7"), ["mixln", "alpha=7", "from 0 to 1"]),
+    (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]), (dict(residual="hyper:n=6"), ["n=6", "5"]),
+    *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
     (dict(norm="batch"), ["--norm 'batch'", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
-    (dict(repeat="9:3"), ["--repeat 9:3"]), (dict(repeat="2"), ["--repeat 2"]),
-    (dict(repeat="3-2:2"), ["--repeat 3-2:2"]), (dict(repeat="2:0"), ["--repeat 2:0"]),
+    (dict(n_head=3), ["--n_embd 16", "--n_head 3"]),
+    (dict(n_layer=4097), ["--n_layer 4097: must be from 1 to 4096"]),
+    *((dict(repeat=wrong), [f"--repeat {wrong}"]) for wrong in ("9:3", "2", "3-2:2", "2:0")),
     (dict(repeat="2:2", residual="attnres"), ["--repeat", "attnres"]),
+    (dict(mod="skip"), ["--mod skip", "coins"]),
     (dict(mod="gain"), ["--mod gain", "use nag"]), (dict(gain_cost=0.1), ["--gain_cost 0.1", "use nag"]),
     *((dict(mod="coins", residual=name), ["--mod coins", name])
       for name in ("attnres", "denseformer", "hyper", "siamese")),
     (dict(mod="layerdrop", residual="hyper"), ["--mod layerdrop", "hyper"]),
-    (dict(mod="router", residual="x0"), ["--mod router", "x0"]), (dict(mod="skip"), ["--mod skip", "coins"]),
+    (dict(mod="router", residual="x0"), ["--mod router", "x0"]),
     (dict(mod="router:rate=0.2", n_layer=1), ["--mod router:rate=0.2", "two blocks"]),
     (dict(mod="router:rate=0.4"), ["1 of 3 blocks have a router, too few for this rate"]),
-    (dict(mod="router:rate=0.5"), ["rate=0.5", "from 0.001 to 0.45"]),
-    (dict(mod="coins:blow=1"), ["no option 'blow'; its options are rate=0.25"]),
-    *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
-    (dict(residual="mixln:alpha=7"), ["mixln", "alpha=7", "from 0 to 1"])]
+    (dict(mod="router:rate=0.5"), ["rate=0.5", "from 0.001 to 0.45"])]
 
 @pytest.mark.parametrize("config, words", REFUSED, ids=str)
 def test_what_can_not_be_built_is_one_sentence(config, words):
@@ -406,8 +397,7 @@ def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
 def test_tapers_have_the_published_profiles():
     size = dict(n_layer=4, n_embd=64, n_head=4)   # 256 hidden units on average
     for given, right in ((dict(taper="cosine"), [384, 320, 192, 128]), (dict(activation="swiglu"), [171] * 4),
-                         (dict(taper="linear", n_layer=5), [384, 320, 256, 192, 128]),
-                         (dict(taper="cosine", n_layer=5), [384, 344, 256, 168, 128]),   # rounded
+                         (dict(taper="linear", n_layer=1), [256]),
                          (dict(taper="cosine", taper_start=0.5, taper_end=1.5), [128, 192, 320, 384]),
                          (dict(taper="linear", taper_start=9, taper_end=3), [384, 296, 216, 128])):
         blocks = make(**(size | given)).blocks

@@ -3,6 +3,7 @@ import re
 
 import pytest, torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 import model as M
 from trial import look_for_mistakes
@@ -16,106 +17,39 @@ class Good(M.Residual):
     def forward(self, x, f):
         return x + self.b * f(self.norm(x))
 
-class NoForward(M.Residual):
-    pass
-
-class OnlyItsFirstWeights(M.Residual):
-    def init_sublayer(self, module):
-        pass
-
-class OnlyItsNorm(M.Residual):
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.norm = nn.LayerNorm(config.n_embd)
-
-class Noise(Good):   # is of each token alone, though no two passes agree
-    def forward(self, x, f):
-        return x + self.b * f(torch.nn.functional.dropout(self.norm(x), 0.2)) + self.forward2(x)
-
-    def forward2(self, x):   # This name is no misspelling.
-        return 0.1 * torch.randn_like(x)
-
-class Misspelt(M.Residual):
-    def foward(self, x, f):
-        return x
-
-class Forgets(Good):
-    def forward(self, x, f):
-        x + self.b * f(self.norm(x))
-
-class StartForgets(Good):
-    def start(self, x):
-        2 * x
-
-class FinishForgets(Good):
-    def finish(self, x):
-        self.norm(x)
-
-class Ahead(Good):   # 1e-3 of a later token
-    def forward(self, x, f):
-        return super().forward(x, f) + 1e-3 * x.roll(-1, dims=1)
-
-class Mixes(Good):
-    def forward(self, x, f):
-        return super().forward(x, f) - 0.1 * x.mean(0, keepdim=True)
-
-class NoSuper(Good):
-    def __init__(self, config, l):
-        self.keep = 0.5
+def like(base, name, **methods):
+    """A class of this name that is derived from base, and has these methods"""
+    return type(name, (base,), methods)
 
 class AtTheEnd(Good):
     def __init__(self, config, l):
         super().__init__(config, l)
         self.b = nn.Parameter(torch.tensor(1.0))
 
-class Pair(Good):
-    def start(self, x):
-        return x, x.mean(-1, keepdim=True)
-
-    def forward(self, stream, f):
-        x, mean = stream
-        return super().forward(x, f), mean + x   # (2, 3, 8) from the first sublayer on
-
-class WrongGate(Good):
-    own_lr = ("gaet",)
-
-class RangeOfNothing(Good):
-    allowed = dict(first=(0, 1))
-
 @pytest.mark.parametrize("kind, says", [
-    (NoForward, "NoForward changes nothing of Residual; write its forward"),
-    (Misspelt, "Misspelt has a foward; did you mean forward?"),
-    (Forgets, "Forgets.forward returned NoneType, expected (2, 3, 8)"),
-    (StartForgets, "StartForgets.start returned a NoneType"),
-    (FinishForgets, "FinishForgets.finish returned NoneType, expected (2, 3, 8)"),
-    (Mixes, "Mixes looks at other sequences of the batch"), (Ahead, "Ahead looks at later tokens"),
-    (NoSuper, "NoSuper.__init__ must begin with super().__init__"),
-    (Pair, "Pair.forward returned ((2, 3, 8), (2, 3, 8)), expected ((2, 3, 8), (2, 3, 1))"),
-    (AtTheEnd, "the parameter ends.b gets no gradient"), (WrongGate, "own_lr names 'gaet'"),
-    (RangeOfNothing, "allowed names 'first'")])
+    (like(M.Residual, "NoForward"), "NoForward changes nothing of Residual; write its forward"),
+    (like(M.Residual, "Misspelt", foward=lambda self, x, f: x), "Misspelt has a foward; did you mean forward?"),
+    (like(Good, "Forgets", forward=lambda self, x, f: None),
+     "Forgets.forward returned NoneType, expected (2, 3, 8)"),
+    (like(Good, "StartForgets", start=lambda self, x: None), "StartForgets.start returned a NoneType"),
+    (like(Good, "FinishForgets", finish=lambda self, x: None),
+     "FinishForgets.finish returned NoneType, expected (2, 3, 8)"),
+    (like(Good, "Mixes", forward=lambda self, x, f: Good.forward(self, x, f) - 0.1 * x.mean(0, keepdim=True)),
+     "Mixes looks at other sequences of the batch"),
+    (like(Good, "Ahead", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-3 * x.roll(-1, dims=1)),
+     "Ahead looks at later tokens"),
+    (like(Good, "NoSuper", __init__=lambda self, config, l: None),
+     "NoSuper.__init__ must begin with super().__init__"),
+    (like(Good, "Pair", start=lambda self, x: (x, x.mean(-1, keepdim=True)),
+          forward=lambda self, stream, f: (Good.forward(self, stream[0], f), sum(stream))),
+     "Pair.forward returned ((2, 3, 8), (2, 3, 8)), expected ((2, 3, 8), (2, 3, 1))"),
+    (AtTheEnd, "the parameter ends.b gets no gradient"),
+    (like(Good, "WrongGate", own_lr=("gaet",)), "own_lr names 'gaet'"),
+    (like(Good, "RangeOfNothing", allowed=dict(first=(0, 1))), "allowed names 'first'")], ids=str)
 def test_a_mistake_in_a_residual_of_ones_own_is_told(kind, says, monkeypatch):
     monkeypatch.setitem(M.RESIDUALS, "mine", kind)
     with pytest.raises(ValueError, match=re.escape(says)):
         look_for_mistakes(M.GPTConfig("mine"))
-
-class Typo(M.Decider):
-    needs_skiping = True
-
-    def decide(self, runner):
-        return M.EVERYONE
-
-class Wrong(M.Decider):
-    def decide(self, runner):
-        return runner.stream
-
-class NoReturn(M.Decider):
-    def decide(self, runner):
-        runner.stream > 0
-
-class BelowTheLast(M.Decider):
-    def decide(self, runner):
-        size = runner.stream[..., 0]
-        return size < size[:, -1:]
 
 class Threshold(M.Decider):
     def __init__(self, config):
@@ -126,18 +60,36 @@ class Threshold(M.Decider):
         return runner.stream[..., 0] > self.below
 
 @pytest.mark.parametrize("kind, says", [
-    (Typo, "Typo has a needs_skiping; did you mean needs_skipping?"),
-    (Wrong, "Wrong.decide returned torch.float32 (2, 4, 8), not EVERYONE, REMOVED or bools (2, 4)"),
-    (NoReturn, "NoReturn.decide returned None, not EVERYONE"),
-    (BelowTheLast, "BelowTheLast looks at later tokens"),
-    (Threshold, "Threshold: the parameter decider.below gets no gradient")])
+    (like(M.Decider, "Typo", needs_skiping=True, decide=lambda self, runner: M.EVERYONE),
+     "Typo has a needs_skiping; did you mean needs_skipping?"),
+    (like(M.Decider, "Wrong", decide=lambda self, runner: runner.stream),
+     "Wrong.decide returned torch.float32 (2, 4, 8), not EVERYONE, REMOVED or bools (2, 4)"),
+    (like(M.Decider, "NoReturn", decide=lambda self, runner: None),
+     "NoReturn.decide returned None, not EVERYONE"),
+    (like(M.Decider, "BelowTheLast",
+          decide=lambda self, runner: runner.stream[..., 0] < runner.stream[:, -1:, 0]),
+     "BelowTheLast looks at later tokens"),
+    (Threshold, "Threshold: the parameter decider.below gets no gradient")], ids=str)
 def test_a_mistake_in_a_decider_of_ones_own_is_told(kind, says, monkeypatch):
     monkeypatch.setitem(M.DECIDERS, "mine", kind)
     with pytest.raises(ValueError, match=re.escape(says)):
         look_for_mistakes(M.GPTConfig(mod="mine"))
 
+class OnlyItsNorm(M.Residual):
+    def __init__(self, config, l):
+        super().__init__(config, l)
+        self.norm = nn.LayerNorm(config.n_embd)
+
+class Noise(Good):   # is of each token alone, though no two passes agree
+    def forward(self, x, f):
+        return x + self.b * f(F.dropout(self.norm(x), 0.2)) + self.forward2(x)
+
+    def forward2(self, x):   # This name is no misspelling.
+        return 0.1 * torch.randn_like(x)
+
 def test_what_is_right_passes_and_the_random_numbers_stay(monkeypatch):
-    for kind in Good, OnlyItsFirstWeights, OnlyItsNorm, Noise:
+    only_its_first_weights = like(M.Residual, "OnlyItsFirstWeights", init_sublayer=lambda self, module: None)
+    for kind in Good, only_its_first_weights, OnlyItsNorm, Noise:
         monkeypatch.setitem(M.RESIDUALS, kind.__name__, kind)
     state = torch.get_rng_state()
     for residual in (*M.RESIDUALS, "nag:temp=1e4", "nag:temp=1e4,head=linear", "attnres:group=2"):
