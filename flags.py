@@ -66,15 +66,33 @@ def why_not_allowed(value, allowed):
 # ------------------------------------------------------------------------------------ command line
 
 def parse(classes, argv=None, doc=None, positional=()):
-    """Command line -> an instance of each config class. What can't be is refused.
+    """Command line -> an instance of each config class. Impossible values end the program.
 
     argv: the words, without it those that are typed; doc: for --help; positional: names of fields
     that are given without --"""
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
+def make_configs(classes, values):
+    """A dict, of which a part may come from a file -> an instance of each class. Impossible values
+    end the program, with all sentences of field_problems and of a config's own `problems`."""
+    for name in values:
+        refuse_unknown(f"--{name}", classes)
+    configs, sentences = [], []
+    for config_class in classes:
+        own = {name: values[name] for name in names_of([config_class]) if name in values}
+        config = config_class(**own)
+        problems = field_problems(config)
+        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
+            problems = config.problems()
+        sentences += problems
+        configs.append(config)
+    if sentences:
+        refuse(*(f"{script()}: {sentence}" for sentence in sentences))
+    return configs
+
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> what is typed, a dict; what isn't typed is not in it. epilog: the end of --help. (train.py
-    adds settings of an earlier run to this, before it calls make_configs.)"""
+    """-> what is typed, a dict; what isn't typed is not in it. epilog: the end of --help, such as
+    list_options(RESIDUALS). (train.py adds settings of an earlier run before make_configs.)"""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     section = parser
@@ -135,24 +153,6 @@ def not_empty(word):
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
     return word
 
-def make_configs(classes, values):
-    """A dict, of which a part may come from a file -> an instance of each class. What can't be is
-    refused, with all sentences of field_problems, and of the config's own method `problems`."""
-    for name in values:
-        refuse_unknown(f"--{name}", classes)
-    configs, sentences = [], []
-    for config_class in classes:
-        own = {name: values[name] for name in names_of([config_class]) if name in values}
-        config = config_class(**own)
-        problems = field_problems(config)
-        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
-            problems = config.problems()
-        sentences += problems
-        configs.append(config)
-    if sentences:
-        refuse(*(f"{script()}: {sentence}" for sentence in sentences))
-    return configs
-
 # -------------------------------------------------------------------------- options: name:key=value
 
 # A flag's value may be a name, and then values for what has this name. Of --residual
@@ -176,8 +176,8 @@ def as_text(options):
 def list_options(registry):
     """For --help: all names in RESIDUALS, say, each with its options"""
     lines = []
-    for name, kind in registry.items():
-        options = as_text(option_defaults(kind))
+    for name, function in registry.items():
+        options = as_text(option_defaults(function))
         lines.append(f"  {name}:{options}" if options else f"  {name}")
     return "\n".join(lines)
 

@@ -18,7 +18,9 @@ def pick_device(name):
     """auto | cpu | cuda -> cpu | cuda"""
     if name == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
-    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
 
 def set_threads(n_embd, device):
     """Small models are faster with one thread of the CPU, much so if other programs are busy.
@@ -29,7 +31,7 @@ def set_threads(n_embd, device):
 @contextlib.contextmanager
 def torch_as_it_was(device):
     """After the with-block, torch has the threads and random numbers of before it: whoever calls
-    train.main in a notebook does other work there, too. device: its name"""
+    train.main in a notebook does other work there, too. device: as Processes has it"""
     threads = torch.get_num_threads()
     gpus = [] if device == "cpu" else [device]
     try:
@@ -51,7 +53,7 @@ def join_processes(device):
     if device == "cuda":
         device = f"cuda:{from_torchrun('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
-    if count > 1:   # gloo carries what is on the CPU, as in `mean`; nccl gradients on GPUs.
+    if count > 1:   # gloo is for numbers on the CPU (see `mean`), nccl for gradients on GPUs.
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     return Processes(device, rank, count)
@@ -69,7 +71,7 @@ class Processes:
             dist.barrier()
 
     def mean(self, number):
-        """Each process says a number, such as a loss -> their mean"""
+        """Each process gives a number, such as a loss -> their mean"""
         if self.count == 1:
             return number
         total = torch.tensor(number, dtype=torch.float64)
@@ -81,7 +83,7 @@ class Processes:
 @contextlib.contextmanager
 def noted_signals():
     """with noted_signals() as signals: Ctrl-C or a kill only adds its number to this list, so that
-    a training can save and stop. A second one acts as usual."""
+    a training can save and stop. The same one again acts as usual."""
     signals, usual = [], {}
 
     def note(number, frame):

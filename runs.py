@@ -83,7 +83,8 @@ def read_config(path):
     changes = settings.pop("changes", {})   # where a run has them that is a little older
     if file.name == "config.json":
         for step, entry in read_metrics(file.parent).items():
-            changed = {name[2:]: value for name, value in entry.items() if name[:2] == "--"}
+            changed = {name.removeprefix("--"): value for name, value in entry.items()
+                       if name.startswith("--")}
             if changed:
                 changes[step] = changed
     return settings, changes
@@ -115,9 +116,9 @@ def make_model(path, ckpt, config):
     if problems:
         refuse(f"{path}: {problems[0]}")
     model = GPT(config)
-    found = model.load_state_dict(ckpt["model"], strict=False)
-    if found.missing_keys or found.unexpected_keys:
-        names = ", ".join(found.missing_keys + found.unexpected_keys)
+    differ = model.load_state_dict(ckpt["model"], strict=False)
+    if differ.missing_keys or differ.unexpected_keys:
+        names = ", ".join(differ.missing_keys + differ.unexpected_keys)
         refuse(f"{path}: its weights are not those of this model; only one of the two has "
                f"{names[:200]}. Use the settings, and the model.py, with which it was trained")
     return model
@@ -137,7 +138,8 @@ def open_run(run, device="cpu"):
     """Run folder -> its model in eval mode, and its settings, a dict. Nothing is written."""
     settings, path = settings_now(run), Path(run) / "ckpt.pt"
     ckpt, config = read_checkpoint(path)
-    config = replace(config, kernels="auto")   # "on" would refuse a machine without Triton.
+    # "on" was right for the machine that trained. It would refuse one without Triton.
+    config = replace(config, kernels="auto")
     model = make_model(path, ckpt, config)
     # config.json of an older run may lack a new flag. The model's config has all of its own.
     return model.to(device).eval(), settings | asdict(config)
@@ -198,7 +200,7 @@ class RunFolder:
         start has changed is logged."""
         kept = [entry for at, entry in read_metrics(self.out).items() if at <= step]
         write_text(self.out / "metrics.jsonl", "".join(json.dumps(each) + "\n" for each in kept))
-        before = settings_now(self.out)
+        before = settings_now(self.out)   # It reads the file that we have just written.
         changed = {f"--{name}": value for name, value in self.settings.items()
                    if name not in before or value != before[name]}
         if changed:

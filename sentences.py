@@ -9,8 +9,8 @@ def refuse(*sentences):
     raise SystemExit("\n".join(sentences))
 
 def say(text, file=None):
-    """Prints; of several processes, only the first one does. A training goes on if its terminal is
-    closed or the disk is full. file: without it stdout"""
+    """Prints; of several processes, only the first one does. A training goes on if what it prints
+    goes nowhere: its terminal is closed, say. file: without it stdout"""
     if os.environ.get("RANK", "0") == "0":   # torchrun numbers the processes.
         try:
             print(text, file=file, flush=True)
@@ -30,27 +30,7 @@ def script():
     """The name of the file that is run, such as train.py"""
     return os.path.basename(sys.argv[0])
 
-def start(main):
-    """Runs a script: main() -> exit status, or None. What a user can mend is told in a sentence (by
-    all processes that have found it). A mistake in the code shows its traceback; but an OSError,
-    such as a file that isn't there, is always told in a sentence, which names the file."""
-    if sys.stdout:   # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
-    try:
-        status = main()
-    except KeyboardInterrupt:
-        status = 130   # what shells expect of Ctrl-C
-    except BrokenPipeError:   # What prints without `say` is only for a reader: head has had enough.
-        mute(sys.stdout)
-        status = 0
-    except (OSError, MemoryError, RuntimeError) as error:
-        remedy = remedy_of(error)
-        if not remedy:
-            raise
-        status = f"{script()}: {remedy}"
-    sys.exit(status)   # If that is a sentence, Python prints it and exits with 1.
-
-# torch has few types for what a user can mend. So these are words in what it says, and a remedy.
+# torch's own errors are RuntimeErrors. So these are words in what it says, and a remedy.
 REMEDIES = [
     (["MemoryError", "out of memory", "allocate memory"],
      "out of memory; make the model, the batch (or, with --grad_accum, its parts), the context or "
@@ -70,3 +50,22 @@ def remedy_of(error):
         if any(each in text for each in words):
             return f"{remedy} ({text.splitlines()[0]})"
     return None
+
+def start(main):
+    """Runs a script: main() -> exit status, or None. An error that a user can mend, such as a file
+    that isn't there, becomes a sentence. All others show their traceback."""
+    if sys.stdout:   # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        status = 130   # what shells expect of Ctrl-C
+    except BrokenPipeError:   # The reader, such as head, has closed the pipe.
+        mute(sys.stdout)
+        status = 0
+    except (OSError, MemoryError, RuntimeError) as error:
+        remedy = remedy_of(error)
+        if not remedy:
+            raise
+        status = f"{script()}: {remedy}"
+    sys.exit(status)   # If that is a sentence, Python prints it and exits with 1.
