@@ -620,7 +620,11 @@ def measured(statistic, run):
     if statistic.needs_puzzle and not run.puzzle:
         raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
     returned = statistic.measure(run)
-    return returned if isinstance(returned, tuple) else (returned, None)
+    drawn, sentence = returned if isinstance(returned, tuple) else (returned, None)
+    panels = list(drawn.values()) if isinstance(drawn, dict) else [drawn]
+    if statistic.draw == "lines" and not all(isinstance(panel, dict) for panel in panels):
+        raise NotHere("lines are drawn of {panel: {name: line}}, and it returned something else")
+    return drawn, sentence
 
 def as_json(value):
     """As numbers.json has it: lists for tensors, and None for what is no number"""

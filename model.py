@@ -1284,6 +1284,9 @@ def check_keep(runner, keep):
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
         raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
                       f"REMOVED or bools {shape}")
+    if not runner.residual.can_skip:
+        raise Mistake(f"{type(runner.decider).__name__} needs needs_skipping = True: it lets tokens "
+                      f"skip, which {type(runner.residual).__name__} can't")
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and

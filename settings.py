@@ -18,6 +18,14 @@ from model import GPTConfig
 from runs import read_config, settings_now
 from sentences import refuse, say
 
+# Where this start of a run goes, and what it replaces, says nothing about the run. The tokenizer is
+# in config.json, but it is no flag.
+NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer"
+
+def of_the_run(settings):
+    """The flags among them that belong to the run"""
+    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
+
 def gather_settings(typed, defaults):
     """-> a value for each flag, a dict"""
     if typed.get("resume"):
@@ -25,9 +33,11 @@ def gather_settings(typed, defaults):
     from_config = settings_of_config(typed["config"]) if "config" in typed else {}
     source = (from_config | typed).get("init_from")   # A run that is repeated began there, too.
     from_model = settings_of_model(source) if source else {}
-    settings = defaults | from_model | from_config   # What stands later counts.
-    if "lr" not in typed and typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-        settings["lr"] = 0.0   # The rate of --config is good for its optimizer, and for no other.
+    settings = defaults | from_model | from_config   # What stands further right counts.
+    optimizer = (settings | typed)["optimizer"]
+    if optimizer != settings["optimizer"]:
+        # The rate of --config was that of its optimizer. 0 is the usual rate of this one.
+        settings["lr"] = 0.0
     return settings | typed
 
 # Why a run can't change these
@@ -60,14 +70,6 @@ def settings_of_model(source):
     """The settings of the model in the run `source`"""
     names = [field.name for field in fields(GPTConfig)]
     return {name: value for name, value in settings_now(source).items() if name in names}
-
-# Where this start of a run goes, and what it replaces, says nothing about the run. The tokenizer is
-# in config.json, but it is no flag.
-NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer"
-
-def of_the_run(settings):
-    """The flags among them that belong to the run"""
-    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
 
 def refuse_other_tokens(source, data, tokenizer):
     """source: the run in --init_from; tokenizer: that of the data"""

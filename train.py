@@ -14,6 +14,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 #     decider     says which tokens skip which sublayers
 #     gain        how much a sublayer will change a token; some residuals know it beforehand
 #     Runner      runs one forward pass, and notes who skipped, the loss, and the gains
+#     gate        a parameter that a residual lists in own_lr: it has a rate of its own
 #     processes   this process's rank and device, the count of all, and what they agree on
 #     say         prints in the first process
 #     refuse      ends the program with a sentence
@@ -27,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import prepare   # comes first, because it says what to do where torch is not installed
+import prepare   # first: it explains a missing torch
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ class TrainConfig:
     weight_decay: float = flag(0.1, "of matrices only", 0, 1e3)
     beta1: float = flag(0.9, "of adamw: decay of its mean gradient; of sgd: momentum", 0, 0.9999)
     beta2: float = flag(0.95, "of adamw: decay of its mean squared gradient", 0, 0.9999)
-    gate_beta1: float = flag(0.8, "beta1 of what trains with gate_lr", 0, 0.9999)
+    gate_beta1: float = flag(0.8, "beta1 of what trains with gate_lr; not of sgd", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
     equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
 
@@ -136,7 +137,7 @@ def open_data(config, block_size, processes):
     processes.wait()   # The first one may still be writing.
     meta = prepare.load_meta(folder)
     tokenizer, vocab_size = meta["tokenizer"], meta["vocab_size"]
-    # windows_of refuses tokens of another tokenizer. Here it looks for some in the training text.
+    # This reads windows from all over the training text, and refuses tokens of another tokenizer.
     prepare.windows_of(folder, "train", block_size, config.eval_windows)
     return Data(tokenizer, vocab_size, prepare.token_bytes(tokenizer, vocab_size),
                 shards=prepare.open_split(folder, "train", block_size),
@@ -271,7 +272,9 @@ def sort_parameters(model, with_muon):
 def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
     of blocks. Only matrices have weight decay. One --lr is for all: with muon, AdamW has 0.02, too.
-    """
+
+    One of your own needs a name in --optimizer, a rate in RATES, and lines here. A resumed run gets
+    back what it has in self.state[p]."""
     gates, vectors, matrices, for_muon = sort_parameters(model, config.optimizer == "muon")
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
@@ -309,7 +312,7 @@ def record(runner):
 
 def forward_and_backward(model, wrapped, config, data, step, processes):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> means of what `record` finds. wrapped: see make_ready"""
+    the parameters -> means of what `record` finds, and of its flops. wrapped: see make_ready"""
     records, seed = [], model.config.seed
     for i in range(config.grad_accum):
         part = i * processes.count + processes.rank
@@ -327,10 +330,12 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
     means = {}
     for name in records[0]:
         means[name] = sum(each[name] for each in records) / len(records)
-    return means
+    flops = means.pop("flops")
+    return means, flops
 
 def train(model_config, config, data, folder, processes, signals):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that stopped this process.
+    """A whole run -> exit status: 0, or 128 + the number of the signal that has stopped it, or 1 if
+    that came to another process.
 
     model_config, config: the settings of the model and of its training; data: a Data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
@@ -369,8 +374,10 @@ def train(model_config, config, data, folder, processes, signals):
             break
 
         # --- From a batch to gradients
-        means = forward_and_backward(model, wrapped, config, data, step, processes)
-        grads, block_norms = block_gradients(model)
+        means, flops_of_part = forward_and_backward(model, wrapped, config, data, step, processes)
+        is_logged = (step + 1) % config.log_interval == 0
+        if is_logged or config.equalize_grads:
+            grads, block_norms = block_gradients(model)
         if config.equalize_grads:
             equalize(grads, block_norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
@@ -378,7 +385,7 @@ def train(model_config, config, data, folder, processes, signals):
         # --- From gradients to weights. A warmup begins at a rate of 0, so count the step first.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(means.pop("flops"))
+        flops += 3 * tokens_per_step * processes.mean(flops_of_part)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -388,7 +395,7 @@ def train(model_config, config, data, folder, processes, signals):
         constrain_weights(model)   # nGPT normalises its weights.
 
         # --- Report
-        if step % config.log_interval == 0:
+        if is_logged:
             refuse_if_not_finite("norm of the gradients", norm.item(), step, folder)
             report = {name: processes.mean(float(mean)) for name, mean in means.items()}
             report |= dict(lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
@@ -403,7 +410,9 @@ def train(model_config, config, data, folder, processes, signals):
     if is_stopped:
         say(f"stopped at iteration {step}, all is saved; go on with: "
             f"python train.py --out {out} --resume")
-        return 128 + signals[0] if signals else 1   # 1: another process has got the signal.
+        if not signals:
+            return 1   # Another process has got the signal.
+        return 128 + signals[0]
     say(f"done: {out} holds the run\n"
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
@@ -430,6 +439,10 @@ def say_report(step, report):
 
 # --------------------------------------------------------------------------------------------- main
 
+def default_out(residual):
+    """attnres:group=4 -> runs/attnres-group4"""
+    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
+
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
     model_config, config = read_configs(argv)
@@ -445,10 +458,8 @@ def main(argv=None):
         model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
         settings = of_the_run(asdict(model_config) | asdict(config))
         settings["tokenizer"] = data.tokenizer
-        # attnres:group=4 -> runs/attnres-group4
-        name = re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
-        folder = RunFolder(config.out or f"runs/{name}", settings, config.resume, config.overwrite,
-                           is_first=processes.rank == 0)
+        folder = RunFolder(config.out or default_out(model_config.residual), settings,
+                           config.resume, config.overwrite, is_first=processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
             return train(model_config, config, data, folder, processes, signals)
 

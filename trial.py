@@ -1,9 +1,10 @@
 """
-A trial of a residual or a decider of your own. train.py does it first of all: a tiny model with
-your class is made and run, and a mistake is told in a sentence, before it costs you an hour.
+A trial of a residual or a decider of your own. train.py does it first of all: a model with your
+class is made and run on a few tokens, and a mistake is told in a sentence, before it costs you an
+hour.
 
-It finds misspelt names, a forgotten return or a wrong shape, a look at later tokens or at other
-sequences (as far as first weights show that), and parameters that nothing uses.
+It finds misspelt names, a forgotten return or a wrong shape, a look at other tokens (as far as
+first weights show that), and parameters that nothing uses.
 """
 import difflib
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from flags import option_defaults
-from model import (DECIDERS, GPT, Decider, GPTConfig, Mistake, Residual, Runner, choose,
+from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, Mistake, Residual, Runner, choose,
                    residual_kind)
 
 @torch.enable_grad()
@@ -22,15 +23,21 @@ def look_for_mistakes(config):
     kind, decider_kind = residual_kind(config).func, choose("--mod", DECIDERS, config.mod).func
     look_at_names(kind, Residual)
     look_at_names(decider_kind, Decider)
-    tiny = GPTConfig(config.residual, mod=config.mod, n_layer=2, n_head=1, n_embd=8, block_size=4,
-                     vocab_size=8)
-    if not hasattr(residual_kind(tiny)(tiny, 1), "_modules"):   # nn.Module.__init__ makes this.
+    # The depth and the width are yours, and all else is small.
+    small = GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd, block_size=4,
+                      vocab_size=8, mlp_ratio=0.1, mod=config.mod)
+    # nn.Module.__init__ makes _modules.
+    if not hasattr(residual_kind(small)(small, 1), "_modules"):
         raise Mistake(f"{kind.__name__}.__init__ must begin with super().__init__(config, l)")
-    model = GPT(tiny)
+    if not hasattr(choose("--mod", DECIDERS, config.mod)(small), "_modules"):
+        raise Mistake(f"{decider_kind.__name__}.__init__ must begin with super().__init__(config)")
+    model = GPT(small)
     look_at_gates(model, kind)
     look_at_shapes(model, kind.__name__)
     for name, decider in (kind.__name__, Decider()), (decider_kind.__name__, model.decider):
         look_at_other_tokens(model, name, decider)
+    look_at_sampling(model, kind.__name__)
+    for name, decider in (kind.__name__, Decider()), (decider_kind.__name__, model.decider):
         look_at_gradients(model, name, decider)
 
 def look_at_names(kind, base):
@@ -71,7 +78,12 @@ def look_at_shapes(model, name):
     for _, stream in model.walk(idx, runner=Runner(model, Decider())):
         found = shapes_of(stream)
         if wanted != found and not model.ends.stream_grows:
-            raise Mistake(f"{name}.forward returned {found}, expected {wanted}")
+            hint = ""
+            if stream is None:
+                hint = "; is a return missing?"
+            elif isinstance(stream, tuple) and not isinstance(first, tuple):
+                hint = "; a stream of its own form needs a method start, too"
+            raise Mistake(f"{name}.forward returned {found}, expected {wanted}{hint}")
     wanted, found = shapes_of(embedding), shapes_of(model.ends.finish(stream))
     if wanted != found:
         raise Mistake(f"{name}.finish returned {found}, expected {wanted}")
@@ -102,6 +114,20 @@ def logits_of(model, decider, idx):
     torch.manual_seed(0)
     return model(torch.tensor(idx), runner=Runner(model, decider))[0].detach()
 
+def look_at_sampling(model, name):
+    """In sampling, a residual gets the newest token alone. So it can't look at earlier ones."""
+    idx = torch.tensor([[0, 1, 2, 3]])
+    whole, again = (model(idx, runner=Runner(model, Decider()))[0][0, -1] for _ in range(2))
+    small = 1e-4 * max(1.0, whole.abs().max().item())
+    if (whole - again).abs().max() > small:
+        return   # It draws random numbers, so nothing can be compared.
+    cache = KVCache(model, 1, 4)
+    for token in idx.split(1, dim=1):
+        newest, _ = model(token, cache=cache, runner=Runner(model, Decider()))
+    if (whole - newest[0, -1]).abs().max() > small:
+        raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
+                      f"something else. Only f may look at other tokens")
+
 def look_at_gradients(model, name, decider):
     """Those of the decider if it is the model's own, else those of all other parameters"""
     model.train()
@@ -112,4 +138,4 @@ def look_at_gradients(model, name, decider):
         if p.grad is None and is_decider == (decider is model.decider):
             raise Mistake(f"{name}: the parameter {parameter} gets no gradient, so nothing uses "
                           f"it; make it only where it is used (a residual's self.is_end says: "
-                          f"this one is model.ends)")
+                          f"this one is model.ends). A comparison gives no gradient")

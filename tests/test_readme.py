@@ -126,7 +126,7 @@ def test_own_classes(own):
         gpt = model.GPT(config)
         runner = model.Runner(gpt, half if mod == "all" else None)
         assert gpt(idx, runner=runner)[0].isfinite().all() and 0 < runner.skipped() < 1
-    assert len(residuals) >= 4 and deciders
+    assert "cheat:first=0" in residuals   # Those of README may be in your model.py already.
 
 def test_the_workshops_check_sees_what_keeps_its_promise(tmp_path, own):
     """NAG turns by its gain, and Broken does not; of Steady, |change| / |stream| is |b|."""
@@ -154,7 +154,8 @@ def test_what_is_named_exists():
 def test_table():
     table = README.split("## The residuals")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
-    assert rows == [line.strip() for line in flags.list_options(model.RESIDUALS).splitlines()]
+    lines = [line.strip() for line in flags.list_options(model.RESIDUALS).splitlines()]
+    assert rows == lines[:len(rows)] and len(rows) >= 22   # One of your own may follow.
     assert f"{len(analyze.STATS)} statistics" in README
 
 def test_intervals_are_those_of_the_tables():

@@ -17,6 +17,8 @@ class Good(M.Residual):
     def forward(self, x, f):
         return x + self.b * f(self.norm(x))
 
+SMALL = dict(n_layer=2, n_head=1, n_embd=8)
+
 def like(base, name, **methods):
     """A class of this name that is derived from base, and has these methods"""
     return type(name, (base,), methods)
@@ -30,7 +32,7 @@ class AtTheEnd(Good):
     (like(M.Residual, "NoForward"), "NoForward changes nothing of Residual; write its forward"),
     (like(M.Residual, "Misspelt", foward=lambda self, x, f: x), "Misspelt has a foward; did you mean forward?"),
     (like(Good, "Forgets", forward=lambda self, x, f: None),
-     "Forgets.forward returned NoneType, expected (2, 3, 8)"),
+     "Forgets.forward returned NoneType, expected (2, 3, 8); is a return missing?"),
     (like(Good, "StartForgets", start=lambda self, x: None), "StartForgets.start returned a NoneType"),
     (like(Good, "FinishForgets", finish=lambda self, x: None),
      "FinishForgets.finish returned NoneType, expected (2, 3, 8)"),
@@ -38,6 +40,9 @@ class AtTheEnd(Good):
      "Mixes looks at other sequences of the batch"),
     (like(Good, "Ahead", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-3 * x.roll(-1, dims=1)),
      "Ahead looks at later tokens"),
+    (like(Good, "Earlier", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-2 * F.pad(x, (0, 0, 1, -1))),
+     "Earlier looks at earlier tokens"),
+    (like(Good, "NoStart", forward=lambda self, x, f: (x, x)), "a stream of its own form needs a method start, too"),
     (like(Good, "NoSuper", __init__=lambda self, config, l: None),
      "NoSuper.__init__ must begin with super().__init__"),
     (like(Good, "Pair", start=lambda self, x: (x, x.mean(-1, keepdim=True)),
@@ -49,7 +54,7 @@ class AtTheEnd(Good):
 def test_a_mistake_in_a_residual_of_ones_own_is_told(kind, says, monkeypatch):
     monkeypatch.setitem(M.RESIDUALS, "mine", kind)
     with pytest.raises(ValueError, match=re.escape(says)):
-        look_for_mistakes(M.GPTConfig("mine"))
+        look_for_mistakes(M.GPTConfig("mine", **SMALL))
 
 class Threshold(M.Decider):
     def __init__(self, config):
@@ -64,6 +69,8 @@ class Threshold(M.Decider):
      "Typo has a needs_skiping; did you mean needs_skipping?"),
     (like(M.Decider, "Wrong", decide=lambda self, runner: runner.stream),
      "Wrong.decide returned torch.float32 (2, 4, 8), not EVERYONE, REMOVED or bools (2, 4)"),
+    (like(M.Decider, "NoSuperAtAll", __init__=lambda self, config: None),
+     "NoSuperAtAll.__init__ must begin with super().__init__(config)"),
     (like(M.Decider, "NoReturn", decide=lambda self, runner: None),
      "NoReturn.decide returned None, not EVERYONE"),
     (like(M.Decider, "BelowTheLast",
@@ -73,7 +80,21 @@ class Threshold(M.Decider):
 def test_a_mistake_in_a_decider_of_ones_own_is_told(kind, says, monkeypatch):
     monkeypatch.setitem(M.DECIDERS, "mine", kind)
     with pytest.raises(ValueError, match=re.escape(says)):
-        look_for_mistakes(M.GPTConfig(mod="mine"))
+        look_for_mistakes(M.GPTConfig(mod="mine", **SMALL))
+
+def test_a_decider_that_does_not_say_that_tokens_skip(monkeypatch):
+    monkeypatch.setitem(M.DECIDERS, "mine", like(M.Decider, "Half", decide=lambda self, runner: torch.ones(
+        runner.shape, dtype=torch.bool)))
+    with pytest.raises(M.Mistake, match="Half needs needs_skipping = True: it lets tokens skip, which AttnRes can't"):
+        look_for_mistakes(M.GPTConfig("attnres", mod="mine", **SMALL))
+
+def test_a_class_that_needs_its_depth_and_width(monkeypatch):
+    """The trial has those of the training."""
+    monkeypatch.setitem(M.RESIDUALS, "wide", like(Good, "Wide", forward=lambda self, x, f: Good.forward(
+        self, x.unflatten(-1, (4, 8)).flatten(-2), f)))
+    monkeypatch.setitem(M.DECIDERS, "fifth", like(M.Decider, "Fifth", decide=lambda self, runner: (
+        runner.model.blocks[4] and M.EVERYONE)))
+    look_for_mistakes(M.GPTConfig("wide", mod="fifth", n_layer=5, n_head=2, n_embd=32))
 
 class OnlyItsNorm(M.Residual):
     def __init__(self, config, l):
