@@ -48,17 +48,7 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-FANIN = "--data data/stdlib --device cpu --n_embd 64 --n_layer 12 --max_iters 300 --eval_interval 300"
-PLANS = {"fanin": [
-    Plan("fanin: SGD", f"{FANIN} --optimizer sgd", [0.1, 0.3, 1.0], [1]),
-    Plan("fanin: AdamW", f"{FANIN} --optimizer adamw", [0.012], range(2, 6)),
-    Plan("fanin: AdamW, supervised", f"{FANIN} --optimizer adamw --deep_supervision", [0.012],
-         range(2, 6)),
-    Plan("fanin: AdamW, blocks 9 to 12 thrice", f"{FANIN} --optimizer adamw --repeat 9-12:3",
-         [0.012], range(2, 6)),
-    Plan("fanin: AdamW, blocks 1 to 4 thrice", f"{FANIN} --optimizer adamw --repeat 1-4:3",
-         [0.012], range(2, 6))]}
-# and, at the rate that seed 1 finds best: SGD, and SGD with --equalize_grads
+PLANS = {}
 
 def can_run(command):
     """Is it one of train.py, as it is now, on this machine?"""
