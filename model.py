@@ -1152,7 +1152,7 @@ def make_residual(config, l):
 # (B, T): True where a token runs the sublayer. Who doesn't run it passes by, with its stream as it
 # is. What a residual has to say about this are can_skip and knows_gain (part 2, class Residual).
 EVERYONE = "everyone"
-REMOVED = "removed"   # Nobody runs it, as if there were no such sublayer.
+REMOVED = "removed"   # Nobody runs it, as if there were no such sublayer: class Without says so.
 
 class Decider(nn.Module):
     """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
@@ -1202,13 +1202,14 @@ class Runner:
     def __init__(self, model, decider=None):
         """decider: in place of model.decider"""
         self.model, self.decider = model, decider or model.decider
-        # What train.py has compiled is for training. In sampling, shapes change all the time.
+        # What train.py has compiled is for training. Outside of it, shapes change all the time.
         self.run_sublayer = model.run_sublayer if model.training else run_sublayer
-        self.must_pay = model.training and model.config.gain_cost > 0
+        self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
         self.decider_flops = 0.0   # what deciders have computed, per token
+        self.cross_entropy = None  # GPT.forward notes it, if it has targets.
 
     def begin(self, shape):
         """shape: (B, T), of the tokens"""
@@ -1222,7 +1223,7 @@ class Runner:
         self.place, self.residual, self.stream = place, residual, stream
         self.known_gain = None
         keep = self.decider.decide(self)
-        if self.must_pay:   # All tokens pay, whether they run or skip.
+        if self.gain_has_cost:   # All tokens pay, whether they run or skip.
             self.gain()
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
@@ -1235,17 +1236,18 @@ class Runner:
 
     def gain(self):
         if not self.residual.knows_gain:
-            raise ValueError(f"{type(self.residual).__name__} knows no gain; use --residual nag")
+            raise Mistake(f"{type(self.residual).__name__} knows no gain; use --residual nag, or "
+                          f"set knows_gain = True if it has a gain(stream)")
         if self.known_gain is None:   # It is computed once a sublayer.
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
     def extra_loss(self):
         """After a walk in training: what is added to the cross entropy. The decider may ask for
-        something, and --gain_cost is the price of turning. (arXiv:1603.08983 puts one on pondering.
-        NAG's paper has none, as far as we know.)"""
+        something, and --gain_cost is the price of turning. (NAG's paper has none, as far as we
+        know. arXiv:1603.08983 has a price of pondering.)"""
         extra = self.decider.loss(self)
-        if self.must_pay:
+        if self.gain_has_cost:
             extra = extra + self.model.config.gain_cost * self.mean_gain()
         return extra
 
@@ -1275,7 +1277,7 @@ class Runner:
         return 1 - who.double().mean().item()
 
 class Mistake(ValueError):
-    """One in a class of your own that is told in a sentence. Other errors show their traceback."""
+    """An error in a class of your own. train.py prints its sentence, and no traceback."""
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
@@ -1285,13 +1287,13 @@ def check_keep(runner, keep):
         raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
                       f"REMOVED or bools {shape}")
     if not runner.residual.can_skip:
-        raise Mistake(f"{type(runner.decider).__name__} needs needs_skipping = True: it lets tokens "
-                      f"skip, which {type(runner.residual).__name__} can't")
+        raise Mistake(f"{type(runner.decider).__name__} lets tokens skip, which "
+                      f"{type(runner.residual).__name__} can't; say needs_skipping = True")
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
     after it. A gain is the tangent of an angle: 0.05 is 3 degrees. Without a --gain_cost, few gains
-    are so small. (How NAG's paper decides we know from summaries only.)"""
+    are so small."""
     allowed = dict(below=(0, 100))
     needs_gain = needs_skipping = True
 
@@ -1355,7 +1357,7 @@ class Routers(Decider):
         if n_routers == 0:
             raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
         n_routed = sum(number % 2 for number in self.order)   # --repeat runs some several times.
-        self.share_that_runs = 1 - rate * len(self.order) / n_routed if n_routed else 0.0
+        self.share_that_runs = 1 - rate * len(self.order) / n_routed
         if self.share_that_runs <= 0:
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
                              f"router, too few for this rate; give a smaller one")
@@ -1487,6 +1489,32 @@ def has_one_tensor(config):
 
 # ---------------------------------------------------------------------------------- how it is done
 
+def run_some(runner, f, keep):
+    """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
+    computed, and put back. One that skips costs its gain, if that was asked, and in an attention
+    its key and value, which later tokens see (unless the decider says that skippers make none)."""
+    residual, stream, run = runner.residual, runner.stream, runner.run_sublayer
+    gain = runner.known_gain
+    n_kept = int(keep.sum())
+    if n_kept == keep.numel():
+        return run(stream, residual, f, gain)
+    is_attention = isinstance(f.module, Attention)
+    kv_of_all = None
+    if is_attention and runner.decider.skippers_make_keys:
+        # In sampling, they go into the cache, too.
+        kv_of_all = keys_of_all(f, residual.read(stream))
+    if n_kept == 0:
+        return stream
+    tokens = KeptTokens(keep)
+    f_of_kept = f   # An MLP treats each token by itself.
+    if is_attention:
+        def f_of_kept(x):
+            return attention_of_kept(f, tokens, kv_of_all, x)
+        run = run_sublayer   # Its shapes vary too much for a compiled one: n, and S in sampling.
+    if gain is not None:
+        gain = tokens.gather(gain)
+    return tokens.put(stream, run(tokens.gather(stream), residual, f_of_kept, gain))
+
 class KeptTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
 
@@ -1522,6 +1550,28 @@ class KeptTokens:
         size = len(self.keep), int(self.keep.sum(1).max()), *x.shape[1:]
         return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
+def attention_of_kept(f, tokens, kv_of_all, x):
+    """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). kv_of_all:
+    what keys_of_all returns; None: kept tokens see nobody but each other"""
+    attn, (rotation, cache, i) = f.module, f.others
+    rotation = rotation[tokens.position]
+    with products_in(f.dtype, x):
+        if kv_of_all is None:
+            q, k, v = attn.qkv(x, rotation)
+            k, v, mask = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
+        else:
+            [q] = project(attn, x, slice(0, x.shape[-1]))
+            q = attn.scale_q(rotate(unit(q), rotation))
+            k, v, mask = kv_of_all
+        return attn.c_proj(attend_kept(q, k, v, mask, tokens).flatten(-2)).to(x.dtype)
+
+def keys_of_all(f, x):
+    """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
+    attn, (rotation, cache, i) = f.module, f.others
+    with products_in(f.dtype, x):
+        k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
+        return with_older(cache, i, attn.scale_k(rotate(unit(k), rotation)), v)
+
 def project(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
     tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
@@ -1536,58 +1586,12 @@ def with_older(cache, i, k, v, has_key=True):
     mask = causal_mask(k.shape[1], k.shape[1], k.device)
     return k, v, mask if has_key is True else mask & has_key[:, None]
 
-def keys_of_all(f, x):
-    """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
-    attn, (rotation, cache, i) = f.module, f.others
-    with products_in(f.dtype, x):
-        k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
-        return with_older(cache, i, attn.scale_k(rotate(unit(k), rotation)), v)
-
 def attend_kept(q, k, v, mask, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
     sees = mask.expand(len(tokens.keep), -1, -1)[tokens.sequence, tokens.position]   # (N, S)
     # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
     out = attend(tokens.in_rows(q, fill=0), k, v, mask=tokens.in_rows(sees, fill=True))
     return out[tokens.sequence, tokens.column]
-
-def attention_of_kept(f, tokens, of_all, x):
-    """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). of_all: what
-    keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, cache, i) = f.module, f.others
-    rotation = rotation[tokens.position]
-    with products_in(f.dtype, x):
-        if of_all is None:
-            q, k, v = attn.qkv(x, rotation)
-            k, v, mask = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
-        else:
-            [q] = project(attn, x, slice(0, x.shape[-1]))
-            q = attn.scale_q(rotate(unit(q), rotation))
-            k, v, mask = of_all
-        return attn.c_proj(attend_kept(q, k, v, mask, tokens).flatten(-2)).to(x.dtype)
-
-def run_some(runner, f, keep):
-    """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
-    computed, and put back. One that skips costs its gain, if that was asked, and in an attention
-    its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, run = runner.residual, runner.stream, runner.run_sublayer
-    gain = runner.known_gain
-    n_kept = int(keep.sum())
-    if n_kept == keep.numel():
-        return run(stream, residual, f, gain)
-    is_attention = isinstance(f.module, Attention)
-    of_all = None
-    if is_attention and runner.decider.skippers_make_keys:
-        of_all = keys_of_all(f, residual.read(stream))   # In sampling, they go into the cache, too.
-    if n_kept == 0:
-        return stream
-    tokens = KeptTokens(keep)
-    f_of_kept = f   # An MLP treats each token by itself.
-    if is_attention:
-        f_of_kept = lambda x: attention_of_kept(f, tokens, of_all, x)
-        run = run_sublayer   # Its shapes vary too much for a compiled one: n, and S in sampling.
-    if gain is not None:
-        gain = tokens.gather(gain)
-    return tokens.put(stream, run(tokens.gather(stream), residual, f_of_kept, gain))
 
 # ==================================================================================== part 4: tools
 
@@ -1634,7 +1638,7 @@ def hidden_units(config):
     n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
         hidden = round(hidden * 2 / 3)
-    hidden = max(1, int(hidden))
+    hidden = max(1, round(hidden))
     if config.taper == "none":
         return [hidden] * n_layer
     depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
@@ -1656,7 +1660,8 @@ def block_order(config):
         is_possible = 1 <= first <= last <= config.n_layer
         if is_possible and 1 <= count * (last + 1 - first) <= 512:
             return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
-    raise ValueError(f"--repeat {config.repeat}: say blocks and how often, such as 9-12:3")
+    raise ValueError(f"--repeat {config.repeat}: say blocks from 1 to {config.n_layer}, and how "
+                     f"often, such as 1:2 or 1-{config.n_layer}:2 (512 runs at most)")
 
 # ---------------------------------------------------------------------------------------- training
 
@@ -1691,24 +1696,25 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    # Which share of the tokens ran each sublayer? And in attend_kept, all sequences have as many
-    # queries as the fullest one.
-    ran = queries = [1.0] * len(pairs)
+    # Which shares of the tokens ran each sublayer, and had queries in an attention? There, all
+    # sequences are as long as the fullest one: see attend_kept.
+    ran = [1.0] * len(pairs)
+    had_queries = ran
     if runner and not runner.all_ran():
         who = runner.who_ran().float()
-        ran, queries = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
+        ran, had_queries = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
     for i, (residual, module) in enumerate(pairs):
-        keys = rule = ran[i]
+        had_keys, had_gains = ran[i], ran[i]
         if runner and runner.keeps[i] is not REMOVED and runner.decider.skippers_make_keys:
-            keys = 1.0
+            had_keys = 1.0
         if runner and runner.gains[i] is not None:
-            rule = 1.0   # All tokens have told their gain.
-        total += rule * residual.flops()
+            had_gains = 1.0
+        total += had_gains * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.
-            total += (ran[i] + keys) / 2 * matrices
-            total += queries[i] * 4 * T * config.n_embd   # scores, and sums of values
+            total += (ran[i] + had_keys) / 2 * matrices
+            total += had_queries[i] * 4 * T * config.n_embd   # scores, and sums of values
         else:
             total += ran[i] * matrices
     return total + (runner.decider_flops if runner else 0.0)
@@ -1731,15 +1737,15 @@ def config_problems(config):
             misfit = why_not(make_decider(config), config)
     except ValueError as error:
         return [str(error)]
-    name = config.residual
-    rules = [   # (is it wrong, why, and what to do)
+    name, no_triton = config.residual, why_no_triton()
+    rules = [   # (is it wrong?, a sentence)
         (config.n_embd % (2 * config.n_head),
          f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
         (config.norm != "rms" and not kind.has_norm,
          f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
-        (config.kernels == "on" and why_no_triton(), f"--kernels on: {why_no_triton()}"),
+        (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
         (len(order) > config.n_layer and kind.stream_grows,
-         f"--repeat: the stream of --residual {name} has places for 2L updates; use pre"),
+         f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
         (misfit, f"--mod {config.mod}: {misfit}"),
         (config.gain_cost and not kind.knows_gain,
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),

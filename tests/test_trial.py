@@ -85,7 +85,7 @@ def test_a_mistake_in_a_decider_of_ones_own_is_told(kind, says, monkeypatch):
 def test_a_decider_that_does_not_say_that_tokens_skip(monkeypatch):
     monkeypatch.setitem(M.DECIDERS, "mine", like(M.Decider, "Half", decide=lambda self, runner: torch.ones(
         runner.shape, dtype=torch.bool)))
-    with pytest.raises(M.Mistake, match="Half needs needs_skipping = True: it lets tokens skip, which AttnRes can't"):
+    with pytest.raises(M.Mistake, match="Half lets tokens skip, which AttnRes can't; say needs_skipping = True"):
         look_for_mistakes(M.GPTConfig("attnres", mod="mine", **SMALL))
 
 def test_a_class_that_needs_its_depth_and_width(monkeypatch):
