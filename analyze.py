@@ -142,7 +142,7 @@ class Run:
         x, y = (part.to(model.device) for part in windows)
         self.batches = in_batches(x, y)
         self.quarter = in_batches(x[::4], y[::4])           # for what is slow
-        self.other_quarter = in_batches(x[2::4], y[2::4])   # what chooses must not see the quarter
+        self.other_quarter = in_batches(x[2::4], y[2::4])   # to choose a fixed set by
         token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
         # Nats per token, and bits per byte of text
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
@@ -349,6 +349,8 @@ def removal_by_steps(run):
         without = Without(sublayers_of(run.model, block), run.model.decider)
         rows.append(run.right_by_steps(without))
     most = run.most_known
+    if run.right[most] < KNOWN:
+        return rows, "It knows no step, so nothing can be missed."
     block = min(range(1, len(rows)), key=lambda block: rows[block][most])
     sentence = (f"Block {block} is missed most. Without it, {rows[block][most]:.0%} of the digits "
                 f"after {in_words(most)} are right.")
@@ -409,7 +411,7 @@ BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
 def ways_to_skip(run, batches):
     """-> {name of a line: [(share of the sublayer runs that is skipped, decider), ...]}. The shares
     are those in these batches."""
-    # The fixed set is chosen by other windows than those on which it is measured.
+    # The fixed set is chosen by other windows than those on which losses are measured.
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
     ways = {"by gain": [], "a fixed set": [], "coins": []}
@@ -558,8 +560,8 @@ def main(argv=None):
     runs = open_runs(args)
     out = Path(args.out)
     make_folder(out)   # now, not after minutes of measuring
-    found = measure_all(runs, wanted)
     import draw   # here, because it loads matplotlib, and who only measures needs none
+    found = measure_all(runs, wanted)
     draw.write_page(out, runs, STATS, found)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 

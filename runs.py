@@ -108,6 +108,8 @@ def read_checkpoint(path):
     except Exception as error:   # There are many ways in which a file can be broken.
         what = " ".join(str(error).split())   # torch writes many lines.
         refuse(f"{path}: can't be read ({what[:200]}); restore it, or train anew")
+    if not isinstance(ckpt, dict) or "model_config" not in ckpt:
+        refuse(f"{path}: is no checkpoint of this train.py")
     return ckpt, GPTConfig(**ckpt["model_config"])
 
 def make_model(path, ckpt, config):

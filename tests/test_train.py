@@ -565,6 +565,8 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     at_step(8, poison, monkeypatch)
     stops(pause, 8, "--log_interval 100 --eval_interval 4")
     assert load(pause)["step"] == 4 and resume(pause) == 0 and metrics(pause)[12]["val_loss"] > 0
+    at_step(8, lambda model: (poison(model), signal.raise_signal(signal.SIGTERM)), monkeypatch)
+    stops(tmp_path / "stopped", 8, "--log_interval 100 --eval_interval 100")   # It is not evaluated then.
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
     stops(gradient, 1, "--log_interval 1")
     assert load(gradient)["step"] == 0
@@ -680,6 +682,7 @@ BROKEN = {   # a file and what is wrong with it -> how that comes about
     "ckpt.pt gone": Path.unlink,
     "ckpt.pt half": lambda path: os.truncate(path, 1000),
     "ckpt.pt a bit": flip_a_bit,
+    "ckpt.pt weights": edited(lambda c: [c.pop(key) for key in [*c]] and None),   # of another program
     "ckpt.pt code": edited(lambda c: c.update(evil=Evil())),
     "ckpt.pt a weight gone": edited(lambda c: c["model"].pop("wte.weight"))}
 
