@@ -179,7 +179,7 @@ def right_by_hand(run, decider=None):
 
 @torch.no_grad()
 def test_what_is_right_by_steps(run, monkeypatch):
-    """It has learned no step, so sentences are about one step."""
+    """It has learned no step."""
     as_it_skips, all_run = right_by_hand(run), right_by_hand(run, Decider())
     learned = analyze.steps_learned(all_run.expected, 0.1)
     found, sentence = analyze.right_digits(run)
@@ -188,8 +188,12 @@ def test_what_is_right_by_steps(run, monkeypatch):
     (intact, *without), sentence = analyze.removal_by_steps(run)
     assert intact == without[2] == as_it_skips and len(without) == L
     assert without[0] == right_by_hand(run, Without({1, 2}, run.model.decider))
-    one_step = [row[1] for row in without]
-    words = f"Block {one_step.index(min(one_step)) + 1} is missed most. Without it, {min(one_step):.0%} of the"
+    assert sentence == "It knows no step, so nothing can be missed."
+    with monkeypatch.context() as patch:
+        patch.setattr(analyze, "KNOWN", 0.0)   # Now it knows all, as if its digits were right.
+        sentence = analyze.removal_by_steps(run)[1]
+    last = [row[MOST] for row in without]
+    words = f"Block {last.index(min(last)) + 1} is missed most. Without it, {min(last):.0%} of the"
     assert sentence.startswith(words)
     assert analyze.skip_curve(run)[0]["steps learned"]["by gain"][0] == pytest.approx([0, learned])
     monkeypatch.setattr(inside, "KNOWN", 2.0)   # No share is so large, so nothing can be read.
