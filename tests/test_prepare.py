@@ -208,6 +208,8 @@ def test_tokenizers(tmp_path, monkeypatch):
     tokenizer = prepare.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
     assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
+    the, end = prepare.get_tokenizer("gpt2").encode_ordinary(" the")[0], 50256
+    assert prepare.token_bytes("gpt2", 50304)[[the, end, 50300]].tolist() == [4, 0, 0]
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
