@@ -261,6 +261,13 @@ def test_first_logits_have_a_sane_size(model, tie):
     out = logits(make(model.config.residual, noise=0, dtype=torch.float32, **config), ids(4, 16, 320))
     assert 0.3 < out.std(-1).mean() < 1.2
 
+@pytest.mark.parametrize("init, wanted", [("width", (3, 0.1, 1 / 8, 1 / 16)), ("gpt2", (0.02,) * 4)])
+def test_first_weights_have_their_std(init, wanted):
+    model = M.GPT(M.GPTConfig("nag", 2, init=init, n_embd=64, vocab_size=320))   # It rescales nothing.
+    block = model.blocks[1]
+    weights = [module.weight for module in (model.wte, model.lm_head, block.attn.c_attn, block.mlp.c_proj)]
+    assert [weight.std().item() for weight in weights] == pytest.approx(wanted, rel=0.05)
+
 @pytest.mark.parametrize("options, std, repeat", [("", 0.8, ""), (":temp=0.3", 0.3, ""),
                                                   (":temp=0.3,power=0.25", 0.3, "2-5:3")])
 def test_first_logits_of_nag_have_the_size_temp(options, std, repeat):

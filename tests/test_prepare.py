@@ -208,8 +208,11 @@ def test_tokenizers(tmp_path, monkeypatch):
     tokenizer = prepare.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
     assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
-    the, end = prepare.get_tokenizer("gpt2").encode_ordinary(" the")[0], 50256
-    assert prepare.token_bytes("gpt2", 50304)[[the, end, 50300]].tolist() == [4, 0, 0]
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
+    longer = tiktoken.Encoding("longer", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: longer)
+    assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
+    monkeypatch.undo()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})

@@ -265,6 +265,8 @@ def test_equalized_gradients(data, tmp_path):
         go(data, tmp_path / name, f"{flags} {flag}")
     plain, equal = reports(tmp_path / "plain"), reports(tmp_path / "equal")
     assert plain[0]["loss"] == equal[0]["loss"] and plain[2]["loss"] != equal[2]["loss"]
+    go(data, tmp_path / "rarely", f"{flags} --equalize_grads".replace("log_interval 1", "log_interval 3"))
+    assert reports(tmp_path / "rarely")[-1]["loss"] == equal[2]["loss"]   # Each step has equal ones.
 
 @pytest.mark.parametrize("mod", ["router:rate=0.25", "layerdrop:rate=0.4", "coins:rate=0.4"])
 def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
