@@ -261,6 +261,11 @@ def test_first_logits_have_a_sane_size(model, tie):
     out = logits(make(model.config.residual, noise=0, dtype=torch.float32, **config), ids(4, 16, 320))
     assert 0.3 < out.std(-1).mean() < 1.2
 
+@pytest.mark.parametrize("repeat, order", [("", [0, 1, 2, 3]), ("2:3", [0, 1, 1, 1, 2, 3]), ("2-3:2", [0, 1, 2, 1, 2, 3]),
+                                           ("4:2", [0, 1, 2, 3, 3])])
+def test_the_order_of_blocks(repeat, order):
+    assert M.block_order(M.GPTConfig(n_layer=4, repeat=repeat)) == order
+
 @pytest.mark.parametrize("init, wanted", [("width", (3, 0.1, 1 / 8, 1 / 16)), ("gpt2", (0.02,) * 4)])
 def test_first_weights_have_their_std(init, wanted):
     model = M.GPT(M.GPTConfig("nag", 2, init=init, n_embd=64, vocab_size=320))   # It rescales nothing.
