@@ -61,7 +61,8 @@ def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=Fa
         for run, panels in results.items():
             for name, line in panels.get(title, {}).items():
                 xs, ys = x_and_y(line, first_x)
-                axes.plot(xs, ys, styles[name], color=colors[run], alpha=0.85, lw=1.6, ms=4)
+                size = 10 if len(ys) == 1 else 4   # A small single point would be overlooked.
+                axes.plot(xs, ys, styles[name], color=colors[run], alpha=0.85, lw=1.6, ms=size)
         axes.set(xlabel=x, ylabel=y or title)
         if y:
             axes.set_title(title)
