@@ -305,16 +305,15 @@ def lines_inside(run):
     windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
-    *_, of_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
+    _, _, in_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
     letter = chr(ord("a") + k)
-    examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in of_text[:4]]
+    examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in in_text[:4]]
     found = dict(asked=k, line=inside.share_by_block("line"),
                  answer=inside.share_by_block("answer"),
                  examples=[inside.example(letter + digits) for digits in examples])
-    furthest = []
-    for block in found["examples"][0]["blocks"]:   # What can be read is the same in all examples.
-        furthest.append(str(block["steps"]) if block else "none")
-    return found, f"After block 0, 1, .. a probe reads up to step {', '.join(furthest)}, of {k}."
+    furthest = [inside.furthest(block) for block in range(inside.n_runs + 1)]
+    steps = ["none" if each is None else str(each[0]) for each in furthest]
+    return found, f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}."
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
@@ -384,10 +383,9 @@ def who_skips(run):
                       "routers, it is another model")
     def ran_and_right(idx, targets):
         logits, ran = run.forward(idx, decider)
-        return torch.stack((ran.float().mean(0), logits.argmax(-1) == targets))
-    shares, right = run.by_steps(ran_and_right)
-    n_sublayers = 2 * len(run.model.order)
-    n_run = [n_sublayers * share for share in shares]
+        is_right = logits.argmax(-1) == targets
+        return torch.stack((ran.float().sum(0), is_right.float()))
+    n_run, right = run.by_steps(ran_and_right)   # n_run: how many sublayers a digit runs
     if_all_run = run.right_by_steps(ALL_RUN)
     panels = {"sublayers that run for a digit": {"as it skips": n_run},
               "share of right digits": {"as it skips": right, "if all run": if_all_run}}
