@@ -5,8 +5,8 @@ The runs behind results/README.md: each is a command of train.py, and a line of 
     python results/run.py staircase --out mine --dry   # only prints the commands
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
-validation windows; cost.py says what is measured of models that pay, and ill.py what of those of
-24 blocks. Then its folder, below runs/results, can be deleted. Until then, if you delete its lines,
+validation windows; cost.py says what else is measured in `cost` and `price`, and ill.py what in
+`ill` and `fanin`. Then its folder, below runs/results, can be deleted. Until then, if you delete its lines,
 it is measured anew. Seed 1 chooses learning rates; the others decide, see summarize.py. On a GPU,
 give --workers 1.
 
