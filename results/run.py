@@ -6,9 +6,9 @@ The runs behind results/README.md: each is a command of train.py, and a line of 
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
 validation windows; cost.py says what else is measured in `cost` and `price`, and ill.py what in
-`ill` and `fanin`. Then its folder, below runs/results, can be deleted. Until then, if you delete its lines,
-it is measured anew. Seed 1 chooses learning rates; the others decide, see summarize.py. On a GPU,
-give --workers 1.
+`ill` and `fanin`. Then its folder, below runs/results, can be deleted. Until then, if you delete
+its lines, it is measured anew. Seed 1 chooses learning rates; the others decide, see summarize.py.
+On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
 the commands. Two kinds are left out. Those with --mod_rate are of the third edition: git checkout
