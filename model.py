@@ -1704,6 +1704,7 @@ def flops_per_token(model, T=None, runner=None):
         who = runner.who_ran().float()
         ran, had_queries = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
     for i, (residual, module) in enumerate(pairs):
+        # Keys, and gains (or what else a residual computes), may be those of all tokens.
         had_keys, had_gains = ran[i], ran[i]
         if runner and runner.keeps[i] is not REMOVED and runner.decider.skippers_make_keys:
             had_keys = 1.0

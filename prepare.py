@@ -152,8 +152,8 @@ def read_shard(path):
 
 # -------------------------------------------------------- the folder of a data set, with meta.json
 
-# A data set has shards for training and shards for validation. A folder without one for validation
-# is none: whoever wants to train on it is told to prepare it anew.
+# A data set has shards for training and shards for validation. A folder that has none for
+# validation is no data set: whoever wants to train on it is told to prepare it anew.
 
 def load_meta(data):
     """-> dict(name=, tokenizer=, vocab_size=): of a data set, the name, the tokenizer's name, and

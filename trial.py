@@ -36,9 +36,8 @@ def look_for_mistakes(config):
     look_at_shapes(model, kind.__name__)
     for name, decider in (kind.__name__, Decider()), (decider_kind.__name__, model.decider):
         look_at_other_tokens(model, name, decider)
-    look_at_sampling(model, kind.__name__)
-    for name, decider in (kind.__name__, Decider()), (decider_kind.__name__, model.decider):
         look_at_gradients(model, name, decider)
+    look_at_sampling(model, kind.__name__)
 
 def look_at_names(kind, base):
     """kind: a class that is derived from base"""
@@ -116,6 +115,7 @@ def logits_of(model, decider, idx):
 
 def look_at_sampling(model, name):
     """In sampling, a residual gets the newest token alone. So it can't look at earlier ones."""
+    model.eval()
     idx = torch.tensor([[0, 1, 2, 3]])
     whole, again = (model(idx, runner=Runner(model, Decider()))[0][0, -1] for _ in range(2))
     small = 1e-4 * max(1.0, whole.abs().max().item())

@@ -29,8 +29,9 @@ these several times does. Our rule, written before seeds 2 to 5 ran: gradients *
 correlation with the block is below -0.5 in all four seeds, and *go with worth* if their rank
 correlation with it is above 0.5 in all four. Something *restores* late blocks if the last third's
 share of the worth of all blocks is larger than in the plain run of the same seed and optimizer, in
-all four seeds. AdamW hardly sees how large gradients are, so only SGD's are made equal. Blocks 1 to
-4 that run thrice are the control: a block that is removed is removed wherever it runs.
+all four seeds. AdamW hardly sees how large gradients are, so only SGD's are made equal. (SGD was
+left out later, because at two rates it hardly trained.) Blocks 1 to 4 that run thrice are the
+control: a block that is removed is removed wherever it runs.
 
 Two runs of width 768 ask whether NAG's lead with GPT-2's first weights is one of narrow models: std
 0.02 was meant for about this width. It is, if the lead is smaller there than with width 64. (On a
