@@ -329,8 +329,8 @@ def tie_weights(model):
 
 # A Runner (part 3) takes the stream through one walk. For each sublayer it calls run_sublayer,
 # which returns residual(stream, f). With --mod, a decider tells it which tokens skip the sublayer.
-# Without any flag none do, and runner.extra_loss() is 0. A Runner notes who ran what. Who wants to
-# know that gives the model one, and asks it later.
+# Without any flag none do, and runner.training_loss(loss, ..) is loss. A Runner notes who ran what.
+# Who wants to know that gives the model one, and asks it later.
 
 def cross_entropy(logits, targets):
     """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
@@ -390,26 +390,16 @@ class GPT(nn.Module):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss in nats (None without
         targets): the mean cross entropy, and in training what some flags add to it"""
         runner = runner or Runner(self)
-        inner_streams = []
-        for place, stream in self.walk(idx, cache, runner):
-            if self.supervises(place):
-                inner_streams.append(stream)
+        for _, stream in self.walk(idx, cache, runner):
+            pass   # Only the last stream counts here.
         logits = self.head(stream)
         if targets is None:
             return logits, None
-        losses = [cross_entropy(self.head(each), targets) for each in inner_streams]
-        losses.append(cross_entropy(logits, targets))
-        loss = sum(losses) / len(losses)
+        loss = cross_entropy(logits, targets)
         runner.cross_entropy = loss.detach()   # This is what train.py reports.
-        if self.training:   # Some flags, such as --gain_cost, add to it: part 3.
-            loss = loss + runner.extra_loss()
+        if self.training:
+            loss = runner.training_loss(loss, targets)   # Some flags add to it: part 3.
         return logits, loss
-
-    def supervises(self, place):
-        """Does the head have to read the stream at this place, too? With --deep_supervision, it
-        reads those after all blocks."""
-        ends_a_block = place % 2 == 0 and 0 < place < 2 * len(self.order)
-        return ends_a_block and self.training and self.config.deep_supervision
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
@@ -443,9 +433,10 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def causal_mask(n, end, device):
-    """Of the n last of `end` tokens: bools (1, n, end), True where a token sees another"""
-    return torch.ones(n, end, dtype=torch.bool, device=device).tril(end - n)[None]
+def causal_mask(has_key, n):
+    """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which keys
+    each of the n newest tokens sees, those up to its own"""
+    return has_key[:, None].expand(-1, n, -1).tril(has_key.shape[1] - n)
 
 class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
@@ -469,7 +460,7 @@ class KVCache:
         self.keys[i, :, self.length:end] = k
         self.values[i, :, self.length:end] = v
         self.has_key[i, :, self.length:end] = has_key
-        mask = causal_mask(n, end, k.device) & self.has_key[i, :, None, :end]
+        mask = causal_mask(self.has_key[i, :, :end], n)
         return self.keys[i, :, :end], self.values[i, :, :end], mask
 
 @torch.no_grad()
@@ -1205,6 +1196,8 @@ class Runner:
         # What train.py has compiled is for training. Outside of it, shapes change all the time.
         self.run_sublayer = model.run_sublayer if model.training else run_sublayer
         self.gain_has_cost = model.training and model.config.gain_cost > 0
+        self.supervises_blocks = model.training and model.config.deep_supervision
+        self.block_outputs = []    # the streams after blocks, if that is so
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
@@ -1232,7 +1225,10 @@ class Runner:
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
-        return self.decider.after(self, stream)
+        stream = self.decider.after(self, stream)
+        if self.supervises_blocks and place % 2 == 0:
+            self.block_outputs.append(stream)
+        return stream
 
     def gain(self):
         if not self.residual.knows_gain:
@@ -1242,14 +1238,19 @@ class Runner:
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
-    def extra_loss(self):
-        """After a walk in training: what is added to the cross entropy. The decider may ask for
-        something, and --gain_cost is the price of turning. (NAG's paper has none, as far as we
-        know. arXiv:1603.08983 has a price of pondering.)"""
-        extra = self.decider.loss(self)
+    def training_loss(self, loss, targets):
+        """After a walk in training: the cross entropy -> what is to become small. With
+        --deep_supervision, the head reads the stream after each block, and not only at the end. The
+        decider may add something, and --gain_cost is the price of turning. (NAG's paper has none,
+        as far as we know. arXiv:1603.08983 has a price of pondering.)"""
+        if self.supervises_blocks:
+            inner = [cross_entropy(self.model.head(stream), targets)
+                     for stream in self.block_outputs[:-1]]
+            loss = sum([*inner, loss]) / len(self.block_outputs)
+        loss = loss + self.decider.loss(self)
         if self.gain_has_cost:
-            extra = extra + self.model.config.gain_cost * self.mean_gain()
-        return extra
+            loss = loss + self.model.config.gain_cost * self.mean_gain()
+        return loss
 
     # --- What a walk has noted. It is asked for when the walk is over.
 
@@ -1302,8 +1303,8 @@ class ByGain(Decider):
         self.below = below
 
     def decide(self, runner):
-        # The comparison has no gradient: gains learn from the tokens that run, and from their cost.
-        return runner.gain().detach().abs().squeeze(-1) >= self.below
+        # A comparison has no gradient: gains learn from the tokens that run, and from their cost.
+        return runner.gain().abs().squeeze(-1) >= self.below
 
 class Coins(Decider):
     """--mod coins:rate=0.25: a coin for each token and each sublayer, in training and after it.
@@ -1583,8 +1584,9 @@ def with_older(cache, i, k, v, has_key=True):
     bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
     if cache is not None:
         return cache.store(i, k, v, has_key)
-    mask = causal_mask(k.shape[1], k.shape[1], k.device)
-    return k, v, mask if has_key is True else mask & has_key[:, None]
+    if has_key is True:
+        has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
+    return k, v, causal_mask(has_key, k.shape[1])
 
 def attend_kept(q, k, v, mask, tokens):
     """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""

@@ -301,8 +301,7 @@ class Clock:
 
 def record(runner):
     """What is noted of a forward pass. The loss is the cross entropy, without what --mod or
-    --gain_cost, flags of GPTConfig, add to it. (With --deep_supervision, it is a mean over the
-    blocks.) flops: per token; fewer where tokens skip"""
+    --gain_cost, flags of GPTConfig, add to it. flops: per token; fewer where tokens skip"""
     found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped(),
                  flops=flops_per_token(runner.model, runner=runner))
     gain = runner.mean_gain()

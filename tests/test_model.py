@@ -426,8 +426,10 @@ def test_deep_supervision_is_the_mean_over_all_blocks(residual, mod):
         return [F.cross_entropy(model.head(after).flatten(0, 1), targets.flatten())
                 for l, after in model.walk(idx) if l > 0 and l % 2 == 0]
     runner = M.Runner(model.train())
-    counted = count_flops(lambda: model(idx, targets, runner=runner))
-    same(runner.cross_entropy, sum(losses()) / 3, 1e-12)
+    found = []
+    counted = count_flops(lambda: found.append(model(idx, targets, runner=runner)[1]))
+    same(found[0], sum(losses()) / 3 + model.decider.loss(runner), 1e-12)
+    same(runner.cross_entropy, losses()[-1], 1e-12)   # This one is reported.
     assert counted == pytest.approx(24 * M.flops_per_token(model, 12, runner), rel=1e-9)
     same(model.eval()(idx, targets)[1], losses()[-1], 1e-12)
 
