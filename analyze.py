@@ -521,14 +521,15 @@ def logit_lens(run):
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
-    The stream passes what is removed unchanged. A block that --repeat runs several times is removed
+    The stream passes what is removed unchanged. What --repeat runs several times is removed
     wherever it runs. Nothing is trained after it. Sources: LLM-Drop, arXiv:2406.15786;
     arXiv:2505.13898."""
     def worth(places):
         return run.loss_rise(Without(places, run.model.decider))
-    of_sublayers = [worth({place}) for place in range(1, 2 * len(run.model.order) + 1)]
-    of_blocks = [worth(sublayers_of(run.model, block)) for block in range(len(run.model.blocks))]
-    panels = {"without one sublayer": by_kind(of_sublayers),
+    blocks = [sublayers_of(run.model, block) for block in range(len(run.model.blocks))]
+    of_blocks = [worth(places) for places in blocks]
+    panels = {"without one sublayer": {"attention": [worth(places[::2]) for places in blocks],
+                                       "MLP": [worth(places[1::2]) for places in blocks]},
               "without the block": {"block": of_blocks}}
     most = max(of_blocks)
     return panels, f"Block {of_blocks.index(most) + 1} is worth most, {most:.2f} nats."

@@ -1439,10 +1439,10 @@ class Without(Decider):
         return self.decider.loss(runner)
 
 def sublayers_of(model, block):
-    """The places, from 1, of the sublayers of a block, numbered from 0: those of all its runs, if
-    --repeat runs it several times"""
-    return {place for i, number in enumerate(model.order) if number == block
-            for place in (2 * i + 1, 2 * i + 2)}
+    """The places, from 1, of the sublayers of a block, numbered from 0: attention, MLP; and again
+    those two for each further run, if --repeat runs it several times"""
+    return [place for i, number in enumerate(model.order) if number == block
+            for place in (2 * i + 1, 2 * i + 2)]
 
 class EarlyExit(Decider):
     """Before each block but the first, a token exits if the head is sure of its successor. It runs

@@ -72,8 +72,9 @@ def test_there_is_one_loss(residual):
 
 def test_a_repeated_block_is_removed_wherever_it_runs():
     run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
-    removed = analyze.removal(run)[0]["without the block"]["block"]
-    assert removed[1] == pytest.approx(increase(run, {3, 4, 7, 8}))
+    removed, _ = analyze.removal(run)
+    assert removed["without the block"]["block"][1] == pytest.approx(increase(run, {3, 4, 7, 8}))
+    assert removed["without one sublayer"]["MLP"][1] == pytest.approx(increase(run, {4, 8}))
 
 # ---------------------------------------------------------------------------------- who skips
 
