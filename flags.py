@@ -20,8 +20,6 @@ import argparse
 import dataclasses
 import difflib
 import inspect
-import re
-import sys
 from typing import get_args
 
 from sentences import refuse, script
@@ -68,14 +66,14 @@ def why_not_allowed(value, allowed):
 def parse(classes, argv=None, doc=None, positional=()):
     """Command line -> an instance of each config class. Impossible values end the program.
 
-    argv: the words, without it those that are typed; doc: for --help; positional: names of fields
+    argv: a list of words; None: those that are typed; doc: for --help; positional: names of fields
     that are given without --"""
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
 def make_configs(classes, values):
     """A dict, of which a part may come from a file -> an instance of each class. Impossible values
     end the program, with all sentences of field_problems and of a config's own `problems`."""
-    for name in values:
+    for name in values:   # A file may have other names.
         refuse_unknown(f"--{name}", classes)
     configs, sentences = [], []
     for config_class in classes:
@@ -91,8 +89,8 @@ def make_configs(classes, values):
     return configs
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> what is typed, a dict; what isn't typed is not in it. epilog: the end of --help, such as
-    list_options(RESIDUALS). (train.py adds settings of an earlier run before make_configs.)"""
+    """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help.
+    (train.py adds settings of an earlier run before make_configs.)"""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     section = parser
@@ -105,12 +103,10 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
             # SUPPRESS: what is not typed is not among the results.
             section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
                                  **how_to_read(field.type))
-    words = sys.argv[1:] if argv is None else argv
-    for word in words:   # argparse would complain of what follows a misspelt flag.
-        flag_name = word.split("=")[0]
-        if re.fullmatch(r"--[\w-]+", flag_name):
-            refuse_unknown(flag_name.replace("--no-", "--"), classes)
-    return vars(parser.parse_args(words))
+    typed, not_known = parser.parse_known_args(argv)
+    for word in not_known:
+        refuse_unknown(word.split("=")[0].replace("--no-", "--"), classes)
+    return vars(typed)
 
 def names_of(classes):
     return [field.name for each in classes for field in dataclasses.fields(each)]

@@ -9,10 +9,10 @@ fairly.
 
 The whole model is this loop:
 
-    stream = start(embedding)
+    stream = ends.start(embedding)
     for residual, f in sublayers:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
-    logits = head(stream)
+    logits = head(ends.finish(stream))
 
 There are B sequences of T tokens. A token has C = n_embd numbers in the stream, and there are
 V = vocab_size different tokens. Our words, in all files:
@@ -27,6 +27,9 @@ V = vocab_size different tokens. Our words, in all files:
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
+    ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
+    place      how many sublayers have run. After sublayer l, that is l (unless --repeat runs blocks
+               again).
 
 The file has four parts:
 
@@ -94,10 +97,10 @@ class GPTConfig:
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    mod: str = flag("all", "which tokens run a sublayer: all, or another key of DECIDERS, with "
-                    "its options: gain:below=0.05", group="skipping")
-    gain_cost: float = flag(0.0, "for nag, in training: adds this x mean |gain| to the loss. (A "
-                            "gain is how much a sublayer changes a token.)", 0, 1000)
+    mod: str = flag("all", "which tokens run a sublayer: all, or another key of DECIDERS; options "
+                    "follow it: gain:below=0.05", group="skipping")
+    gain_cost: float = flag(0.0, "for nag: adds this x mean |gain| to the loss in training; a gain "
+                            "is how much a sublayer changes a token", 0, 1000)
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
@@ -133,8 +136,8 @@ SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, mask=None):
     """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> for each query a mean of the
-    values, shaped like q. mask: bools (B or 1, Q, S), True where a query sees a key; None: it sees
-    those up to its own"""
+    values, shaped like q. mask: bools (B or 1, Q, S), True where a query sees a key; None: Q = S,
+    and each query sees the keys up to its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     if mask is not None:
         mask = mask[:, None]   # the same for all heads
@@ -153,20 +156,21 @@ class Attention(nn.Module):
         self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
     def qkv(self, x, rotation):
-        """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: of
-        the positions of x"""
-        q, k, v = self.c_attn(x).unflatten(-1, (3, self.n_head, self.head_size)).unbind(-3)
+        """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: the
+        rows of rotation_table for the positions of x"""
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.n_head, self.head_size)) for part in (q, k, v))
         q = self.scale_q(rotate(unit(q), rotation))
         k = self.scale_k(rotate(unit(k), rotation))
         return q, k, v
 
-    def forward(self, x, rotation, cache=None, i=None):
-        """x (B, T, C) -> (B, T, C). In sampling, x are the newest tokens only, and those before are
-        in the cache, a KVCache. This is then the i-th attention that runs, 0, 1, .."""
+    def forward(self, x, rotation, cache=None, row=None):
+        """x (B, T, C) -> (B, T, C). cache: in sampling, x are the newest tokens only, and the keys
+        and values of those before are in this KVCache; row: which of its rows has them"""
         q, k, v = self.qkv(x, rotation)
         mask = None
         if cache is not None:
-            k, v, mask = cache.store(i, k, v)   # now those of all tokens so far
+            k, v, mask = cache.store(row, k, v)   # now those of all tokens so far
         return self.c_proj(attend(q, k, v, mask).flatten(-2))
 
 class MLP(nn.Module):
@@ -194,9 +198,8 @@ class MLP(nn.Module):
 # -------------------------------------------------------------------------------------- residuals
 
 class PreNorm(nn.Module):
-    """The rule of GPT-2 and of most models since, for sublayer l = 1 .. 2L. (PreNorm treats all of
-    them alike. Other rules use l.) A model makes one more, `ends`, with l = 2L + 1. It has no
-    sublayer, and only starts and finishes the stream, whose form is up to the rule."""
+    """The rule of GPT-2 and of most models since. A model makes one for each sublayer l = 1 .. 2L,
+    and one more, `ends`, with l = 2L + 1. (PreNorm treats all alike. Other rules use l.)"""
     def __init__(self, config, l):
         super().__init__()
         self.config = config
@@ -218,7 +221,8 @@ class PreNorm(nn.Module):
         """After the weights are drawn, and after each step of a training: may change the weights of
         module. nGPT, in part 2, brings them back to length 1."""
 
-    # --- Only `ends` does what follows. (Its norm is ln_f in GPT-2.)
+    # --- Only `ends` does what follows: the form of the stream is up to the rule. (Its norm is ln_f
+    # in GPT-2.)
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
@@ -229,8 +233,8 @@ class PreNorm(nn.Module):
         return self.norm(stream)
 
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits. (NAG and nGPT, in part
-        2, normalise its rows.)"""
+        """The weight of the head -> the matrix (V, C) that makes the logits. (NAG, in part 2,
+        normalises its rows.)"""
         return weight
 
 # ----------------------------------------------------------------------------------------- blocks
@@ -256,8 +260,8 @@ def products_in(dtype, x):
     return torch.autocast(x.device.type, dtype=dtype)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and i for an
-    attention, nothing for an MLP. (Part 3 asks an f for its module and others, so it is a class.)
+    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and row for an
+    attention, nothing for an MLP. (run_some, in part 3, asks an f for its module and others.)
 
     dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
     head are computed in it. The stream stays float32: in bfloat16, the rounding errors of 2L
@@ -280,18 +284,17 @@ class SublayerFunction:
 #
 # PreNorm then divides each c_proj by sqrt(2L): init_sublayer. With `width`, an embedding is longer
 # than the updates that are added to it at first. The first logits have a standard deviation of
-# about 0.8, so the first loss is 0.3 above ln(V).
+# about 0.8, so the first loss is 0.8^2 / 2 = 0.3 above ln(V).
 EMBEDDING_STD, LOGIT_STD, GPT2_STD = 3.0, 0.8, 0.02
 
-def first_std(config, name, columns=None):
-    """name: that of a module, such as wte, lm_head or blocks.0.mlp.c_fc; columns: of its weight,
-    needed for all but wte and lm_head, which have n_embd"""
+def first_std(config, name, columns):
+    """name: that of a module, such as wte, lm_head or blocks.0.mlp.c_fc; columns: of its weight"""
     if config.init == "gpt2":
         return GPT2_STD
     if name == "wte":
         return EMBEDDING_STD
     if name == "lm_head":
-        return LOGIT_STD * config.n_embd ** -0.5
+        return LOGIT_STD * columns ** -0.5
     return columns ** -0.5
 
 def seeded(config, name):
@@ -303,7 +306,7 @@ def seeded(config, name):
 def init_weights(model):
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            std = first_std(model.config, name, columns=module.weight.shape[1])
+            std = first_std(model.config, name, module.weight.shape[1])
             module.weight.normal_(std=std, generator=seeded(model.config, name))
     for block in model.blocks:
         for residual, module in block.pairs():
@@ -323,14 +326,18 @@ def tie_weights(model):
     """One matrix for both embedding and head: that of the head, with its small numbers. So the
     embedding is multiplied by a number, and starts as long as if it were not tied."""
     model.wte.weight = model.lm_head.weight
-    model.embedding_scale = first_std(model.config, "wte") / first_std(model.config, "lm_head")
+    std_of = partial(first_std, model.config, columns=model.config.n_embd)
+    model.embedding_scale = std_of("wte") / std_of("lm_head")
 
 # -------------------------------------------------------------------------------------- the model
 
-# A Runner (part 3) takes the stream through one walk. For each sublayer it calls run_sublayer,
-# which returns residual(stream, f). With --mod, a decider tells it which tokens skip the sublayer.
-# Without any flag none do, and runner.training_loss(loss, ..) is loss. A Runner notes who ran what.
-# Who wants to know that gives the model one, and asks it later.
+# For each forward pass, a Runner runs the sublayers (part 3). Without any flag,
+#
+#     runner.run(place, stream, residual, f)   is residual(stream, f), and
+#     runner.training_loss(loss, targets)      is loss.
+#
+# With --mod, some tokens skip some sublayers. A Runner also notes what has happened. So to know
+# that, train.py makes a Runner, gives it to the model, and asks it when the pass is over.
 
 def cross_entropy(logits, targets):
     """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
@@ -350,7 +357,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # of the blocks, by their numbers, 0 .. L - 1
         self.decider = make_decider(config)   # says who skips (part 3)
-        self.run_sublayer = run_sublayer      # compile_blocks puts a compiled one here (part 4).
+        self.run_sublayer = run_sublayer      # Runners call it. train.py may have it compiled.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         self.embedding_scale = 1.0
         init_weights(self)
@@ -359,9 +366,9 @@ class GPT(nn.Module):
 
     def walk(self, idx, cache=None, runner=None):
         """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and at
-        1, 2, .. that after so many sublayers. A place is l, unless --repeat runs blocks again."""
+        1, 2, .. that after so many sublayers"""
         runner = runner or Runner(self)
-        runner.begin(idx.shape)
+        runner.begin(idx.shape)   # A new pass begins, over so many tokens.
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         yield 0, stream
         for place, residual, f in self.sublayers(idx, cache):
@@ -378,20 +385,20 @@ class GPT(nn.Module):
         rotation = self.rotation[past:end]
         for i, number in enumerate(self.order):
             block = self.blocks[number]
-            # i, not number: with --repeat a block runs again, and then has other keys.
+            # Row i of the cache: with --repeat a block runs again, and then has other keys.
             attention = SublayerFunction(self.dtype, block.attn, rotation, cache, i)
             mlp = SublayerFunction(self.dtype, block.mlp)
             yield 2 * i + 1, block.attn_residual, attention
             yield 2 * i + 2, block.mlp_residual, mlp
-        if cache is not None:
-            cache.length = end   # All attentions have stored their keys now.
 
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss in nats (None without
         targets): the mean cross entropy, and in training what some flags add to it"""
         runner = runner or Runner(self)
         for _, stream in self.walk(idx, cache, runner):
-            pass   # Only the last stream counts here.
+            pass   # The head reads the last stream only.
+        if cache is not None:
+            cache.length += idx.shape[1]   # All attentions have stored their keys now.
         logits = self.head(stream)
         if targets is None:
             return logits, None
@@ -436,32 +443,34 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 def causal_mask(has_key, n):
     """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which keys
     each of the n newest tokens sees, those up to its own"""
-    return has_key[:, None].expand(-1, n, -1).tril(has_key.shape[1] - n)
+    all_keys = has_key[:, None].expand(-1, n, -1)
+    return all_keys.tril(has_key.shape[1] - n)   # without those of later tokens
 
 class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens it has; GPT.sublayers counts them at its end
+        self.length = 0   # how many tokens it has; GPT.forward counts them at its end
         attention = model.blocks[0].attn
-        shape = len(model.order), batch_size, size, attention.n_head, attention.head_size
+        shape = (len(model.order), batch_size, size)   # a row for each attention that runs
+        vectors = (*shape, attention.n_head, attention.head_size)
         dtype = model.dtype or model.wte.weight.dtype
-        self.keys = torch.zeros(shape, dtype=dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=dtype, device=model.device)
+        self.keys = torch.zeros(vectors, dtype=dtype, device=model.device)
+        self.values = torch.zeros(vectors, dtype=dtype, device=model.device)
         # False where a token has skipped this attention (part 3)
-        self.has_key = torch.zeros(shape[:3], dtype=torch.bool, device=model.device)
+        self.has_key = torch.zeros(shape, dtype=torch.bool, device=model.device)
 
-    def store(self, i, k, v, has_key=True):
-        """k, v (B, n, n_head, head_size): what the i-th attention (i = 0, 1, ..) has made of the n
-        newest tokens -> k, v of all S tokens so far, and a mask (B, n, S) as in attend. has_key:
-        True, or, if tokens skip (part 3), bools (B, n)"""
+    def store(self, row, k, v, has_key=True):
+        """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
+        of all S tokens so far, and a mask (B, n, S) as in attend. has_key: True, or, if tokens skip
+        (part 3), bools (B, n)"""
         n = k.shape[1]
         end = self.length + n
-        self.keys[i, :, self.length:end] = k
-        self.values[i, :, self.length:end] = v
-        self.has_key[i, :, self.length:end] = has_key
-        mask = causal_mask(self.has_key[i, :, :end], n)
-        return self.keys[i, :, :end], self.values[i, :, :end], mask
+        self.keys[row, :, self.length:end] = k
+        self.values[row, :, self.length:end] = v
+        self.has_key[row, :, self.length:end] = has_key
+        mask = causal_mask(self.has_key[row, :, :end], n)
+        return self.keys[row, :, :end], self.values[row, :, :end], mask
 
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
@@ -480,8 +489,9 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
         token = pick(logits, temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
         yield token, runner
-        missing = token
-        if cache.length == size:   # It is full: a new one starts with the newer half.
+        if cache.length < size:
+            missing = token
+        else:   # It is full: a new one starts with the newer half.
             cache = KVCache(model, len(idx), size)
             missing = idx[:, -max(1, size // 2):]
 
@@ -640,13 +650,13 @@ def first_log_scale(config, power, temp, cosine_head):
     if cosine_head:
         std_at_length_1 = config.n_embd ** -0.5   # that of the cosine of random vectors
     else:
-        std_at_length_1 = first_std(config, "lm_head") * config.n_embd ** 0.5
+        std_at_length_1 = first_std(config, "lm_head", config.n_embd) * config.n_embd ** 0.5
     growth = 0.0   # of log_length, from the embedding to the end
     for number in block_order(config):
         for l in 2 * number + 1, 2 * number + 2:
             first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
             growth += 0.5 * math.log1p(first_gain ** 2)
-    return math.log(temp / std_at_length_1 / first_std(config, "wte")) - growth
+    return math.log(temp / std_at_length_1 / first_std(config, "wte", config.n_embd)) - growth
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
 
@@ -746,7 +756,8 @@ class ReZero(Residual):
         return x + self.b * f(x)
 
     def finish(self, x):
-        return x / first_std(self.config, "wte")   # so that it starts with a std of 1
+        # so that it starts with a std of 1
+        return x / first_std(self.config, "wte", self.config.n_embd)
 
 class LayerScale(Residual):
     """LayerScale (arXiv:2103.17239): a learned number per channel"""
@@ -1554,12 +1565,12 @@ class KeptTokens:
 def attention_of_kept(f, tokens, kv_of_all, x):
     """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). kv_of_all:
     what keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, cache, i) = f.module, f.others
+    attn, (rotation, cache, row) = f.module, f.others
     rotation = rotation[tokens.position]
     with products_in(f.dtype, x):
         if kv_of_all is None:
             q, k, v = attn.qkv(x, rotation)
-            k, v, mask = with_older(cache, i, tokens.spread(k), tokens.spread(v), tokens.keep)
+            k, v, mask = with_older(cache, row, tokens.spread(k), tokens.spread(v), tokens.keep)
         else:
             [q] = project(attn, x, slice(0, x.shape[-1]))
             q = attn.scale_q(rotate(unit(q), rotation))
@@ -1568,10 +1579,10 @@ def attention_of_kept(f, tokens, kv_of_all, x):
 
 def keys_of_all(f, x):
     """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
-    attn, (rotation, cache, i) = f.module, f.others
+    attn, (rotation, cache, row) = f.module, f.others
     with products_in(f.dtype, x):
         k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
-        return with_older(cache, i, attn.scale_k(rotate(unit(k), rotation)), v)
+        return with_older(cache, row, attn.scale_k(rotate(unit(k), rotation)), v)
 
 def project(attn, x, rows):
     """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
@@ -1579,11 +1590,11 @@ def project(attn, x, rows):
     x = F.linear(x, attn.c_attn.weight[rows])
     return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
 
-def with_older(cache, i, k, v, has_key=True):
+def with_older(cache, row, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
     bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
     if cache is not None:
-        return cache.store(i, k, v, has_key)
+        return cache.store(row, k, v, has_key)
     if has_key is True:
         has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     return k, v, causal_mask(has_key, k.shape[1])

@@ -6,8 +6,9 @@ Run folders: how they are written, opened as a model, and gone on with.
                      What --resume has changed is here, with its flag: {"step": 200, "--lr": 0.01}
     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments), step,
                      flops, data (a hash, with which train.py sees that the data have changed)
-    lock             made first of all, so it marks a run's folder; the process that trains here
-                     holds it, and the system frees it when that ends
+    lock             made first of all, so it marks a run's folder (other programs have a
+                     config.json, too); the process that trains here holds it, and the system frees
+                     it when that ends
 
 People pass such folders on, so no code in one is run. What is missing, broken or can't be written
 ends the program with one sentence: `refuse`, in sentences.py.
@@ -80,8 +81,8 @@ def read_config(path):
         refuse(f"{file}: can't be read ({error}); correct or restore it")
     if "mod_rate" in settings:   # a flag that is gone
         refuse(f"{file}: is of the third edition; git checkout 7cf98d5 reads it")
-    changes = settings.pop("changes", {})   # where a run has them that is a little older
-    if file.name == "config.json":
+    changes = {}
+    if file.name == "config.json":   # That of a run, so metrics.jsonl stands beside it.
         for step, entry in read_metrics(file.parent).items():
             changed = {name.removeprefix("--"): value for name, value in entry.items()
                        if name.startswith("--")}
@@ -127,7 +128,7 @@ def make_model(path, ckpt, config):
 
 def read_model(path, wanted, may_differ):
     """-> the checkpoint, a dict, and a model of the config `wanted` with its weights; train.py goes
-    on from there. may_differ: names of those settings that may be others in the checkpoint"""
+    on from there. may_differ: names of settings, such as kernels, that may be others there"""
     ckpt, saved = read_checkpoint(path)
     there, here = asdict(saved), asdict(wanted)
     differ = [f"{name} {there[name]} there, {here[name]} here" for name in there
@@ -140,7 +141,7 @@ def open_run(run, device="cpu"):
     """Run folder -> its model in eval mode, and its settings, a dict. Nothing is written."""
     settings, path = settings_now(run), Path(run) / "ckpt.pt"
     ckpt, config = read_checkpoint(path)
-    # "on" was right for the machine that trained. It would refuse one without Triton.
+    # --kernels on was right for the machine that trained. Without Triton, it would be refused.
     config = replace(config, kernels="auto")
     model = make_model(path, ckpt, config)
     # config.json of an older run may lack a new flag. The model's config has all of its own.
@@ -168,7 +169,7 @@ class RunFolder:
         found = [name for name in names if (self.out / name).exists()]
         if not found:
             return
-        if not (self.out / "lock").exists():   # Other programs have a config.json, too.
+        if not (self.out / "lock").exists():
             refuse(f"--out {self.out}: holds {found[0]}, but no lock as each run does, so it may "
                    f"be another program's; take another --out")
         if not overwrite:

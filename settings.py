@@ -9,7 +9,8 @@ Where the settings of a training come from. For each flag, the first of these th
     defaults              those of GPTConfig and TrainConfig
 
 --resume goes with neither --init_from nor --config. `typed`, `settings` and `defaults` are dicts:
-names of flags, and their values. `refuse` ends the program with a sentence.
+names of flags, and their values. Of runs.py, read_config says how a run began, and what it changed
+later; settings_now is both in one. `refuse` ends the program with a sentence.
 """
 import sys
 from dataclasses import fields
@@ -31,12 +32,12 @@ def gather_settings(typed, defaults):
     if typed.get("resume"):
         return settings_to_resume(typed, defaults) | typed
     from_config = settings_of_config(typed["config"]) if "config" in typed else {}
-    source = (from_config | typed).get("init_from")   # A run that is repeated began there, too.
+    # --config repeats a run, and so the --init_from that it began with.
+    source = typed.get("init_from", from_config.get("init_from"))
     from_model = settings_of_model(source) if source else {}
     settings = defaults | from_model | from_config   # What stands further right counts.
-    optimizer = (settings | typed)["optimizer"]
-    if optimizer != settings["optimizer"]:
-        # The rate of --config was that of its optimizer. 0 is the usual rate of this one.
+    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+        # The rate of --config was that of its optimizer. 0 is the usual rate of the other one.
         settings["lr"] = 0.0
     return settings | typed
 
@@ -73,7 +74,7 @@ def settings_of_model(source):
 
 def refuse_other_tokens(source, data, tokenizer):
     """source: the run in --init_from; tokenizer: that of the data"""
-    learned = settings_now(source).get("tokenizer")
-    if learned != tokenizer:
-        refuse(f"--init_from {source}: its tokens are those of {learned}, and --data {data} has "
-               f"{tokenizer}; prepare that with --tokenizer {learned}")
+    its_tokenizer = settings_now(source).get("tokenizer")
+    if its_tokenizer != tokenizer:
+        refuse(f"--init_from {source}: its tokens are those of {its_tokenizer}, and --data {data} "
+               f"has {tokenizer}; prepare the text with --tokenizer {its_tokenizer}")

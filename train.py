@@ -15,7 +15,9 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 #     gain        how much a sublayer will change a token; some residuals know it beforehand
 #     Runner      runs one forward pass, and notes who skipped, the loss, and the gains
 #     gate        a parameter that a residual lists in own_lr: it has a rate of its own
-#     processes   this process's rank and device, the count of all, and what they agree on
+#     processes   processes.mean(x) is the mean of the x of all processes, and .wait() waits until
+#                 all are here; .device and .rank are those of this one, .count is that of all
+#     part        1 of the grad_accum x processes parts of a batch
 #     say         prints in the first process
 #     refuse      ends the program with a sentence
 
@@ -105,7 +107,8 @@ class TrainConfig:
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 def read_configs(argv=None):
-    """The command line -> model_config, config. What is not typed, an earlier run may say."""
+    """The command line -> model_config, config. What isn't typed may come from an earlier run, and
+    else from the defaults: see settings.py."""
     classes = GPTConfig, TrainConfig
     epilog = "residuals, with their options:\n" + list_options(RESIDUALS)
     typed = read_command_line(classes, argv, __doc__, epilog=epilog)
@@ -219,7 +222,8 @@ def begin_or_resume(model_config, config, data, out):
     """-> the checkpoint to go on from, or None if this is a new run; and the model"""
     if config.resume:
         path = out / "ckpt.pt"
-        ckpt, model = read_model(path, model_config, may_differ=["kernels"])   # how, not what
+        # Kernels change how a model is computed, and not what.
+        ckpt, model = read_model(path, model_config, may_differ=["kernels"])
         if ckpt["data"] != data.fingerprint:
             refuse(f"{path}: is of other data than --data has now; put that back, or start a new "
                    f"run")
@@ -300,19 +304,19 @@ class Clock:
         return (step - self.step) / (time.perf_counter() - self.time)
 
 def record(runner):
-    """What is noted of a forward pass. The loss is the cross entropy, without what --mod or
-    --gain_cost, flags of GPTConfig, add to it. flops: per token; fewer where tokens skip"""
-    found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped(),
-                 flops=flops_per_token(runner.model, runner=runner))
+    """What is reported of a forward pass, a dict. The loss is the cross entropy, without what flags
+    of GPTConfig (--mod, --gain_cost, --deep_supervision) make of it."""
+    found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped())
     gain = runner.mean_gain()
-    if gain is not None:   # A decider or --gain_cost has asked for it.
+    if gain is not None:   # It is None if neither --mod nor --gain_cost needs gains.
         found["mean_gain"] = gain.detach()
     return found
 
 def forward_and_backward(model, wrapped, config, data, step, processes):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> means of what `record` finds, and of its flops. wrapped: see make_ready"""
-    records, seed = [], model.config.seed
+    the parameters -> the means of what `record` finds, and the FLOPs per token of the forward pass,
+    fewer where tokens skip. wrapped: see make_ready"""
+    records, flops, seed = [], 0.0, model.config.seed
     for i in range(config.grad_accum):
         part = i * processes.count + processes.rank
         x, y = get_batch(data, model.config, config.batch_size, step, part, config.n_parts(),
@@ -326,15 +330,12 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
         _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
         records.append(record(runner))
-    means = {}
-    for name in records[0]:
-        means[name] = sum(each[name] for each in records) / len(records)
-    flops = means.pop("flops")
+        flops += flops_per_token(model, runner=runner) / config.grad_accum
+    means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
     return means, flops
 
 def train(model_config, config, data, folder, processes, signals):
-    """A whole run -> exit status: 0, or 128 + the number of the signal that has stopped it, or 1 if
-    that came to another process.
+    """A whole run -> exit status: 0, or 1 if a signal has stopped it.
 
     model_config, config: the settings of the model and of its training; data: a Data;
     folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
@@ -373,7 +374,7 @@ def train(model_config, config, data, folder, processes, signals):
             break
 
         # --- From a batch to gradients
-        means, flops_of_part = forward_and_backward(model, wrapped, config, data, step, processes)
+        means, forward_flops = forward_and_backward(model, wrapped, config, data, step, processes)
         is_logged = (step + 1) % config.log_interval == 0
         if is_logged or config.equalize_grads:
             grads, block_norms = block_gradients(model)
@@ -384,7 +385,7 @@ def train(model_config, config, data, folder, processes, signals):
         # --- From gradients to weights. A warmup begins at a rate of 0, so count the step first.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(flops_of_part)
+        flops += 3 * tokens_per_step * processes.mean(forward_flops)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -409,9 +410,7 @@ def train(model_config, config, data, folder, processes, signals):
     if is_stopped:
         say(f"stopped at iteration {step}, all is saved; go on with: "
             f"python train.py --out {out} --resume")
-        if not signals:
-            return 1   # Another process has got the signal.
-        return 128 + signals[0]
+        return 1
     say(f"done: {out} holds the run\n"
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0

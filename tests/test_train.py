@@ -348,15 +348,6 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     assert max(metrics(tmp_path / "new")) == 8
     assert metrics(tmp_path / "new")[4] == metrics(copy)[4]
 
-def test_a_run_that_has_its_changes_in_config_json(copy, capsys):
-    """as those of some weeks did. Later ones come after them."""
-    old = {"4": dict(lr=0.01, beta1=0.8), "8": dict(lr=0.02)}
-    edited(lambda config: config.update(changes=old))(copy / "config.json")
-    assert runs.open_run(copy)[1]["lr"] == 0.02 and parsed(f"--out {copy} --resume")[1].beta1 == 0.8
-    assert resume(copy, "--max_iters 9 --lr 0.03") == 0 and parsed(f"--out {copy} --resume")[1].lr == 0.03
-    assert settings(copy)["changes"] == old
-    assert parsed(f"--config {copy}")[1].lr == 6e-3 and "'lr': 0.02" in capsys.readouterr().err
-
 @pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     """A hacker adds a field with a default. Runs that lack it go on as if they had it. What a
@@ -503,7 +494,7 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
     flags = f"{flags} --max_iters 24 --log_interval 3 --eval_interval 10"
     assert go(data, tmp_path / "whole", flags) == 0
     at_step(12, lambda model: signal.raise_signal(number), monkeypatch)
-    assert go(data, tmp_path / "parts", flags) == 128 + number
+    assert go(data, tmp_path / "parts", flags) == 1
     assert load(tmp_path / "parts")["step"] == 12
     assert "--resume" in capsys.readouterr().out.splitlines()[-1]
     assert resume(tmp_path / "parts") == 0
@@ -799,7 +790,7 @@ def test_processes_stop_together(data, tmp_path):
     wait_for(out / "ckpt.pt", two[0])
     time.sleep(0.2)
     os.kill(two[1].pid, signal.SIGTERM)
-    assert wait(*two) == [1, 128 + signal.SIGTERM]
+    assert wait(*two) == [1, 1]
     assert "--resume" in (tmp_path / "process0.out").read_text()
     begun = load(out)["step"]
     assert resume(out, f"--max_iters {begun + 2}") == 0 and max(metrics(out)) == begun + 2
