@@ -24,17 +24,44 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-import prepare
+import dataset
 from documents import text_or_file
+from files import explain_write_errors
 from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
 from model import ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, why_not
 from patch import patch
 from processes import pick_device, set_threads
-from runs import explain_write_errors, open_run
+from runs import open_run
 from sentences import printable, refuse, say, start
 from steps import answers, find_lines, in_words, solve, some_digits, spelled, steps_of_targets
 from train import evaluate
+
+# The words of this file:
+#
+#     L         how many blocks run; one that --repeat runs twice counts twice
+#     place     the number of a sublayer, from 1 to 2L
+#     walk      one pass through all sublayers. A Runner runs them, and notes who ran which
+#     decider   says which tokens run a sublayer; the others skip it. From model.py, part 3:
+#               Decider()                 all tokens run all sublayers
+#               ByGain(config, below)     a token with a gain below that skips
+#               Without(places, decider)  nobody runs these; of the others, that decider decides
+#     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
+#     NotHere   an exception: why a run can't have what was asked for, in a sentence
+#
+# And of the steps text (steps.py), also called the puzzle. In a step, each digit of a line becomes
+# another one, by a table. The letter in front says how many steps lead to the next line, so we know
+# what a model should answer. Here these are two (c):
+#
+#     c314159265358
+#     d108515848740
+#
+#     puzzle        what meta.json says of this text: its table of a step, how many digits a line
+#                   has, and the most steps
+#     cell          a digit's column in its line, 0, 1, ..
+#     steps asked   how many steps lead to a digit, as the letter of the line before says; -1 where
+#                   nobody can know: it is no digit, or that line is not in the window
+#     known         at least 90 % of the digits are right (KNOWN, in inside.py)
 
 # ============================================================================= what a statistic is
 
@@ -81,29 +108,6 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 
 # =========================================================================== what a statistic gets
 
-# The words, in all that follows:
-#
-#     L         how many blocks run; one that --repeat runs twice counts twice
-#     place     the number of a sublayer, from 1 to 2L
-#     walk      one pass through all sublayers. A Runner runs them, and notes who ran which
-#     decider   says which tokens run a sublayer; the others skip it. Decider, ByGain, Without and
-#               more are in model.py, part 3
-#     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
-#     NotHere   an exception: why a run can't have what was asked for, in a sentence
-#
-# And of the steps text (steps.py). Of its lines, a letter says how many steps lead to the digits of
-# the next one, so that these can be known: two steps (c) lead from the first line here to the next.
-#
-#     c314159265358
-#     d108515848740
-#
-#     puzzle        what meta.json says of this text: its table of a step, how many digits a line
-#                   has, and the most steps
-#     cell          a digit's column in its line, 0, 1, ..
-#     steps asked   how many steps lead to a digit, as the letter of the line before says; -1 where
-#                   nobody can know: it is no digit, or that line is not in the window
-#     known         at least 90 % of the digits are right (KNOWN, in inside.py)
-
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
     means can be averaged."""
@@ -143,7 +147,7 @@ class Run:
         self.batches = in_batches(x, y)
         self.quarter = in_batches(x[::4], y[::4])           # for what is slow
         self.other_quarter = in_batches(x[2::4], y[2::4])   # to choose a fixed set by
-        token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
+        token_bytes = dataset.token_bytes(config["tokenizer"], model.config.vocab_size)
         # Nats per token, and bits per byte of text
         self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
 
@@ -191,9 +195,9 @@ class Run:
     # --- On the steps text: what is right, and so what it has learned
 
     def by_steps(self, measure):
-        """measure(idx, targets) -> values (rows, B, T) of all targets: one row, or a row a
-        sublayer. Returns their means over the digits that are 0, 1, .. steps away from the line
-        before, a list a row.
+        """measure(idx, targets) -> values (rows, B, T) of all targets, such as a row a sublayer.
+        Returns for each row a list: its means over the digits that are 0, 1, .. steps away from the
+        line before.
 
         Only the second half of a line counts. Digits of the first half depend on few others, so a
         model may have learned them by heart. And the line before must be in the window, or nobody
@@ -201,7 +205,7 @@ class Run:
         cells = self.puzzle["cells"]
         values, asked = [], []
         for idx, targets in self.batches:
-            steps, cell = steps_of_targets(idx, targets, cells)
+            steps, cell = steps_of_targets(idx, targets, cells)   # of each target, (B, T)
             asked.append(torch.where(cell >= cells // 2, steps, -1))   # -1: It doesn't count.
             values.append(measure(idx, targets).double())
         values, asked = torch.cat(values, 1), torch.cat(asked)
@@ -274,12 +278,12 @@ def written(run):
     digits = some_digits(run.puzzle)
     lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
     return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
-            "true": [solve(line, run.puzzle)[-1] for line in lines]}
+            "true": [solve(line, run.puzzle)[-1] for line in lines]}   # its last line
 
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
       share_y=True)
 def right_digits(run):
-    """The further right a curve falls, the more steps the model can do.
+    """The more steps a model can do, the later its curve falls.
 
     Here, and wherever figures go by steps, digits in the second half of a line count: the first
     ones depend on few others, and may be learned by heart. And the line before must be in the
@@ -294,7 +298,7 @@ def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
     digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
     The figure shows which share it reads: on the left where the line stands, on the right where the
-    answer is predicted. Without its left neighbour, a digit has two possible successors: .5.
+    answer is predicted. Who doesn't read a digit's left neighbour has two digits to choose from: .5.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.
@@ -302,7 +306,7 @@ def lines_inside(run):
     reads no such line in an untrained model, nor shuffled digits."""
     k = run.most_known
     # Inside fits the probes. That takes many windows, whatever --windows says.
-    windows = prepare.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
+    windows = dataset.windows_of(run.config["data"], "val", run.model.config.block_size, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
     idx, targets = run.batches[0]
     _, _, in_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
@@ -430,9 +434,9 @@ def ways_to_skip(run, batches):
 
 @stat("What skipping costs", x="share of the sublayer runs skipped", share_x=True)
 def skip_curve(run):
-    """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. A line that stays
-    level skips for nothing. Two controls skip as much: coins, and a fixed set of sublayers, which
-    is as near as whole sublayers can be.
+    """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. Where a line stays
+    level, skipping costs nothing. Two controls skip as much: coins, and a fixed set of sublayers,
+    which is as near as whole sublayers can be.
 
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
@@ -463,7 +467,7 @@ def depth_map(run):
     function. Source: NAG, arXiv:2606.16112, appendix A."""
     if run.puzzle and not run.text:
         raise NotHere("on the steps text, the figures by steps say more; --text makes a map")
-    encoding = prepare.get_tokenizer(run.config["tokenizer"])
+    encoding = dataset.get_tokenizer(run.config["tokenizer"])
     tokens = encoding.encode_ordinary(run.text[:10_000] or A_TEXT)
     tokens = tokens[:run.model.config.block_size]
     try:
@@ -575,8 +579,8 @@ def open_runs(args):
         set_threads(model.config.n_embd, device)
         data = config["data"]
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
-        windows = prepare.windows_of(data, "val", config["block_size"], n)
-        puzzle = prepare.load_meta(data).get("steps")
+        windows = dataset.windows_of(data, "val", config["block_size"], n)
+        puzzle = dataset.load_meta(data).get("steps")
         run = Run(model, config, windows, puzzle, text, args.skip_below)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "

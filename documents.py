@@ -95,7 +95,7 @@ def hold_out(documents):
     long = [text for text in documents if len(text) > limit]
     val = short[::20]
     train = [text for number, text in enumerate(short) if number % 20 != 0]
-    counts = f"{len(train):,} for training, {len(val):,} for validation, {len(long):,} cut"
+    n_train, n_val = len(train), len(val)   # of those that stay whole
     for text in long:
         head, tail = cut(text, 0.05)
         train.append(head)
@@ -103,7 +103,8 @@ def hold_out(documents):
     if not train:
         refuse("--input: has too little text (the folder of --out isn't read); name several "
                "documents, or one of more than 1,000 characters")
-    say(f"documents: {counts} at 95 % for both")
+    say(f"documents: {n_train:,} for training, {n_val:,} for validation, {len(long):,} cut at 95 % "
+        f"for both")
     return train, val
 
 def cut(text, share):

@@ -17,8 +17,8 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure   # not pyplot: a notebook keeps the backend that it has chosen
 from matplotlib.ticker import MaxNLocator
 
+from files import write_file, write_text
 from model import flops_per_token, num_params
-from runs import write_file, write_text
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()

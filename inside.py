@@ -32,7 +32,7 @@ follows:
 import torch
 import torch.nn.functional as F
 
-import prepare
+import dataset
 from model import unit
 from sentences import refuse
 from steps import (answers, find_lines, in_words, line_length, lines_after, solve, spelled,
@@ -186,14 +186,14 @@ class Inside:
 def show_inside(model, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
     folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
-    puzzle = prepare.load_meta(data).get("steps")
+    puzzle = dataset.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
     what_a_line_is = why_no_line(line, puzzle)
     if what_a_line_is:
         refuse(f"--inside: needs a --prompt of one line: {what_a_line_is}")
     k = ord(line[0]) - ord("a")
-    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
+    windows = dataset.windows_of(data, "val", model.config.block_size, WINDOWS)
     try:
         example = Inside(model, puzzle, windows, k).example(line)
     except NotHere as why:

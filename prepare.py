@@ -1,5 +1,5 @@
 """
-Text to tokens: makes a data set, and reads it. A data set is a folder of shards, files of tokens.
+Makes a data set of text: a folder of shards, files of tokens. (dataset.py reads it.)
 
     python prepare.py steps                    # a puzzle of many steps; seconds, no network
     python prepare.py stdlib                   # the source of Python's own library; no network
@@ -11,35 +11,26 @@ Your own files have to be UTF-8 text. Each file is a document. (With --jsonl FIE
 one: a JSON object with that field.) One in 20 documents is for validation; of a long one, the last
 5 %.
 """
-# The order of this file is the way of a text: where it comes from, tokens, shards, the folder of a
-# data set, and windows, which a model trains on. Last come the flags and the command.
+# The order of this file: where a text comes from, its way into the folder, the flags, the command.
+import packages   # first: it says what is missing
+
 import hashlib
 import json
 import os
-import re
 import shlex
 import sys
 import sysconfig
 import tempfile
-from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-try:
-    import fcntl   # folders.py needs it. Only Windows doesn't have it.
-    import numpy as np
-    import tiktoken
-    import torch
-except ModuleNotFoundError as error:
-    remedy = f"type make .venv/installed, and then .venv/bin/python {shlex.join(sys.argv)}"
-    if error.name == "fcntl":
-        remedy = "on Windows, use WSL"
-    raise SystemExit(f"This Python has no {error.name}; {remedy}")
+import torch
 
+from dataset import encode, load_meta, open_split, read_shard, write_shard
 from documents import cut, own_text, read_text
+from files import unfinished_folder
 from flags import flag, parse
-from folders import unfinished_folder
 from sentences import refuse, say, start
 from steps import make_documents, make_puzzle
 
@@ -47,7 +38,8 @@ from steps import make_documents, make_puzzle
 
 # A source is a function. It gets config, the flags (PrepareConfig, at the end of this file), and
 # returns two lists of texts, for training and for validation. documents.py has one more, own_text.
-# For one of your own, write such a function, and name it in SOURCES.
+# (fineweb, below, is none: it comes as shards.) For one of your own, write such a function, and
+# name it in SOURCES.
 
 def steps_text(config):
     """Documents of a puzzle: see steps.py."""
@@ -88,99 +80,7 @@ def shakespeare(config):
         train, val = cut(read_text(path), 0.1)
     return [train], [val]
 
-# ------------------------------------------------------------------------------------------ tokens
-
-VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
-
-def get_tokenizer(tokenizer_name):
-    """A tiktoken.Encoding: "bytes" (the 256 bytes, and <|endoftext|> = 256) or "gpt2"."""
-    if tokenizer_name == "bytes":
-        # A token is a byte, and tokens don't merge. pat_str only says how much goes at a time.
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", explicit_n_vocab=257,
-                                 mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={"<|endoftext|>": 256})
-    try:
-        return tiktoken.get_encoding(tokenizer_name)
-    except Exception as error:   # tiktoken downloads its table, once.
-        refuse(f"--tokenizer {tokenizer_name}: no table of it ({type(error).__name__}); go online "
-               f"once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
-
-def encode(texts, tokenizer_name):
-    """Texts -> their tokens, an array of uint16. After each text comes an end-of-text."""
-    tokenizer = get_tokenizer(tokenizer_name)
-    tokens = array("H")
-    for text in texts:
-        # encode_ordinary: where somebody's text says "<|endoftext|>", that is text, not this token.
-        tokens.extend(tokenizer.encode_ordinary(text))
-        tokens.append(tokenizer.eot_token)
-    return tokens
-
-def token_bytes(tokenizer_name, n_tokens):
-    """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
-    divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
-    byte. n_tokens: how many a model knows. If the tokenizer has fewer, the others have 0, too."""
-    tokenizer = get_tokenizer(tokenizer_name)
-    sizes = torch.zeros(n_tokens, dtype=torch.long)
-    for token in range(tokenizer.n_vocab):
-        if token != tokenizer.eot_token:
-            sizes[token] = len(tokenizer.decode_single_token_bytes(token))
-    return sizes
-
-# ------------------------------------------------------------------------------------------ shards
-
-# A shard is as llm.c has it: 256 int32 (magic, version, number of tokens, zeros), uint16 tokens.
-MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
-
-def write_shard(path, tokens):
-    """tokens: numbers below 2**16, less than 2**31 of them"""
-    with open(path, "wb") as file:
-        file.write(np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4"))
-        file.write(np.array(tokens, "<u2"))
-
-def read_shard(path):
-    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
-    if it has another format, or is cut short"""
-    header = np.fromfile(path, "<i4", 3).tolist()
-    if header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, say, or llm.c's of Llama 3
-        refuse(f"{path}: is no shard of llm.c's version {VERSION}, which has 256 int32 ({MAGIC}, "
-               f"{VERSION}, number of tokens, zeros), and then the tokens as uint16")
-    n = header[2]
-    n_here = max(0, os.path.getsize(path) - HEADER) // 2   # two bytes each
-    if n_here < n:
-        refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
-    return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
-
-# -------------------------------------------------------- the folder of a data set, with meta.json
-
-# A data set has shards for training and shards for validation. A folder that has none for
-# validation is no data set: whoever wants to train on it is told to prepare it anew.
-
-def load_meta(data):
-    """-> dict(name=, tokenizer=, vocab_size=): of a data set, the name, the tokenizer's name, and
-    how many tokens that has; of the steps text also steps=, the puzzle of steps.py. SystemExit if
-    none is there
-
-    llm.c and modded-nanogpt write shards without a meta.json. They hold GPT-2's tokens."""
-    folder = Path(data)
-    if not (folder / "meta.json").exists() and any(folder.glob("*.bin")):
-        name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
-        return dict(name=name, tokenizer="gpt2", vocab_size=VOCABULARIES["gpt2"])
-    try:
-        meta = dict(json.loads((folder / "meta.json").read_text(encoding="utf-8")))
-    except OSError as error:
-        refuse(f"--data {data}: no data set there, seen from {os.getcwd()} ({error.strerror}); go "
-               f"where the data are, or make them with prepare.py")
-    except (TypeError, ValueError):   # no JSON object
-        meta = {}
-    if meta.get("tokenizer") not in VOCABULARIES:
-        refuse(f"{folder / 'meta.json'}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; "
-               f"correct it, or make the data set anew")
-    return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
-
-def fingerprint(data, meta):
-    """A hash of meta.json, and of the shards' names and sizes. A resumed run wants the same."""
-    sizes = sorted((path.name, path.stat().st_size) for path in Path(data).glob("*.bin"))
-    return hashlib.sha256(json.dumps([meta, sizes], sort_keys=True).encode()).hexdigest()
+# --------------------------------------------------------------------------- the data set's folder
 
 def refuse_if_taken(out, meta):
     """SystemExit if the folder holds another data set than that of meta. (The same one may come
@@ -222,58 +122,6 @@ def fineweb(out, meta, n_shards):
         (unfinished / "meta.json").write_text(json.dumps(meta))
         os.replace(unfinished / "meta.json", out / "meta.json")
     say("The lengths of the shards are right. Their sha256 is not known, so it was not checked.")
-
-# ----------------------------------------------------------------------------------------- windows
-
-# A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
-# T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
-
-def split_of(path):
-    """-> "train", "val" or None, a word of a shard's name. (festival_train_000000.bin is of train.)
-    SystemExit if it has both"""
-    words = re.split("[^A-Za-z]+", path.stem)
-    if "train" in words and "val" in words:
-        refuse(f"{path}: is it of train or of val? its name has both; rename it")
-    for split in "train", "val":
-        if split in words:
-            return split
-    return None
-
-def open_split(data, split, T=0):
-    """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token)"""
-    paths = [path for path in sorted(Path(data).glob("*.bin")) if split_of(path) == split]
-    if not paths:
-        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
-    shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
-    if not shards:
-        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
-               f"prepare more text")
-    return shards
-
-def read_windows(shards, numbers, T):
-    """The windows of these n numbers -> x, y (n, T) int64. y is x, one token later."""
-    # The first window of each shard has which number?
-    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])
-    shard_of = np.searchsorted(first_number, numbers, side="right") - 1
-    windows = []
-    for i, number in zip(shard_of, numbers):
-        first = number - first_number[i]
-        windows.append(shards[i][first:first + T + 1])
-    windows = torch.from_numpy(np.stack(windows).astype(np.int64))
-    return windows[:, :-1], windows[:, 1:]
-
-def windows_of(data, split, T, n):
-    """n windows of "train" or "val", evenly spread, to measure with -> x, y (n, T). (A training
-    draws numbers instead, and calls read_windows itself.)"""
-    vocab_size = load_meta(data)["vocab_size"]
-    shards = open_split(data, split, T)
-    n_windows = sum(len(shard) - T for shard in shards)
-    x, y = read_windows(shards, np.linspace(0, n_windows - 1, n).astype(int), T)
-    largest = max(x.max(), y.max())
-    if largest >= vocab_size:
-        refuse(f"--data {data}: has token {largest}, beyond its tokenizer's {vocab_size}; prepare "
-               f"it anew, or correct its meta.json")
-    return x, y
 
 # ------------------------------------------------------------------------------- flags, and command
 

@@ -14,46 +14,16 @@ People pass such folders on, so no code in one is run. What is missing, broken o
 ends the program with one sentence: `refuse`, in sentences.py.
 """
 import contextlib
-import fcntl
 import json
-import os
 import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+from files import explain_write_errors, take_lock, write_file, write_text
 from model import GPT, GPTConfig
 from sentences import refuse, say
-
-# ------------------------------------------------------------------------------------------- files
-
-@contextlib.contextmanager
-def explain_write_errors(path):
-    """with explain_write_errors(path): what fails to be written there ends with a sentence."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError when the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-def write_file(path, write):
-    """write_file("ckpt.pt", lambda f: torch.save(state, f)) writes to a new file. Only when that is
-    whole and on the disk, it gets the name ckpt.pt. So a kill or a full disk leaves the old one."""
-    path = Path(path)
-    unfinished = path.with_name(".unfinished-" + path.name)
-    with explain_write_errors(path):
-        unfinished.unlink(missing_ok=True)   # of a run that was killed
-        try:
-            with open(unfinished, "xb") as f:   # x: it is new, and no link to another file.
-                write(f)
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-
-def write_text(path, text):
-    write_file(path, lambda f: f.write(text.encode()))
 
 # ----------------------------------------------------------------------------- reading a run folder
 
@@ -161,7 +131,9 @@ class RunFolder:
         if is_first:
             if not resume:
                 self.refuse_if_taken(overwrite)
-            self.take_lock()
+            self.out.mkdir(parents=True, exist_ok=True)
+            self.lock_file = take_lock(self.out / "lock", f"--out {out}: another process is "
+                                       f"training there; wait for it, or take another --out")
 
     def refuse_if_taken(self, overwrite):
         """A new run would replace these files. All others stay."""
@@ -175,17 +147,6 @@ class RunFolder:
         if not overwrite:
             refuse(f"--out {self.out}: holds a run already; --resume continues it, --overwrite "
                    f"replaces it, another --out keeps it")
-
-    def take_lock(self):
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.lock_file = open(self.out / "lock", "ab")
-        try:
-            fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            refuse(f"--out {self.out}: another process is training there; wait for it, or take "
-                   f"another --out")
-        except OSError:
-            pass   # Some file systems have no locks.
 
     def begin(self, step):
         """Once, just before the first step, when all checks have passed. step: 0, or that of the

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-import prepare
+import dataset
 from documents import text_or_file
 from flags import flag, parse
 from inside import show_inside
@@ -69,7 +69,7 @@ def main(argv=None):
     if config.inside:
         show_inside(model, settings["data"], config.prompt.strip())
     else:
-        print_samples(model, prepare.get_tokenizer(settings["tokenizer"]), config)
+        print_samples(model, dataset.get_tokenizer(settings["tokenizer"]), config)
 
 def pick_decider(model, config):
     """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks

@@ -12,8 +12,9 @@ neighbour, too. (Left of the first digit is a 0.)
     after an even one         0 7 4 5 6 1 3 8 9 2
     after an odd one          9 8 1 4 7 2 6 5 0 3
 
-So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line. We know how
-many steps lead to each digit, and so we see how many steps a model has learned.
+So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line: it is the
+answer to the first. We know how many steps lead to each digit, and so we see how many steps a model
+has learned.
 
 The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
 character, and its number is that of the byte; 256 comes after each document.
@@ -36,7 +37,7 @@ def make_puzzle(symbols, rows, cells, most, seed):
     rows      how many different rows the table has; symbols can be divided by it
     cells     how many digits a line has
     most      the most steps that a line asks for
-    seed      (--table) of the table's random numbers"""
+    seed      of the table's random numbers (the flag is called --table)"""
     table = make_table(symbols, rows, np.random.default_rng(seed))
     return dict(table=table.tolist(), cells=cells, most=most)
 
@@ -47,14 +48,14 @@ def make_table(symbols, rows, rng):
     A row holds each digit once, so nothing is lost in a step. And in each row a digit goes to a
     different class: 3 becomes 5, which is odd, or 4, which is even. So who doesn't know the
     neighbour can't even tell odd from even."""
-    # To which class does each digit go in the first row? With two rows, five become even.
-    class_of_next = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    # To which class does each digit go in the first row? With two rows, half of them become even.
+    class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     different_rows = np.zeros((rows, symbols), int)
-    for row in different_rows:
+    for number, row in enumerate(different_rows):
+        class_of_next = (class_in_first_row + number) % rows
         for each_class in range(rows):
             members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
             row[class_of_next == each_class] = rng.permutation(members)
-        class_of_next = (class_of_next + 1) % rows   # In the next row, each goes to the next class.
     return different_rows[np.arange(symbols) % rows]
 
 def next_line(digits, table):
@@ -72,8 +73,8 @@ def lines_after(digits, steps, table):
 # ------------------------------------------------------------------- the text: for prepare.py steps
 
 def make_documents(puzzle, seed, split):
-    """-> the texts of "train" or of "val". Random are the digits of their first lines, and how many
-    steps each line asks for. seed: that of the table"""
+    """-> the texts of "train" or of "val". At random are the digits of their first lines, and how
+    many steps each line asks for. seed: that of the table"""
     n, table, most = DOCUMENTS[split], puzzle["table"], puzzle["most"]
     rng = np.random.default_rng((seed, SEEDS[split]))
     weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.

@@ -30,12 +30,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import prepare   # first: it explains a missing torch
+import packages   # first: it says what is missing
 
 import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+import dataset
+import prepare
 from flags import flag, list_options, make_configs, read_command_line
 from model import (GPT, GPTConfig, Mistake, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
@@ -138,14 +140,14 @@ def open_data(config, block_size, processes):
         say(f"{folder} is not there yet: making it from the Python standard library")
         prepare.main(["stdlib", "--out", folder])
     processes.wait()   # The first one may still be writing.
-    meta = prepare.load_meta(folder)
+    meta = dataset.load_meta(folder)
     tokenizer, vocab_size = meta["tokenizer"], meta["vocab_size"]
     # This reads windows from all over the training text, and refuses tokens of another tokenizer.
-    prepare.windows_of(folder, "train", block_size, config.eval_windows)
-    return Data(tokenizer, vocab_size, prepare.token_bytes(tokenizer, vocab_size),
-                shards=prepare.open_split(folder, "train", block_size),
-                val=prepare.windows_of(folder, "val", block_size, config.eval_windows),
-                fingerprint=prepare.fingerprint(folder, meta))
+    dataset.windows_of(folder, "train", block_size, config.eval_windows)
+    return Data(tokenizer, vocab_size, dataset.token_bytes(tokenizer, vocab_size),
+                shards=dataset.open_split(folder, "train", block_size),
+                val=dataset.windows_of(folder, "val", block_size, config.eval_windows),
+                fingerprint=dataset.fingerprint(folder, meta))
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
@@ -154,7 +156,7 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
     T = model_config.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
-    x, y = prepare.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
+    x, y = dataset.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
     if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
         x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
     return x, y

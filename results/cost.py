@@ -19,7 +19,7 @@ if it is ahead of both controls, which skip as much:
 import numpy as np
 import torch
 
-import prepare
+import dataset
 from analyze import ALL_RUN, coins, in_batches, mean_loss, steps_learned
 from model import ByGain, Without
 
@@ -83,7 +83,7 @@ def measure(inspected):
         yield f"below {below}", columns(skipped[below], score(inspected, decider))
 
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
-    windows = prepare.windows_of(config["data"], "train", config["block_size"], 64)
+    windows = dataset.windows_of(config["data"], "train", config["block_size"], 64)
     sets = greedy_sets(model, in_batches(*windows), most)
     torch.manual_seed(0)   # for the coins
     for below in CONTROLLED:

@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import analyze
 import cost
 import ill
+import dataset
 import prepare
 from flags import flag, parse
 from model import num_params
@@ -94,8 +95,8 @@ def inspect(folder, n_windows=512):
     """Run folder -> what the statistics of analyze.py take, with so many validation windows"""
     model, config = open_run(folder)
     model.to(pick_device(config["device"]))
-    windows = prepare.windows_of(config["data"], "val", config["block_size"], n_windows)
-    puzzle = prepare.load_meta(config["data"]).get("steps")
+    windows = dataset.windows_of(config["data"], "val", config["block_size"], n_windows)
+    puzzle = dataset.load_meta(config["data"]).get("steps")
     return analyze.Run(model, config, windows, puzzle)
 
 def columns_of(folder, inspected):

@@ -26,7 +26,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import prepare
+import dataset
 from flags import flag, parse
 from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
 from sentences import refuse, say, start
@@ -109,7 +109,7 @@ def skipping(args):
     FLOPs predict can be measured"""
     model = make("nag", 12, 256, gain_cost=0.1)
     train_step = trainer(model)
-    windows = prepare.windows_of(ROOT / "data/stdlib", "train", T, 60 * B)
+    windows = dataset.windows_of(ROOT / "data/stdlib", "train", T, 60 * B)
     for x, y in zip(*(tokens.split(B) for tokens in windows)):
         train_step(x, y)
     decider, runner = half_skips(model.eval(), x)

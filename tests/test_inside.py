@@ -7,7 +7,7 @@ import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, inside, patch, prepare, sample, steps, train
+import analyze, dataset, inside, patch, prepare, sample, steps, train
 from conftest import ids, make, some
 from model import Decider, Runner, Without
 from steps import find_lines, lines_after, solve, steps_of_targets
@@ -24,11 +24,11 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(data):
-    return prepare.load_meta(data)["steps"]
+    return dataset.load_meta(data)["steps"]
 
 @pytest.fixture(scope="module")
 def windows(data):
-    return prepare.windows_of(data, "val", 32, 600)
+    return dataset.windows_of(data, "val", 32, 600)
 
 def lines_of(row):
     """Yields of each line in a window, whose whole answer is there: its column, its letter and its digits"""
@@ -258,7 +258,7 @@ def test_inside_needs_a_line_and_the_text(data, tmp_path):
     refused(a_line, inside.show_inside, model, other, "")
     elsewhere = "data/elsewhere: no data set there, seen from .*; go where the data are"
     refused(elsewhere, inside.show_inside, model, "data/elsewhere", "b3141")
-    refused(elsewhere, prepare.windows_of, "data/elsewhere", "val", 32, 600)   # for analyze.py
+    refused(elsewhere, dataset.windows_of, "data/elsewhere", "val", 32, 600)   # for analyze.py
     for shard in other.glob("val*"):
         shard.unlink()
     refused("no val shard", inside.show_inside, model, other, "b3141")

@@ -3,7 +3,7 @@ import fcntl, hashlib, json, os, re, resource, runpy, shlex, signal, subprocess,
 from unittest.mock import Mock
 import numpy as np
 import documents
-import prepare, pytest, tiktoken, tiktoken_ext.openai_public, torch
+import dataset, prepare, pytest, tiktoken, tiktoken_ext.openai_public, torch
 from conftest import ROOT
 from documents import hold_out
 
@@ -29,7 +29,7 @@ def refused(function, *given):
     return refusal.value.code
 
 def tokens(out, split):
-    return np.concatenate(prepare.open_split(out, split))
+    return np.concatenate(dataset.open_split(out, split))
 
 def side(out, split):
     """The documents of a split, as bytes"""
@@ -143,7 +143,7 @@ def test_stdlib(tmp_path):
                           capture_output=True, text=True, env=os.environ | dict(PYTHONIOENCODING="ascii"))
     assert done.returncode == 0 and done.stderr == "" and "next: python train.py --data" in done.stdout
     assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
-    assert prepare.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
+    assert dataset.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
     train, val = (tokens(out, split) for split in ("train", "val"))
     assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
     train, val = (side[side < 256].astype("u1").tobytes() for side in (train, val))
@@ -195,7 +195,7 @@ def merging():
 def test_round_trip(tmp_path, monkeypatch):
     """Two long texts. The second has a long word, and many spaces."""
     tokenizer = merging()
-    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: tokenizer)
+    monkeypatch.setattr(dataset, "get_tokenizer", lambda name: tokenizer)
     for content in "line text\n" * 50_000 + PROSE, PROSE * 8 + "x" * 400_000 + " " * 300_000:
         run(f"text --input {write(tmp_path / 'a.txt', content)} --out {tmp_path}/out")
         train, val = (tokens(tmp_path / "out", split).tolist() for split in ("train", "val"))
@@ -205,32 +205,32 @@ def test_round_trip(tmp_path, monkeypatch):
         assert train == tokenizer.encode_ordinary(tokenizer.decode(train))
 
 def test_tokenizers(tmp_path, monkeypatch):
-    tokenizer = prepare.get_tokenizer("bytes")
+    tokenizer = dataset.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
-    assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
+    assert dataset.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
     longer = tiktoken.Encoding("longer", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
-    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: longer)
-    assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
+    monkeypatch.setattr(dataset, "get_tokenizer", lambda name: longer)
+    assert dataset.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
     monkeypatch.undo()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    assert "TIKTOKEN_CACHE_DIR" in refused(prepare.get_tokenizer, "gpt2")
+    assert "TIKTOKEN_CACHE_DIR" in refused(dataset.get_tokenizer, "gpt2")
 
 def test_shards_and_windows(tmp_path):
-    a = prepare.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
+    a = dataset.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
     assert isinstance(a, np.memmap) and a.dtype == np.uint16 and a.tolist() == [1, 2, 65535]
     shards = [np.arange(10, dtype="<u2"), np.arange(100, 107, dtype="<u2")]
-    x, y = prepare.read_windows(shards, np.arange(9), 4)   # six in the first shard, three after it
+    x, y = dataset.read_windows(shards, np.arange(9), 4)   # six in the first shard, three after it
     assert x.dtype == torch.int64 and x.shape == (9, 4) and torch.equal(y, x + 1)
     assert x[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102]
     write(tmp_path / "fineweb_val_000000.bin", shard(range(50)))
-    x, y = prepare.windows_of(tmp_path, "val", 9, 5)
+    x, y = dataset.windows_of(tmp_path, "val", 9, 5)
     assert x[:, 0].tolist() == [0, 10, 20, 30, 40] and torch.equal(y, x + 1)
-    assert "--block_size 50" in refused(prepare.windows_of, tmp_path, "val", 50, 5)
+    assert "--block_size 50" in refused(dataset.windows_of, tmp_path, "val", 50, 5)
     write(tmp_path / "fineweb_val_000000.bin", shard([1, 2, 3, 50257]))   # gpt2 has no such token.
-    assert "50257" in refused(prepare.windows_of, tmp_path, "val", 3, 1)
+    assert "50257" in refused(dataset.windows_of, tmp_path, "val", 3, 1)
 
 @pytest.mark.parametrize("content, found, deletes", [
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off
@@ -240,7 +240,7 @@ def test_shards_and_windows(tmp_path):
     (b"\1\0\2\0", "version 1, which", False), (b"", "version 1, which", False)])
 def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     """Only one that is cut short can't be of any use any more."""
-    said = refused(prepare.read_shard, write(tmp_path / "its.bin", content))
+    said = refused(dataset.read_shard, write(tmp_path / "its.bin", content))
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
 
 @pytest.mark.parametrize("name, split", [
@@ -253,26 +253,26 @@ def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
         if asked == split:
             assert tokens(tmp_path, asked).tolist() == [1, 2]
         else:
-            assert f"no {asked} shard" in refused(prepare.open_split, tmp_path, asked)
+            assert f"no {asked} shard" in refused(dataset.open_split, tmp_path, asked)
     write(tmp_path / "train_of_val.bin", shard([1, 2]))
-    assert "rename" in refused(prepare.open_split, tmp_path, "val")
+    assert "rename" in refused(dataset.open_split, tmp_path, "val")
 
 def test_meta(tmp_path):
     for missing in tmp_path / "nowhere", tmp_path:
-        assert "no data set there" in refused(prepare.load_meta, missing)
+        assert "no data set there" in refused(dataset.load_meta, missing)
     for name in "llm.c", "fineweb":   # Neither llm.c nor modded-nanogpt write a meta.json.
         for i in (2, 1):
             write(tmp_path / name / f"{name.replace('.', '')}_train_{i:06d}.bin", shard([i]))
         expected = dict(name=name, tokenizer="gpt2", vocab_size=50257)
-        assert prepare.load_meta(str(tmp_path / name)) == expected
+        assert dataset.load_meta(str(tmp_path / name)) == expected
         assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
     for content in "{", "", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}':
         write(tmp_path / "meta.json", content)
-        assert "meta.json: must name a tokenizer" in refused(prepare.load_meta, tmp_path)
+        assert "meta.json: must name a tokenizer" in refused(dataset.load_meta, tmp_path)
     # The second is as it once was written.
     for by_hand in dict(tokenizer="bytes"), dict(tokenizer="bytes", vocab_size=257):
         write(tmp_path / "meta.json", json.dumps(by_hand))
-        assert prepare.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
+        assert dataset.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 
@@ -296,7 +296,7 @@ def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
     out = tmp_path / "out"
     line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
     killed(line, at)   # No data set is there yet.
-    refused(prepare.open_split, out, "val")
+    refused(dataset.open_split, out, "val")
     run(line)
     before = contents(out)
     write(tmp_path / "a.txt", PROSE[::-1])
@@ -304,7 +304,7 @@ def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
     if at < 2:   # The new one wasn't whole.
         assert before.items() < contents(out).items()
     else:
-        refused(prepare.open_split, out, "val")
+        refused(dataset.open_split, out, "val")
     run(line)
     assert contents(out) != before and contents(out).keys() == before.keys()
     assert sorted(os.listdir(out)) == ["lock", "meta.json", "train_000000.bin", "val_000000.bin"]
@@ -378,5 +378,6 @@ def test_without_the_environment():
 def test_without_one_package(monkeypatch, package):
     """fcntl is missing on Windows only."""
     monkeypatch.setitem(sys.modules, package, None)   # It can't be imported.
+    monkeypatch.delitem(sys.modules, "packages")
     said = refused(runpy.run_path, str(ROOT / "prepare.py"))
     assert f"no {package}; " in said and ("on Windows, use WSL" in said) == (package == "fcntl")

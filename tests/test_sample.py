@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest, torch
 
-import prepare, sample, train
+import dataset, prepare, sample, train
 from conftest import ROOT, make
 from model import EVERYONE, REMOVED, EarlyExit, Runner
 
@@ -106,7 +106,7 @@ def test_stops_at_end_of_text(monkeypatch, capsys):
         asked.append((idx.tolist(), n_vocab))   # how many tokens may come
         return said
     monkeypatch.setattr(sample, "new_tokens", new_tokens)
-    config, tokenizer = sample.SampleConfig(prompt="A", depth=True), prepare.get_tokenizer("bytes")
+    config, tokenizer = sample.SampleConfig(prompt="A", depth=True), dataset.get_tokenizer("bytes")
     assert sample.sample(SimpleNamespace(device="cpu"), tokenizer, config) == [0.25] * 5
     assert asked == [([[ord("A")]], 257)]
     assert capsys.readouterr().out == f"A{sample.painted('é', 0.75)}\n\ufffd\n"   # A space needs no colour.
@@ -116,7 +116,7 @@ def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
     """Whoever has written the prompt, or the text that the model has learned. A file gets all of it."""
     bad = b"a\tb\n\x1b]0;x\x07\r\b" + "\x9b5né\u202e".encode() + b"z"
     def printed(in_colours):
-        printer = sample.Printer(prepare.get_tokenizer("bytes"), in_colours)
+        printer = sample.Printer(dataset.get_tokenizer("bytes"), in_colours)
         for token in bad:
             printer.show_token(token, 0.75)
         printer.end()

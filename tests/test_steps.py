@@ -1,7 +1,7 @@
 """The steps text against a plain simulation, and a puzzle done by hand"""
 import numpy as np
 import pytest, torch
-import prepare, steps
+import dataset, prepare, steps
 
 def simulated(text, puzzle):
     """A text -> (place, steps, cell, symbol) of each symbol that can be known, one after the other"""
@@ -23,18 +23,18 @@ def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, ta
     monkeypatch.setattr(steps, "DOCUMENTS", dict(train=60, val=20))
     flags = f"--symbols {symbols} --rows {rows} --cells {cells} --most {most} --table {table}"
     prepare.main(["steps", "--out", str(tmp_path), *flags.split()])
-    train, val = (prepare.open_split(tmp_path, split)[0] for split in ("train", "val"))
+    train, val = (dataset.open_split(tmp_path, split)[0] for split in ("train", "val"))
     assert len(train) == 60 * (16 * (cells + 2) + 1) and not np.array_equal(train[:2000], val[:2000])
     share = 0.85 ** np.arange(most + 1)   # Few steps come more often.
     letters = np.bincount(train[(train >= ord("a")) & (train < 256)] - ord("a")) / (60 * 16)
     assert letters == pytest.approx(share / share.sum(), abs=0.04)
-    x, y = prepare.windows_of(tmp_path, "val", 80, 40)
+    x, y = dataset.windows_of(tmp_path, "val", 80, 40)
     window = torch.cat((x[:, :1], y), dim=1)
     asked, cell = steps.steps_of_targets(x, y, cells)
     for i, row in enumerate(window.tolist()):
         text = "".join("|" if token == 256 else chr(token) for token in row)
         places = (asked[i] >= 0).nonzero()[:, 0].tolist()
-        assert simulated(text, prepare.load_meta(tmp_path)["steps"]) == [
+        assert simulated(text, dataset.load_meta(tmp_path)["steps"]) == [
             (t + 1, int(asked[i, t]), int(cell[i, t]), int(text[t + 1])) for t in places]
     assert {*asked.flatten().tolist()} == {*range(-1, most + 1)}
     before = (tmp_path / "meta.json").read_bytes()

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 import numpy as np
-import prepare, processes, pytest, runs, sample, sentences, torch, train
+import dataset, files, prepare, processes, pytest, runs, sample, sentences, torch, train
 from conftest import ROOT, TINY
 from model import (DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, Residual,
                    flops_per_token)
@@ -151,7 +151,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     same_run(out, Path("replay"))
     model, found = runs.open_run(out)
     assert found.items() <= config.items() and "tokenizer" in found and not model.training
-    nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
+    nats = train.evaluate(model, *dataset.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(last["val_loss"], rel=1e-6)
     assert resume(out) == 0 and max(metrics(out)) == 50 and settings(out) == config   # Nothing is left to do.
 
@@ -220,7 +220,7 @@ def test_steps_by_hand(data, tmp_path):
                        "--grad_clip 0.25 --grad_accum 2 --max_iters 6 --log_interval 1")
     ckpt = load(tmp_path)
     model = GPT(GPTConfig(**ckpt["model_config"]))
-    text = SimpleNamespace(shards=prepare.open_split(data, "train", 32))
+    text = SimpleNamespace(shards=dataset.open_split(data, "train", 32))
     for step in range(6):
         model.zero_grad()
         model(*train.get_batch(text, model.config, 4, step))[1].backward()
@@ -573,20 +573,20 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     path, order, fsync, replace = tmp_path / "file", [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda f: order.append(os.stat(f).st_size) or fsync(f))
     monkeypatch.setattr(os, "replace", lambda *paths: order.append("replace") or replace(*paths))
-    runs.write_file(path, lambda f: f.write(b"old"))
+    files.write_file(path, lambda f: f.write(b"old"))
     assert order == [3, "replace"] and path.stat().st_mode & 0o777 == 0o666 & ~0o22
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
         for write in lambda f: f.write(bytes(9999)), lambda f: torch.save(torch.zeros(9999), f):
-            assert "file: can't be written" in refused(runs.write_file, path, write)
+            assert "file: can't be written" in refused(files.write_file, path, write)
         with pytest.raises(SystemExit, match="metrics.jsonl: can't be written .*File too large"):
             folder.log(step=0, grad_norms=[0.5] * 999)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         folder.close()
     with pytest.raises(KeyboardInterrupt):
-        runs.write_file(path, lambda f: f.write(b"half") and signal.raise_signal(signal.SIGINT))
+        files.write_file(path, lambda f: f.write(b"half") and signal.raise_signal(signal.SIGINT))
     assert {*content(tmp_path)} == {"file", "lock", "config.json", "metrics.jsonl"}
     assert path.read_bytes() == b"old"
 
@@ -646,7 +646,7 @@ def test_what_a_new_run_may_find(data, finished, tmp_path):
 def test_other_data(data, copy, tmp_path, monkeypatch):
     other = Path(shutil.copytree(data, tmp_path / "other"))
     assert resume(copy, f"--data {other} --max_iters 9") == 0   # The same data elsewhere.
-    header = np.array([prepare.MAGIC, prepare.VERSION, 900] + 253 * [0], "<i4").tobytes()
+    header = np.array([dataset.MAGIC, dataset.VERSION, 900] + 253 * [0], "<i4").tobytes()
     before, whole = content(copy), content(other)
     for name, raw in (("meta.json", b'{"name": "other", "tokenizer": "bytes"}'),
                       ("train_000000.bin", header + np.full(900, 7, "<u2").tobytes())):
