@@ -298,7 +298,7 @@ def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
     digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
     The figure shows which share it reads: on the left where the line stands, on the right where the
-    answer is predicted. Who doesn't read a digit's left neighbour has two digits to choose from: .5.
+    answer is predicted. Without its left neighbour, there are two digits to choose from: .5.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.
