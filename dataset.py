@@ -2,9 +2,9 @@
 A data set: a folder with files of tokens, the shards, and meta.json, which says what they are.
 prepare.py makes it. Here it is read.
 
-    meta.json           {"name": "stdlib", "tokenizer": "bytes"}; of the steps text also its puzzle
-    train_000000.bin    shards for training, and for validation: any number of each, with a word
-    val_000000.bin      "train" or "val" in its name
+    meta.json           {"name": "stdlib", "tokenizer": "bytes"}
+    train_000000.bin    a shard for training: there may be more with a word `train` in the name
+    val_000000.bin      a shard for validation, too
 
 Such folders are also made by llm.c and modded-nanogpt, without meta.json.
 """
@@ -51,7 +51,7 @@ def encode(texts, tokenizer_name):
 def token_bytes(tokenizer_name, n_tokens):
     """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
     divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
-    byte. n_tokens: how many a model knows. If the tokenizer has fewer, the others have 0, too."""
+    byte. n_tokens: how many a model knows. Those that the tokenizer doesn't have have 0, too."""
     tokenizer = get_tokenizer(tokenizer_name)
     sizes = torch.zeros(n_tokens, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
@@ -85,13 +85,10 @@ def read_shard(path):
 
 # -------------------------------------------------------- the folder of a data set, with meta.json
 
-# A data set has shards for training and shards for validation. A folder that has none for
-# validation is no data set: whoever wants to train on it is told to prepare it anew.
-
 def load_meta(data):
-    """-> dict(name=, tokenizer=, vocab_size=): of a data set, the name, the tokenizer's name, and
-    how many tokens that has; of the steps text also steps=, the puzzle of steps.py. SystemExit if
-    none is there
+    """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
+    vocab_size=). The steps text has steps=, too, the puzzle of steps.py. SystemExit if none is
+    there
 
     llm.c and modded-nanogpt write shards without a meta.json. They hold GPT-2's tokens."""
     folder = Path(data)
@@ -144,14 +141,13 @@ def open_split(data, split, T=0):
 
 def read_windows(shards, numbers, T):
     """The windows of these n numbers -> x, y (n, T) int64. y is x, one token later."""
-    # The first window of each shard has which number?
-    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])
+    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])   # of each shard's windows
     shard_of = np.searchsorted(first_number, numbers, side="right") - 1
-    windows = []
+    rows = []
     for i, number in zip(shard_of, numbers):
-        first = number - first_number[i]
-        windows.append(shards[i][first:first + T + 1])
-    windows = torch.from_numpy(np.stack(windows).astype(np.int64))
+        begin = number - first_number[i]
+        rows.append(shards[i][begin:begin + T + 1])
+    windows = torch.from_numpy(np.stack(rows).astype(np.int64))
     return windows[:, :-1], windows[:, 1:]
 
 def windows_of(data, split, T, n):

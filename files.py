@@ -52,9 +52,9 @@ def take_lock(path, taken):
 
 @contextlib.contextmanager
 def unfinished_folder(out):
-    """with unfinished_folder(out) as folder: a new folder inside `out`, a Path, for several files
-    that belong together. Make them in it, and move them to `out` when all are whole; what remains
-    in it is deleted. `out` is made if it isn't there.
+    """with unfinished_folder(out) as folder: a new folder inside `out`, for several files that
+    belong together. (Both are a Path.) Make the files in it, and move them to `out` when all are
+    whole; what remains in it is deleted. `out` is made if it isn't there.
 
     SystemExit if another process is in its with-block for the same `out`"""
     os.makedirs(os.path.realpath(out), exist_ok=True)   # realpath: it may be a link to a new folder

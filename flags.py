@@ -35,19 +35,23 @@ def flag(default, help="", low=None, high=None, group=None):
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 def field_problems(config):
-    """-> a sentence for each field that can't have the value it has. That may be of any type: a
-    file such as configs/gpt2.json can say it, too."""
-    sentences = []
+    """-> a sentence for each field that can't have the value it has"""
+    problems = []
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-        if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for int.
-            why = f"must be {TYPE_NAMES[field.type]}"
-        else:
-            why = why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+        value, choices = getattr(config, field.name), get_args(field.type)
+        why = why_wrong_type(value, field.type)
+        why = why or why_not_allowed(value, choices or field.metadata.get("limits"))
         if why:
-            sentences.append(f"--{field.name} {value!r}: {why}")
-    return sentences
+            problems.append(f"--{field.name} {value!r}: {why}")
+    return problems
+
+def why_wrong_type(value, wanted):
+    """A reason, or None. A value that was typed has the type of its flag. One that stands in a file
+    such as configs/gpt2.json may have another."""
+    types = (float, int) if wanted is float else (wanted,)   # A file may say 1 for 1.0.
+    if wanted in TYPE_NAMES and type(value) not in types:   # isinstance would take True for an int.
+        return f"must be {TYPE_NAMES[wanted]}"
+    return None
 
 def why_not_allowed(value, allowed):
     """A reason, or None if the value is allowed. allowed: the choices of a word, or the
@@ -65,6 +69,7 @@ def why_not_allowed(value, allowed):
 
 def parse(classes, argv=None, doc=None, positional=()):
     """Command line -> an instance of each config class. Impossible values end the program.
+    (train.py calls the two functions itself: in between, it adds settings of an earlier run.)
 
     argv: a list of words; None: those that are typed; doc: for --help; positional: names of fields
     that are given without --"""
@@ -73,24 +78,28 @@ def parse(classes, argv=None, doc=None, positional=()):
 def make_configs(classes, values):
     """A dict, of which a part may come from a file -> an instance of each class. Impossible values
     end the program, with all sentences of field_problems and of a config's own `problems`."""
-    for name in values:   # A file may have other names.
-        refuse_unknown(f"--{name}", classes)
-    configs, sentences = [], []
+    for name in values:
+        if name not in names_of(classes):   # A file may have such a name.
+            refuse_unknown(f"--{name}", classes)
+    configs, problems = [], []
     for config_class in classes:
         own = {name: values[name] for name in names_of([config_class]) if name in values}
         config = config_class(**own)
-        problems = field_problems(config)
-        if not problems and hasattr(config, "problems"):   # It relies on values in their ranges.
-            problems = config.problems()
-        sentences += problems
+        found = field_problems(config)
+        if not found and hasattr(config, "problems"):   # It relies on values in their ranges.
+            found = config.problems()
+        problems += found
         configs.append(config)
-    if sentences:
-        refuse(*(f"{script()}: {sentence}" for sentence in sentences))
+    if problems:
+        refuse(*(f"{script()}: {problem}" for problem in problems))
     return configs
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        refuse(f"{script()}: {message}; see --help")
+
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help.
-    (train.py adds settings of an earlier run before make_configs.)"""
+    """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help"""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     section = parser
@@ -104,24 +113,19 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
             section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field),
                                  **how_to_read(field.type))
     typed, not_known = parser.parse_known_args(argv)
-    for word in not_known:
-        refuse_unknown(word.split("=")[0].replace("--no-", "--"), classes)
+    if not_known:
+        refuse_unknown(not_known[0].split("=")[0], classes)
     return vars(typed)
 
 def names_of(classes):
     return [field.name for each in classes for field in dataclasses.fields(each)]
 
 def refuse_unknown(flag_name, classes):
-    """Ends the program if there is no such flag."""
+    """Ends the program: there is no such flag."""
     known = ["--help", *(f"--{name}" for name in names_of(classes))]
-    if flag_name not in known:
-        near = difflib.get_close_matches(flag_name, known, 1)
-        hint = f", did you mean {near[0]}?" if near else "; see --help"
-        refuse(f"{script()}: {flag_name}: unknown flag{hint}")
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        refuse(f"{script()}: {message}; see --help")
+    near = difflib.get_close_matches(flag_name, known, 1)
+    hint = f", did you mean {near[0]}?" if near else "; see --help"
+    refuse(f"{script()}: {flag_name}: unknown flag{hint}")
 
 def help_text(field):
     text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
@@ -151,14 +155,14 @@ def not_empty(word):
 
 # -------------------------------------------------------------------------- options: name:key=value
 
-# A flag's value may be a name, and then values for what has this name. Of --residual
-# hyper:kind=mhc,n=2, model.py finds the class by the name hyper, and calls
+# A flag's value may be a name, and then values for what has this name. Take --residual
+# hyper:kind=mhc,n=2. Who finds a class by the name hyper calls
 #
 #     read_options("kind=mhc,n=2", defaults=dict(kind="lite", n=4),
 #                  allowed=dict(kind=("lite", "mhc"), n=(1, 64)))
 #
-# Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. There the defaults are, too:
-# each is a number, a bool or a word.
+# Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. The defaults are those of
+# __init__. Each is a number, a bool or a word.
 
 def option_defaults(function):
     """The keyword arguments of a function or class, with their defaults: these are its options."""

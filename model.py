@@ -28,8 +28,8 @@ V = vocab_size different tokens. Our words, in all files:
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
     ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    place      how many sublayers have run. After sublayer l, that is l (unless --repeat runs blocks
-               again).
+    place      how many sublayers have run. Where --repeat runs a block again, places count on,
+               and an l comes again. Else they are equal.
 
 The file has four parts:
 
@@ -45,22 +45,29 @@ no biases, no dropout, and a cache in sampling. To try a rule of your own, copy 
 add it to RESIDUALS (end of part 2).
 """
 import contextlib
-import itertools
 import math
-import re
 import zlib
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from flags import flag
+from kernels import EPS
+
+# Only parts 2 to 4 use these.
+import itertools
+import re
+from functools import partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
 from torch.utils.checkpoint import checkpoint
 
-from flags import field_problems, flag, option_defaults, read_options
-from kernels import EPS, TINY, depth_sum, nag_write, use_triton, why_no_triton
+from flags import field_problems, option_defaults, read_options
+from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 # =================================================================================== part 1: a GPT
 
@@ -81,7 +88,7 @@ class GPTConfig:
     n_head: int = flag(4, "attention heads", 1, 1024)
     n_embd: int = flag(128, "width of the stream", 2, 65536)
     block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
-    vocab_size: int = flag(320, "tokens; train.py takes it from the data", 1, 2 ** 24)
+    vocab_size: int = flag(320, "tokens; train.py takes it from the data, rounded up", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
@@ -219,7 +226,8 @@ class PreNorm(nn.Module):
 
     def constrain(self, module):
         """After the weights are drawn, and after each step of a training: may change the weights of
-        module. nGPT, in part 2, brings them back to length 1."""
+        module, an attention or MLP (for `ends`, embedding and head). nGPT, in part 2, brings them
+        back to length 1."""
 
     # --- Only `ends` does what follows: the form of the stream is up to the rule. (Its norm is ln_f
     # in GPT-2.)
@@ -261,11 +269,11 @@ def products_in(dtype, x):
 
 class SublayerFunction:
     """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and row for an
-    attention, nothing for an MLP. (run_some, in part 3, asks an f for its module and others.)
+    attention, nothing for an MLP.
 
-    dtype: torch.bfloat16, in a training on a GPU, or None to compute as the stream does. f and the
-    head are computed in it. The stream stays float32: in bfloat16, the rounding errors of 2L
-    additions would add up."""
+    dtype: matrix products are computed in it: bfloat16, in a training on a GPU. (None: as in the
+    stream.) The stream stays float32: in bfloat16, the rounding errors of 2L additions would add
+    up."""
     def __init__(self, dtype, module, *others):
         self.dtype, self.module, self.others = dtype, module, others
 
@@ -298,8 +306,8 @@ def first_std(config, name, columns):
     return columns ** -0.5
 
 def seeded(config, name):
-    """A random generator for the weights of this name: what two models have in common starts with
-    the same weights, which makes comparisons fair."""
+    """A random generator for the weights of this name. With the same seed and the same name, two
+    models have the same weights, whatever else they have. So comparisons are fair."""
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
 @torch.no_grad()
@@ -323,18 +331,20 @@ def constrain_weights(model):
     model.ends.constrain(model.lm_head)
 
 def tie_weights(model):
-    """One matrix for both embedding and head: that of the head, with its small numbers. So the
-    embedding is multiplied by a number, and starts as long as if it were not tied."""
+    """The matrix of the head is the embedding, too. It has smaller numbers, and embedding_scale
+    makes up for this."""
     model.wte.weight = model.lm_head.weight
-    std_of = partial(first_std, model.config, columns=model.config.n_embd)
-    model.embedding_scale = std_of("wte") / std_of("lm_head")
+    n_embd = model.config.n_embd
+    wanted, has = (first_std(model.config, name, n_embd) for name in ("wte", "lm_head"))
+    model.embedding_scale = wanted / has
 
 # -------------------------------------------------------------------------------------- the model
 
 # For each forward pass, a Runner runs the sublayers (part 3). Without any flag,
 #
+#     runner.begin(shape)                      does nothing,
 #     runner.run(place, stream, residual, f)   is residual(stream, f), and
-#     runner.training_loss(loss, targets)      is loss.
+#     runner.loss(loss, targets)               is loss.
 #
 # With --mod, some tokens skip some sublayers. A Runner also notes what has happened. So to know
 # that, train.py makes a Runner, gives it to the model, and asks it when the pass is over.
@@ -368,7 +378,7 @@ class GPT(nn.Module):
         """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and at
         1, 2, .. that after so many sublayers"""
         runner = runner or Runner(self)
-        runner.begin(idx.shape)   # A new pass begins, over so many tokens.
+        runner.begin(idx.shape)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
         yield 0, stream
         for place, residual, f in self.sublayers(idx, cache):
@@ -402,11 +412,7 @@ class GPT(nn.Module):
         logits = self.head(stream)
         if targets is None:
             return logits, None
-        loss = cross_entropy(logits, targets)
-        runner.cross_entropy = loss.detach()   # This is what train.py reports.
-        if self.training:
-            loss = runner.training_loss(loss, targets)   # Some flags add to it: part 3.
-        return logits, loss
+        return logits, runner.loss(cross_entropy(logits, targets), targets)
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
@@ -450,7 +456,7 @@ class KVCache:
     """The keys and values of all tokens so far, so that sampling computes only the newest token"""
     def __init__(self, model, batch_size, size):
         """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens it has; GPT.forward counts them at its end
+        self.length = 0   # how many tokens it has
         attention = model.blocks[0].attn
         shape = (len(model.order), batch_size, size)   # a row for each attention that runs
         vectors = (*shape, attention.n_head, attention.head_size)
@@ -462,8 +468,8 @@ class KVCache:
 
     def store(self, row, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. has_key: True, or, if tokens skip
-        (part 3), bools (B, n)"""
+        of all S tokens so far, and a mask (B, n, S) as in attend. (When all rows have theirs,
+        GPT.forward adds n to length.) has_key: True, or, if tokens skip (part 3), bools (B, n)"""
         n = k.shape[1]
         end = self.length + n
         self.keys[row, :, self.length:end] = k
@@ -1213,7 +1219,7 @@ class Runner:
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
         self.decider_flops = 0.0   # what deciders have computed, per token
-        self.cross_entropy = None  # GPT.forward notes it, if it has targets.
+        self.cross_entropy = None  # of the whole walk, for train.py to report
 
     def begin(self, shape):
         """shape: (B, T), of the tokens"""
@@ -1249,11 +1255,14 @@ class Runner:
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
-    def training_loss(self, loss, targets):
-        """After a walk in training: the cross entropy -> what is to become small. With
-        --deep_supervision, the head reads the stream after each block, and not only at the end. The
-        decider may add something, and --gain_cost is the price of turning. (NAG's paper has none,
-        as far as we know. arXiv:1603.08983 has a price of pondering.)"""
+    def loss(self, loss, targets):
+        """After a walk: its cross entropy -> what is to become small. In training, flags change it.
+        With --deep_supervision, the head reads the stream after each block, and not only at the
+        end. The decider may add something, and --gain_cost is the price of turning. (NAG's paper
+        has none, as far as we know. arXiv:1603.08983 has a price of pondering.)"""
+        self.cross_entropy = loss.detach()
+        if not self.model.training:
+            return loss
         if self.supervises_blocks:
             inner = [cross_entropy(self.model.head(stream), targets)
                      for stream in self.block_outputs[:-1]]

@@ -12,7 +12,7 @@ one: a JSON object with that field.) One in 20 documents is for validation; of a
 5 %.
 """
 # The order of this file: where a text comes from, its way into the folder, the flags, the command.
-import packages   # first: it says what is missing
+import packages   # first: it says if one is missing
 
 import hashlib
 import json
@@ -62,7 +62,8 @@ def stdlib(config):
     return train, val
 
 def download(url, path, sha256=None):
-    """SystemExit, and nothing at path, if the network or the disk fails or the sha256 is wrong."""
+    """Downloads a file to path. SystemExit, and nothing is there, if the network or the disk fails
+    or the sha256 is wrong"""
     try:
         torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except Exception as error:   # of the network, a server or the disk
@@ -100,8 +101,8 @@ def write_data_set(out, meta, train, val):
         (unfinished / "meta.json").write_text(json.dumps(meta))
         write_shard(unfinished / "train_000000.bin", train_tokens)
         write_shard(unfinished / "val_000000.bin", val_tokens)
-        # The old validation shard goes first, and the new one comes last. In between, the folder is
-        # no data set: it may be half old and half new.
+        # The old validation shard goes first, and the new one comes last. In between, the folder
+        # may be half old and half new. Without that shard, open_split refuses it.
         (out / "val_000000.bin").unlink(missing_ok=True)
         for file in "meta.json", "train_000000.bin", "val_000000.bin":
             os.replace(unfinished / file, out / file)
@@ -163,8 +164,8 @@ class PrepareConfig:
         defaults = PrepareConfig()
         for owner, names in OWN_FLAGS.items():
             for name in names:
-                is_typed = getattr(self, name) != getattr(defaults, name)
-                if is_typed and owner != self.name:
+                is_set = getattr(self, name) != getattr(defaults, name)
+                if is_set and owner != self.name:
                     yield f"--{name}: is for {owner} only; leave it out"
         if self.name == "text":
             yield from self.problems_of_input()

@@ -22,15 +22,15 @@ def mute(file):
     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 def printable(text):
-    """A model may write characters that do something to a terminal. All but the ends of lines
-    become question marks."""
+    """A model may write characters that do something to a terminal. Each of them becomes a question
+    mark. Only the ends of lines stay."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 def script():
     """The name of the file that is run, such as train.py"""
     return os.path.basename(sys.argv[0])
 
-# torch's own errors are RuntimeErrors. So these are words in what it says, and a remedy.
+# torch's own errors are RuntimeErrors. So these are words in an error's name or text, and a remedy.
 REMEDIES = [
     (["MemoryError", "out of memory", "allocate memory"],
      "out of memory; make the model, the batch (or, with --grad_accum, its parts), the context or "

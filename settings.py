@@ -71,10 +71,3 @@ def settings_of_model(source):
     """The settings of the model in the run `source`"""
     names = [field.name for field in fields(GPTConfig)]
     return {name: value for name, value in settings_now(source).items() if name in names}
-
-def refuse_other_tokens(source, data, tokenizer):
-    """source: the run in --init_from; tokenizer: that of the data"""
-    its_tokenizer = settings_now(source).get("tokenizer")
-    if its_tokenizer != tokenizer:
-        refuse(f"--init_from {source}: its tokens are those of {its_tokenizer}, and --data {data} "
-               f"has {tokenizer}; prepare the text with --tokenizer {its_tokenizer}")

@@ -14,7 +14,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 #     decider     says which tokens skip which sublayers
 #     gain        how much a sublayer will change a token; some residuals know it beforehand
 #     Runner      runs one forward pass, and notes who skipped, the loss, and the gains
-#     gate        a parameter that a residual lists in own_lr: it has a rate of its own
+#     gate        a parameter with a learning rate of its own, --gate_lr. Residuals list theirs in
+#                 own_lr.
 #     processes   processes.mean(x) is the mean of the x of all processes, and .wait() waits until
 #                 all are here; .device and .rank are those of this one, .count is that of all
 #     part        1 of the grad_accum x processes parts of a batch
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import packages   # first: it says what is missing
+import packages   # first: it says if one is missing
 
 import numpy as np
 import torch
@@ -42,11 +43,10 @@ from flags import flag, list_options, make_configs, read_command_line
 from model import (GPT, GPTConfig, Mistake, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
-from processes import (from_torchrun, join_processes, noted_signals, set_threads,
-                       torch_as_it_was)
-from runs import RunFolder, optimizer_state, read_model, restore_optimizers
+from processes import join_processes, noted_signals, set_threads, torch_as_it_was
+from runs import RunFolder, optimizer_state, read_model, restore_optimizers, settings_now
 from sentences import refuse, say, start
-from settings import gather_settings, of_the_run, refuse_other_tokens
+from settings import gather_settings, of_the_run
 from trial import look_for_mistakes
 
 # ----------------------------------------------------------------------------------------- settings
@@ -91,19 +91,12 @@ class TrainConfig:
     compile: bool = flag(False, "torch.compile the sublayers; good on a GPU")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
-    def n_parts(self):
-        """A batch is taken in so many parts."""
-        return self.grad_accum * from_torchrun("WORLD_SIZE", 1)   # that many processes
-
     def problems(self):
         """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
         if self.resume and self.overwrite:
             yield "--resume and --overwrite: contradict each other; give one"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
-        if self.batch_size % self.n_parts():
-            yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes "
-                   f"= {self.n_parts()}")
 
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
@@ -149,6 +142,11 @@ def open_data(config, block_size, processes):
                 val=dataset.windows_of(folder, "val", block_size, config.eval_windows),
                 fingerprint=dataset.fingerprint(folder, meta))
 
+def seed_draws(seed, step, part):
+    """If the decider draws who skips, that depends on seed, step and part only, as batches do."""
+    state = np.random.SeedSequence((seed, step, part)).generate_state(1)
+    torch.manual_seed(int(state[0]))
+
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
     part only, so there is no random state to save: any number of processes, and a run that is
@@ -166,7 +164,8 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size):
     """x, y (n, T) -> nats per token, bits per byte of text, and the share of the sublayer runs that
-    was skipped. token_bytes (V,): how many bytes each token stands for"""
+    was skipped. token_bytes (V,): how many bytes each token stands for. batch_size: windows at a
+    time"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     with torch_as_it_was(str(model.device)):
@@ -181,6 +180,19 @@ def evaluate(model, x, y, token_bytes, batch_size):
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
     bytes_per_token = n_bytes / y.numel()
     return nats, nats / math.log(2) / bytes_per_token, skipped
+
+def evaluate_and_report(model, part_size, data, step, folder):
+    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
+    refuse_if_not_finite("validation loss", loss, step, folder)
+    folder.log(step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
+    say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
+        f"{skipped:.1%} skipped")
+
+def refuse_if_not_finite(what, number, step, folder):
+    """Ends the run before weights are saved that are good for nothing."""
+    if not math.isfinite(number):
+        refuse(f"iteration {step}: the {what} is not finite; {folder.out}/ckpt.pt, if it is there, "
+               f"is from before: go on from there with --resume and a lower --lr")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 
@@ -219,6 +231,13 @@ def equalize(grads, norms):
 
 # Settings that may differ from those of the run in --init_from: its weights fit all the same.
 MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+
+def refuse_other_tokens(source, data, tokenizer):
+    """source: the run in --init_from; tokenizer: that of the data"""
+    its_tokenizer = settings_now(source).get("tokenizer")
+    if its_tokenizer != tokenizer:
+        refuse(f"--init_from {source}: its tokens are those of {its_tokenizer}, and --data {data} "
+               f"has {tokenizer}; prepare the text with --tokenizer {its_tokenizer}")
 
 def begin_or_resume(model_config, config, data, out):
     """-> the checkpoint to go on from, or None if this is a new run; and the model"""
@@ -318,23 +337,28 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
     the parameters -> the means of what `record` finds, and the FLOPs per token of the forward pass,
     fewer where tokens skip. wrapped: see make_ready"""
-    records, flops, seed = [], 0.0, model.config.seed
+    records, token_flops = [], 0.0
+    n_parts = config.grad_accum * processes.count
     for i in range(config.grad_accum):
         part = i * processes.count + processes.rank
-        x, y = get_batch(data, model.config, config.batch_size, step, part, config.n_parts(),
+        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
                          processes.device)
-        # If the decider draws who skips, that depends on seed, step and part only, as batches do.
-        state = np.random.SeedSequence((seed, step, part)).generate_state(1)
-        torch.manual_seed(int(state[0]))
+        seed_draws(model.config.seed, step, part)
         if processes.count > 1:   # They exchange gradients once a step, in the last part.
             wrapped.require_backward_grad_sync = i == config.grad_accum - 1
         runner = Runner(model)
         _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
         records.append(record(runner))
-        flops += flops_per_token(model, runner=runner) / config.grad_accum
+        token_flops += flops_per_token(model, runner=runner) / config.grad_accum
     means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
-    return means, flops
+    return means, token_flops
+
+def say_report(step, report):
+    about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
+    say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
+        f"{report['grad_norm']:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
+        f"{report['tok_s']:,.0f} tokens/s")
 
 def train(model_config, config, data, folder, processes, signals):
     """A whole run -> exit status: 0, or 1 if a signal has stopped it.
@@ -349,6 +373,7 @@ def train(model_config, config, data, folder, processes, signals):
         restore_optimizers(optimizers, ckpt["optimizers"])
         step, flops = ckpt["step"], ckpt["flops"]
     tokens_per_step = config.batch_size * model_config.block_size
+    part_size = config.batch_size // (config.grad_accum * processes.count)   # sequences at a time
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
@@ -364,7 +389,7 @@ def train(model_config, config, data, folder, processes, signals):
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
             if not is_stopped:
-                evaluate_and_report(model, config, data, step, folder)
+                evaluate_and_report(model, part_size, data, step, folder)
             weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
             refuse_if_not_finite("norm of the weights", weight_norm, step, folder)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
@@ -376,7 +401,7 @@ def train(model_config, config, data, folder, processes, signals):
             break
 
         # --- From a batch to gradients
-        means, forward_flops = forward_and_backward(model, wrapped, config, data, step, processes)
+        means, token_flops = forward_and_backward(model, wrapped, config, data, step, processes)
         is_logged = (step + 1) % config.log_interval == 0
         if is_logged or config.equalize_grads:
             grads, block_norms = block_gradients(model)
@@ -387,7 +412,7 @@ def train(model_config, config, data, folder, processes, signals):
         # --- From gradients to weights. A warmup begins at a rate of 0, so count the step first.
         step += 1
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(forward_flops)
+        flops += 3 * tokens_per_step * processes.mean(token_flops)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -417,26 +442,6 @@ def train(model_config, config, data, folder, processes, signals):
         f"next: python sample.py {out}   or: python analyze.py {out}")
     return 0
 
-def refuse_if_not_finite(what, number, step, folder):
-    """Ends the run before weights are saved that are good for nothing."""
-    if not math.isfinite(number):
-        refuse(f"iteration {step}: the {what} is not finite; {folder.out}/ckpt.pt, if it is there, "
-               f"is from before: go on from there with --resume and a lower --lr")
-
-def evaluate_and_report(model, config, data, step, folder):
-    part_size = config.batch_size // config.n_parts()   # what fits into memory in training, too
-    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
-    refuse_if_not_finite("validation loss", loss, step, folder)
-    folder.log(step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
-    say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
-        f"{skipped:.1%} skipped")
-
-def say_report(step, report):
-    about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
-    say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
-        f"{report['grad_norm']:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
-        f"{report['tok_s']:,.0f} tokens/s")
-
 # --------------------------------------------------------------------------------------------- main
 
 def default_out(residual):
@@ -451,13 +456,17 @@ def main(argv=None):
     except Mistake as error:
         refuse(f"train.py: {error}")
     processes = join_processes(config.device)
+    n_parts = config.grad_accum * processes.count
+    if config.batch_size % n_parts:
+        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes = "
+               f"{n_parts}")
     with torch_as_it_was(processes.device):   # so a notebook that calls this can go on
         set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)
         # The rows of embedding and head: multiples of 64 are fast.
         model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
         settings = of_the_run(asdict(model_config) | asdict(config))
-        settings["tokenizer"] = data.tokenizer
+        settings |= dict(tokenizer=data.tokenizer)   # It is no flag.
         folder = RunFolder(config.out or default_out(model_config.residual), settings,
                            config.resume, config.overwrite, is_first=processes.rank == 0)
         with contextlib.closing(folder), noted_signals() as signals:
