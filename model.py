@@ -28,8 +28,8 @@ V = vocab_size different tokens. Our words, in all files:
     residual   the rule that makes the next stream from the stream and f
     l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
     ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    place      how many sublayers have run. Where --repeat runs a block again, places count on,
-               and an l comes again. Else they are equal.
+    place      the number of a sublayer in the order of running. It is l; only where --repeat runs
+               a block again, its l come again, and places count on.
 
 The file has four parts:
 
@@ -68,6 +68,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flags import field_problems, option_defaults, read_options
 from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
+from sentences import Mistake
 
 # =================================================================================== part 1: a GPT
 
@@ -367,7 +368,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # of the blocks, by their numbers, 0 .. L - 1
         self.decider = make_decider(config)   # says who skips (part 3)
-        self.run_sublayer = run_sublayer      # Runners call it. train.py may have it compiled.
+        self.call_residual = call_residual    # Runners use it. train.py may have it compiled.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         self.embedding_scale = 1.0
         init_weights(self)
@@ -375,8 +376,8 @@ class GPT(nn.Module):
             tie_weights(self)
 
     def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and at
-        1, 2, .. that after so many sublayers"""
+        """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and
+        then that after each sublayer"""
         runner = runner or Runner(self)
         runner.begin(idx.shape)
         stream = self.ends.start(self.wte(idx) * self.embedding_scale)
@@ -1140,7 +1141,7 @@ def choose(flag_name, registry, text):
     name, _, options = text.partition(":")
     if name not in registry:
         raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
-    kind = partial(registry[name])   # so that all have a .func
+    kind = partial(registry[name])   # Of a partial of a partial, too, .func is the class.
     try:
         return partial(kind, **read_options(options, option_defaults(kind), kind.func.allowed))
     except ValueError as error:
@@ -1191,7 +1192,7 @@ class Decider(nn.Module):
         """After a walk in training -> what is added to the loss"""
         return 0.0
 
-def run_sublayer(stream, residual, f, gain=None):
+def call_residual(stream, residual, f, gain=None):
     """residual(stream, f), a function so that train.py can compile it. gain: residual.gain(stream),
     if a decider or --gain_cost has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
@@ -1211,7 +1212,7 @@ class Runner:
         """decider: in place of model.decider"""
         self.model, self.decider = model, decider or model.decider
         # What train.py has compiled is for training. Outside of it, shapes change all the time.
-        self.run_sublayer = model.run_sublayer if model.training else run_sublayer
+        self.call_residual = model.call_residual if model.training else call_residual
         self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.supervises_blocks = model.training and model.config.deep_supervision
         self.block_outputs = []    # the streams after blocks, if that is so
@@ -1238,7 +1239,7 @@ class Runner:
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
         if keep is EVERYONE:
-            stream = self.run_sublayer(stream, residual, f, self.known_gain)
+            stream = self.call_residual(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
@@ -1296,20 +1297,6 @@ class Runner:
             return 0.0
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
-
-class Mistake(ValueError):
-    """An error in a class of your own. train.py prints its sentence, and no traceback."""
-
-def check_keep(runner, keep):
-    """A mistake in a decider of your own is told here, and not deep inside."""
-    shape = tuple(runner.shape)
-    if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
-        found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
-        raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
-                      f"REMOVED or bools {shape}")
-    if not runner.residual.can_skip:
-        raise Mistake(f"{type(runner.decider).__name__} lets tokens skip, which "
-                      f"{type(runner.residual).__name__} can't; say needs_skipping = True")
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
@@ -1514,11 +1501,11 @@ def run_some(runner, f, keep):
     """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
     computed, and put back. One that skips costs its gain, if that was asked, and in an attention
     its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, run = runner.residual, runner.stream, runner.run_sublayer
+    residual, stream, call = runner.residual, runner.stream, runner.call_residual
     gain = runner.known_gain
     n_kept = int(keep.sum())
     if n_kept == keep.numel():
-        return run(stream, residual, f, gain)
+        return call(stream, residual, f, gain)
     is_attention = isinstance(f.module, Attention)
     kv_of_all = None
     if is_attention and runner.decider.skippers_make_keys:
@@ -1529,12 +1516,11 @@ def run_some(runner, f, keep):
     tokens = KeptTokens(keep)
     f_of_kept = f   # An MLP treats each token by itself.
     if is_attention:
-        def f_of_kept(x):
-            return attention_of_kept(f, tokens, kv_of_all, x)
-        run = run_sublayer   # Its shapes vary too much for a compiled one: n, and S in sampling.
+        f_of_kept = partial(attention_of_kept, f, tokens, kv_of_all)
+        call = call_residual   # Its shapes vary too much for a compiled one: n, and S in sampling.
     if gain is not None:
         gain = tokens.gather(gain)
-    return tokens.put(stream, run(tokens.gather(stream), residual, f_of_kept, gain))
+    return tokens.put(stream, call(tokens.gather(stream), residual, f_of_kept, gain))
 
 class KeptTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
@@ -1693,18 +1679,18 @@ def compile_blocks(model, **options):
     graph of its own, so only attentions and MLPs are compiled."""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
     if not model.ends.stream_grows:
-        model.run_sublayer = torch.compile(run_sublayer, **options)
+        model.call_residual = torch.compile(call_residual, **options)
         return
     compiled = torch.compile(SublayerFunction.__call__, **options)
     def run(stream, residual, f, gain=None):   # Residuals whose stream grows know no gain.
         return residual(stream, lambda x: compiled(f, x))
-    model.run_sublayer = run
+    model.call_residual = run
 
 def checkpoint_blocks(model):
     """Saves memory: in the backward pass, sublayers run again (but for attentions that some tokens
     skip). Call it after compile_blocks. Sublayers draw no random numbers, so there are none to
     keep."""
-    model.run_sublayer = partial(checkpoint, model.run_sublayer, use_reentrant=False,
+    model.call_residual = partial(checkpoint, model.call_residual, use_reentrant=False,
                                  preserve_rng_state=False)
 
 def num_params(model):
@@ -1718,29 +1704,33 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    # Which shares of the tokens ran each sublayer, and had queries in an attention? There, all
-    # sequences are as long as the fullest one: see attend_kept.
-    ran = [1.0] * len(pairs)
-    had_queries = ran
+    shares = [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
     if runner and not runner.all_ran():
-        who = runner.who_ran().float()
-        ran, had_queries = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
-    for i, (residual, module) in enumerate(pairs):
-        # Keys, and gains (or what else a residual computes), may be those of all tokens.
-        had_keys, had_gains = ran[i], ran[i]
-        if runner and runner.keeps[i] is not REMOVED and runner.decider.skippers_make_keys:
-            had_keys = 1.0
-        if runner and runner.gains[i] is not None:
-            had_gains = 1.0
-        total += had_gains * residual.flops()
+        shares = shares_of_tokens(runner)
+    for (residual, module), (ran, queries, keys, gains) in zip(pairs, shares):
+        total += gains * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.
-            total += (ran[i] + had_keys) / 2 * matrices
-            total += had_queries[i] * 4 * T * config.n_embd   # scores, and sums of values
+            total += (ran + keys) / 2 * matrices
+            total += queries * 4 * T * config.n_embd   # scores, and sums of values
         else:
-            total += ran[i] * matrices
+            total += ran * matrices
     return total + (runner.decider_flops if runner else 0.0)
+
+def shares_of_tokens(runner):
+    """Of each sublayer in a walk: which shares of the tokens ran it; had queries in it, if it is an
+    attention; had keys; and had gains, or what else its residual computes"""
+    who = runner.who_ran().float()
+    ran = who.mean((1, 2)).tolist()
+    queries = who.mean(2).amax(1).tolist()   # as many as in the fullest sequence: see attend_kept
+    keys, gains = ran.copy(), ran.copy()
+    for i, (keep, gain) in enumerate(zip(runner.keeps, runner.gains)):
+        if runner.decider.skippers_make_keys and keep is not REMOVED:
+            keys[i] = 1.0
+        if gain is not None:
+            gains[i] = 1.0
+    return list(zip(ran, queries, keys, gains))
 
 # ------------------------------------------------------------------------------------------ checks
 
@@ -1774,3 +1764,14 @@ def config_problems(config):
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
     ]
     return [sentence for wrong, sentence in rules if wrong]
+
+def check_keep(runner, keep):
+    """A mistake in a decider of your own is told here, and not deep inside."""
+    shape = tuple(runner.shape)
+    if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
+        found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
+        raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
+                      f"REMOVED or bools {shape}")
+    if not runner.residual.can_skip:
+        raise Mistake(f"{type(runner.decider).__name__} lets tokens skip, which "
+                      f"{type(runner.residual).__name__} can't; say needs_skipping = True")

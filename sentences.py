@@ -4,6 +4,9 @@ What a program says to its user: lines of text, and sentences about what the use
 import os
 import sys
 
+class Mistake(ValueError):
+    """A mistake in a residual or a decider of the user's own"""
+
 def refuse(*sentences):
     """Ends the program: Python prints these sentences to stderr, a line each, and exits with 1."""
     raise SystemExit("\n".join(sentences))
@@ -58,6 +61,8 @@ def start(main):
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         status = main()
+    except Mistake as error:
+        status = f"{script()}: {error}"
     except KeyboardInterrupt:
         status = 130   # what shells expect of Ctrl-C
     except BrokenPipeError:   # The reader, such as head, has closed the pipe.

@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dataset
 import prepare
 from flags import flag, list_options, make_configs, read_command_line
-from model import (GPT, GPTConfig, Mistake, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
+from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
 from processes import join_processes, noted_signals, set_threads, torch_as_it_was
@@ -142,8 +142,18 @@ def open_data(config, block_size, processes):
                 val=dataset.windows_of(folder, "val", block_size, config.eval_windows),
                 fingerprint=dataset.fingerprint(folder, meta))
 
+def count_parts(config, processes):
+    """-> of how many parts a batch is: each process takes --grad_accum of them. SystemExit if they
+    would not be equal"""
+    n_parts = config.grad_accum * processes.count
+    if config.batch_size % n_parts:
+        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes = "
+               f"{n_parts}")
+    return n_parts
+
 def seed_draws(seed, step, part):
-    """If the decider draws who skips, that depends on seed, step and part only, as batches do."""
+    """Seeds torch's random numbers. So if the decider draws who skips, that depends on seed, step
+    and part only, as batches do."""
     state = np.random.SeedSequence((seed, step, part)).generate_state(1)
     torch.manual_seed(int(state[0]))
 
@@ -338,11 +348,10 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
     the parameters -> the means of what `record` finds, and the FLOPs per token of the forward pass,
     fewer where tokens skip. wrapped: see make_ready"""
     records, token_flops = [], 0.0
-    n_parts = config.grad_accum * processes.count
     for i in range(config.grad_accum):
         part = i * processes.count + processes.rank
-        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
-                         processes.device)
+        x, y = get_batch(data, model.config, config.batch_size, step, part,
+                         count_parts(config, processes), processes.device)
         seed_draws(model.config.seed, step, part)
         if processes.count > 1:   # They exchange gradients once a step, in the last part.
             wrapped.require_backward_grad_sync = i == config.grad_accum - 1
@@ -373,7 +382,7 @@ def train(model_config, config, data, folder, processes, signals):
         restore_optimizers(optimizers, ckpt["optimizers"])
         step, flops = ckpt["step"], ckpt["flops"]
     tokens_per_step = config.batch_size * model_config.block_size
-    part_size = config.batch_size // (config.grad_accum * processes.count)   # sequences at a time
+    part_size = config.batch_size // count_parts(config, processes)   # sequences at a time
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
@@ -451,15 +460,9 @@ def default_out(residual):
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
     model_config, config = read_configs(argv)
-    try:
-        look_for_mistakes(model_config)   # A mistake in a class of yours is told now, not later.
-    except Mistake as error:
-        refuse(f"train.py: {error}")
+    look_for_mistakes(model_config)   # A mistake in a class of yours is told now, not later.
     processes = join_processes(config.device)
-    n_parts = config.grad_accum * processes.count
-    if config.batch_size % n_parts:
-        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes = "
-               f"{n_parts}")
+    count_parts(config, processes)
     with torch_as_it_was(processes.device):   # so a notebook that calls this can go on
         set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)

@@ -12,8 +12,9 @@ import torch
 import torch.nn as nn
 
 from flags import option_defaults
-from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, Mistake, Residual, Runner, choose,
+from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, Residual, Runner, choose,
                    residual_kind)
+from sentences import Mistake
 
 @torch.enable_grad()
 @torch.random.fork_rng(devices=[])   # It draws random numbers. They are given back.
