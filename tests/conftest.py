@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+import prepare
 from model import GPT, GPTConfig, KVCache, Runner
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
@@ -33,10 +34,27 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True)
 def usual_signals():
-    """train.main, which tests call in this process, notes signals from then on."""
+    """Those of a terminal, whatever a shell (nohup, &) or another test has set"""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A data set of bytes, for small runs"""
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = "".join(f"line {i}: {i * i} = {i} * {i}\n" for i in range(3000))
+    (folder / "text.txt").write_text(lines)
+    prepare.main(["text", "--input", str(folder / "text.txt"), "--out", str(folder / "data")])
+    return folder / "data"
+
+def refused(function, *given):
+    """The one sentence with which function(*given) ends the program"""
+    with pytest.raises((SystemExit, OSError)) as refusal:
+        function(*given)
+    sentence = str(refusal.value)
+    assert len(sentence.splitlines()) == 1 and len(sentence) > 20, sentence
+    return sentence
 
 # ----------------------------------------------------------------------------- models and inputs
 

@@ -415,10 +415,6 @@ def test_tapers_have_the_published_profiles():
         blocks = make(**(size | given)).blocks
         assert [block.mlp.c_proj.in_features for block in blocks] == right
 
-def test_a_repetition_has_its_order():
-    assert [make(repeat=text, n_layer=4).order for text in ("2-3:2", "4:3", "1-4:1")] == [
-        [0, 1, 2, 1, 2, 3], [0, 1, 2, 3, 3, 3], [0, 1, 2, 3]]
-
 @pytest.mark.parametrize("residual, mod", [("nag", "all"), ("attnres", "all"), ("pre", "router")])
 def test_deep_supervision_is_the_mean_over_all_blocks(residual, mod):
     model, idx, targets = make(residual, mod=mod, deep_supervision=True), ids(), ids(seed=1)

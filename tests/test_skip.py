@@ -220,13 +220,6 @@ def test_a_router_is_its_reference(rate, T, repeat, training):
     nobody_asks = M.Runner(model, M.Decider())
     same(logits(model, idx, runner=nobody_asks), logits(make(n_layer=4, repeat=repeat), idx), 1e-14)
 
-@pytest.mark.parametrize("n_layer", [2, 3, 5])
-def test_a_router_reaches_its_rate(n_layer):
-    """Though only every second block has one"""
-    model = make(mod="router:rate=0.25", n_layer=n_layer, block_size=96).train()
-    _, ran = forward(model, ids(2, 96))
-    assert 1 - ran.double().mean() == pytest.approx(0.25, abs=0.01)
-
 @pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
 @pytest.mark.parametrize("mod", ["coins:rate=0.3", "layerdrop:rate=0.5"])
 def test_coins_are_their_reference(residual, mod):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 import numpy as np
 import dataset, files, prepare, processes, pytest, runs, sample, sentences, torch, train
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, refused
 from model import (DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, Residual,
                    flops_per_token)
 
@@ -15,14 +15,6 @@ SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch
         "--eval_windows 8 --seed 5 --optimizer adamw --lr 6e-3")
 LONG = "--max_iters 99999 --eval_interval 99999"
 HALF = ".unfinished-*"
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    lines = "".join(f"line {i}: {i * i} = {i} * {i}\n" for i in range(3000))
-    (folder / "text.txt").write_text(lines)
-    prepare.main(["text", "--input", str(folder / "text.txt"), "--out", str(folder / "data")])
-    return folder / "data"
 
 @pytest.fixture(scope="session")
 def finished(data, tmp_path_factory):
@@ -47,14 +39,6 @@ def resume(out, flags=""):
 
 def parsed(line):
     return train.read_configs(shlex.split(line))
-
-def refused(function, *given):
-    """The one sentence with which function(*given) ends the program"""
-    with pytest.raises((SystemExit, OSError)) as refusal:
-        function(*given)
-    sentence = str(refusal.value)
-    assert len(sentence.splitlines()) == 1 and len(sentence) > 20, sentence
-    return sentence
 
 def settings(run):
     return json.loads((run / "config.json").read_text())
@@ -206,14 +190,6 @@ def test_main_leaves_a_process_as_it_found_it(data, tmp_path, monkeypatch):
     assert "holds a run" in refused(go, data, tmp_path, "--mod coins")
     assert state() == before
 
-def test_the_reported_loss_has_no_price_in_it(data, tmp_path):
-    """The first loss is that of the first weights, whatever turning costs."""
-    free, dear = tmp_path / "free", tmp_path / "dear"
-    for out, cost in (free, 0), (dear, 5):
-        go(data, out, f"--residual nag --gain_cost {cost} --max_iters 1 --log_interval 1 --grad_accum 2")
-    assert metrics(free)[1]["loss"] == pytest.approx(metrics(dear)[1]["loss"], abs=1e-5)
-    assert "mean_gain" in metrics(dear)[1] and "mean_gain" not in metrics(free)[1]
-
 def test_steps_by_hand(data, tmp_path):
     """Weights - lr x clipped gradients, and nothing else. Norms of blocks are logged, unclipped."""
     go(data, tmp_path, "--optimizer sgd --beta1 0 --weight_decay 0 --lr 0.5 --warmup 0.5 --min_lr 1 "
@@ -315,8 +291,6 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
     ('{"lr": "x"}', "", "--lr 'x': must be a number"), ('{"lr": true}', "", "--lr True: must be"),
     ('{"batch_size": 2.5}', "", "--batch_size 2.5: must be a whole number"),
     ('{"compile": "no"}', "", "--compile 'no': must be true or false"),
-    ('{"optimizer": "adam"}', "", "--optimizer 'adam': unknown; choose from adamw"),
-    ('{"mod_rate": 0.25, "layer_drop": 0}', "", "git checkout 7cf98d5 reads it"),
     ('{"optimizer": "adam"}', "--lr 1", "--optimizer 'adam': unknown; choose from adamw")])
 def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
     (tmp_path / "mine.json").write_text(text)
@@ -324,10 +298,6 @@ def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
 
 def test_a_resumed_run_has_a_usual_rate_too(copy):
     assert parsed(f"--out {copy} --resume --lr 0")[1].lr == train.RATES[settings(copy)["optimizer"]]
-
-def changes(run):
-    """{step: what --resume has changed there}"""
-    return runs.read_config(run)[1]
 
 def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     """config.json says what a run began with, metrics.jsonl what was changed when. --config repeats the
@@ -339,7 +309,8 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     assert metrics(copy)[12]["val_loss"] and load(copy)["step"] == 12
     assert resume(copy, f"--max_iters 14 --data {settings(copy)['data']}") == 0
     assert content(copy)["config.json"] == before
-    assert changes(copy) == {8: dict(max_iters=12, lr=0.003), 12: dict(weight_decay=0.2, max_iters=14)}
+    _, changes = runs.read_config(copy)
+    assert changes == {8: dict(max_iters=12, lr=0.003), 12: dict(weight_decay=0.2, max_iters=14)}
     assert parsed(f"--out {copy} --resume")[1].lr == runs.open_run(copy)[1]["lr"] == 0.003
     capsys.readouterr()
     assert main(f"--config {copy} --out {tmp_path}/new") == 0
@@ -350,10 +321,8 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
-    """A hacker adds a field with a default. Runs that lack it go on as if they had it. What a
-    checkpoint has too much is no obstacle."""
+    """A hacker adds a field with a default. Runs that lack it go on as if they had it."""
     edited(lambda config: config.pop(name))(copy / "config.json")
-    edited(lambda ckpt: ckpt.update(best_loss=1.0))(copy / "ckpt.pt")
     if name == "activation":
         edited(lambda ckpt: ckpt["model_config"].pop(name))(copy / "ckpt.pt")
     model, _ = runs.open_run(copy)
@@ -361,7 +330,8 @@ def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     sample.main([str(copy), "--max_new_tokens", "2", "--device", "cpu"])
     assert main(f"--config {copy}/config.json --out {tmp_path}/new --max_iters 1") == 0
     assert resume(copy, "--max_iters 10") == 0
-    assert changes(copy).keys() == {8} and changes(copy)[8].keys() == {name, "max_iters"}   # What it lacked is noted.
+    _, changes = runs.read_config(copy)   # What it lacked is noted.
+    assert changes.keys() == {8} and changes[8].keys() == {name, "max_iters"}
 
 def test_init_from(data, copy, tmp_path):
     """Another run's model and weights, and all else new: step, moments, data, schedule"""
@@ -437,26 +407,12 @@ def test_a_students_optimizer_resumes(data, tmp_path, monkeypatch, kind):
     assert resume(tmp_path / "parts", "--max_iters 8") == 0
     assert same_weights(load(tmp_path / "whole"), load(tmp_path / "parts"))
 
-def test_a_mistake_in_somebodys_optimizer_has_its_traceback(copy, monkeypatch):
-    monkeypatch.setattr(torch.optim.Optimizer, "load_state_dict", Mock(side_effect=KeyError("momentun")))
-    with pytest.raises(KeyError, match="momentun"):
-        resume(copy, "--max_iters 10")
-
-def test_a_mistake_in_model_py_has_its_traceback(data, copy, tmp_path, monkeypatch):
-    """... in a training, and where an earlier run is opened"""
+def test_a_mistake_in_model_py_has_its_traceback(data, tmp_path, monkeypatch):
     def forward(self, x, f):
         a, b, c, d = x   # too few values to unpack
-    with monkeypatch.context() as patch:
-        patch.setitem(RESIDUALS, "mine", type("Mine", (Residual,), dict(forward=forward)))
-        with pytest.raises(ValueError, match="unpack"):
-            go(data, tmp_path / "new", "--residual mine")
-    monkeypatch.setattr(runs, "GPTConfig", Mock(side_effect=TypeError("unexpected keyword 'norm'")))
-    monkeypatch.setattr(GPT, "load_state_dict", Mock(side_effect=RuntimeError("size mismatch")))
-    with pytest.raises(TypeError, match="norm"):
-        runs.open_run(copy)
-    monkeypatch.setattr(runs, "GPTConfig", GPTConfig)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        runs.open_run(copy)
+    monkeypatch.setitem(RESIDUALS, "mine", type("Mine", (Residual,), dict(forward=forward)))
+    with pytest.raises(ValueError, match="unpack"):
+        go(data, tmp_path / "new", "--residual mine")
 
 @pytest.mark.parametrize("flags", ["--checkpoint_blocks", pytest.param(
     "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
@@ -545,16 +501,14 @@ def test_after_a_loss_that_is_not_finite_nothing_is_saved(data, tmp_path, monkey
     assert not (tmp_path / "new/ckpt.pt").exists()
 
 def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
-    """A weight gets infinite in step 8: a status line finds it in step 9, a checkpoint at once. And a
-    gradient does: clipping makes it a zero, so the weights don't show it."""
+    """A weight gets infinite in step 8, and no checkpoint has it. And a gradient does: clipping makes
+    it a zero, so the weights don't show it, and a status line finds it."""
     def poison(model):
         model.blocks[1].mlp.c_proj.weight.data[0, 0] = math.inf
     def stops(out, step, flags):
         sentence = refused(go, data, out, f"--max_iters 12 {flags}")
         assert re.search(f"iteration {step}: .*not finite.*ckpt.pt.*--lr", sentence)
-    log, pause, gradient = tmp_path / "log", tmp_path / "pause", tmp_path / "gradient"
-    at_step(8, poison, monkeypatch)
-    stops(log, 9, "--log_interval 3 --eval_interval 100")
+    pause, gradient = tmp_path / "pause", tmp_path / "gradient"
     at_step(8, poison, monkeypatch)
     stops(pause, 8, "--log_interval 100 --eval_interval 4")
     assert load(pause)["step"] == 4 and resume(pause) == 0 and metrics(pause)[12]["val_loss"] > 0
@@ -656,9 +610,6 @@ def test_other_data(data, copy, tmp_path, monkeypatch):
         assert content(copy) == before
     (other / name).write_bytes(header + np.full(900, 320, "<u2").tobytes())
     assert "beyond its tokenizer" in refused(go, other, tmp_path / "new", "--max_iters 2")
-    # A path in config.json begins where the training began.
-    shutil.rmtree(other)
-    assert f"--data {other}: no data set there, seen from {os.getcwd()}" in refused(resume, copy)
 
 def flip_a_bit(path):
     raw = bytearray(path.read_bytes())
@@ -670,14 +621,11 @@ class Evil:
         return os.mkdir, ("evil",)
 
 BROKEN = {   # a file and what is wrong with it -> how that comes about
-    "config.json gone": Path.unlink,
-    "config.json half": lambda path: os.truncate(path, 100),
     "ckpt.pt gone": Path.unlink,
     "ckpt.pt half": lambda path: os.truncate(path, 1000),
     "ckpt.pt a bit": flip_a_bit,
     "ckpt.pt weights": edited(lambda c: [c.pop(key) for key in [*c]] and None),   # of another program
-    "ckpt.pt code": edited(lambda c: c.update(evil=Evil())),
-    "ckpt.pt a weight gone": edited(lambda c: c["model"].pop("wte.weight"))}
+    "ckpt.pt code": edited(lambda c: c.update(evil=Evil()))}
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_run_folders(copy, monkeypatch, what):
@@ -690,20 +638,13 @@ def test_broken_run_folders(copy, monkeypatch, what):
     assert name in refused(runs.open_run, copy)
     assert content(copy) == before and not Path("evil").exists()
 
-@pytest.mark.parametrize("flag, value, registry, kind, words", [
-    ("--residual", "mine:power=1", RESIDUALS, "nag", "no option 'power'"),
-    ("--residual", "mine", RESIDUALS, "nag", "choose from pre"),
-    ("--mod", "mine", DECIDERS, "coins", "choose from all")])
-def test_a_class_that_has_gone(data, tmp_path, monkeypatch, flag, value, registry, kind, words):
-    """... or has other options than when somebody's run was trained"""
+def test_a_class_that_has_gone(data, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setitem(registry, "mine", registry[kind])
-        go(data, tmp_path, f"{flag} {value} --max_iters 1")
-    if ":" in value:
-        monkeypatch.setitem(registry, "mine", registry["pre"])
+        patch.setitem(DECIDERS, "mine", DECIDERS["coins"])
+        go(data, tmp_path, "--mod mine --max_iters 1")
     for sentence in (refused(runs.open_run, tmp_path), refused(resume, tmp_path),
                      refused(main, f"--config {tmp_path}")):
-        assert f"{flag} mine" in sentence and words in sentence
+        assert "--mod mine" in sentence and "choose from all" in sentence
 
 def test_a_run_of_the_third_edition(copy):
     """A sentence says what reads it, before anything else does."""
@@ -775,6 +716,7 @@ def test_two_processes_train_as_one(data, tmp_path, flags, tolerance):
     assert "iter" not in (tmp_path / "process1.out").read_text()   # The first one speaks.
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert one.keys() == two.keys() and (one[15]["skip_rate"] > 0.1) == ("--mod" in flags)
+    assert ("mean_gain" in one[15]) == ("gain" in flags)
     for step in one:
         for key in one[step]:
             wanted = pytest.approx(two[step][key], rel=tolerance, abs=tolerance)
@@ -836,8 +778,7 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--n_head 2 --n_lay=3", "--n_lay: unknown flag, did you mean --n_layer?"),
     ("--mod_rate 0.25", "--mod_rate: unknown flag"), ("--residual x", "choose from"),
     ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "--max_iters 0: must be from 1"),
-    ("--n_layer 1000000000", "--n_layer"), ("--repeat 1-2:999", "--repeat 1-2:999"),
-    ("--repeat 1:999999999999", "--repeat"), ("--config nothing", "nothing: no such file"),
+    ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no such file"),
     ("--out ''", "--out: is empty"), ("--out file", "'file'"), ("--out {long}", "too long"),
     ("--grad_accum 4 --batch_size 6", "multiple of grad_accum x processes = 4"),
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"),
@@ -875,6 +816,5 @@ def test_help(capsys):
     assert "(default )" not in text and "(default None)" not in text and "(default 1337)" in text
     assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in train.RATES.items())
     titles = "skipping", "run", "optimizer", "machine", "residuals, with their options"
-    places = [text.index(f"\n{title}:") for title in titles]
-    assert places == sorted(places) and text.index("  --residual") < text.index("  --n_head")
+    assert all(f"\n{title}:" in text for title in titles)
     assert all(f"\n  {name}" in text for name in RESIDUALS) and "\n  hyper:kind=lite,n=4" in text
