@@ -72,13 +72,19 @@ from sentences import Mistake
 
 # =================================================================================== part 1: a GPT
 
-# Part 1 calls some functions of the other parts. Without any flag, this is what they do:
+# Part 1 uses these names of the other parts. Without any flag, they do this:
 #
 #     make_residual    makes a PreNorm, the rule stream + f(norm(stream))
 #     make_norm        makes an nn.RMSNorm
 #     hidden_units     mlp_ratio * n_embd for each block
 #     block_order      0, 1, .. n_layer - 1
 #     config_problems  sentences, if a config is not possible
+#     make_decider     makes a decider, which says that all tokens run all sublayers
+#     call_residual    residual(stream, f); a function, so that train.py can compile it
+#     Runner           runs the sublayers in one pass of tokens through the model. For each it calls
+#                      call_residual. runner.loss(loss, targets) is loss. And it notes what happens,
+#                      such as who skipped what: who wants to know that makes a Runner, gives it to
+#                      the model, and asks it when the pass is over.
 
 @dataclass
 class GPTConfig:
@@ -174,7 +180,7 @@ class Attention(nn.Module):
 
     def forward(self, x, rotation, cache=None, row=None):
         """x (B, T, C) -> (B, T, C). cache: in sampling, x are the newest tokens only, and the keys
-        and values of those before are in this KVCache; row: which of its rows has them"""
+        and values of those before are in this KVCache; row: that of this attention"""
         q, k, v = self.qkv(x, rotation)
         mask = None
         if cache is not None:
@@ -218,17 +224,17 @@ class PreNorm(nn.Module):
         itself, so that some tokens can skip (part 3). f may look at others."""
         return stream + f(self.norm(stream))
 
-    @torch.no_grad()
     def init_sublayer(self, module):
-        """Once, after the weights are drawn: may rescale those of module, an attention or MLP."""
+        """Once, after the weights are drawn: may rescale those of module, an attention or MLP. (It
+        is called under no_grad, and so is `constrain`.)"""
         # As in GPT-2: the updates of 2L sublayers are added up, so each starts with a variance that
         # is 2L times smaller.
         module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
     def constrain(self, module):
-        """After the weights are drawn, and after each step of a training: may change the weights of
-        module, an attention or MLP (for `ends`, embedding and head). nGPT, in part 2, brings them
-        back to length 1."""
+        """After the weights are drawn, and after each step of a training: may change those of
+        module, an attention or MLP. (That of `ends` gets embedding and head.) nGPT, in part 2,
+        brings them back to length 1."""
 
     # --- Only `ends` does what follows: the form of the stream is up to the rule. (Its norm is ln_f
     # in GPT-2.)
@@ -260,27 +266,6 @@ class Block(nn.Module):
 
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
-
-def products_in(dtype, x):
-    """Under `with products_in(dtype, x):` matrix products are computed in dtype, on the device of
-    x. None: as they are"""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, dtype=dtype)
-
-class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and row for an
-    attention, nothing for an MLP.
-
-    dtype: matrix products are computed in it: bfloat16, in a training on a GPU. (None: as in the
-    stream.) The stream stays float32: in bfloat16, the rounding errors of 2L additions would add
-    up."""
-    def __init__(self, dtype, module, *others):
-        self.dtype, self.module, self.others = dtype, module, others
-
-    def __call__(self, x):
-        with products_in(self.dtype, x):
-            return self.module(x, *self.others).to(x.dtype)
 
 # ---------------------------------------------------------------------------------- first weights
 
@@ -332,23 +317,36 @@ def constrain_weights(model):
     model.ends.constrain(model.lm_head)
 
 def tie_weights(model):
-    """The matrix of the head is the embedding, too. It has smaller numbers, and embedding_scale
-    makes up for this."""
+    """The matrix of the head becomes the embedding, too. Its numbers are smaller, and
+    embedding_scale makes up for that."""
     model.wte.weight = model.lm_head.weight
     n_embd = model.config.n_embd
-    wanted, has = (first_std(model.config, name, n_embd) for name in ("wte", "lm_head"))
-    model.embedding_scale = wanted / has
+    embedding_std = first_std(model.config, "wte", n_embd)
+    head_std = first_std(model.config, "lm_head", n_embd)
+    model.embedding_scale = embedding_std / head_std
 
 # -------------------------------------------------------------------------------------- the model
 
-# For each forward pass, a Runner runs the sublayers (part 3). Without any flag,
-#
-#     runner.begin(shape)                      does nothing,
-#     runner.run(place, stream, residual, f)   is residual(stream, f), and
-#     runner.loss(loss, targets)               is loss.
-#
-# With --mod, some tokens skip some sublayers. A Runner also notes what has happened. So to know
-# that, train.py makes a Runner, gives it to the model, and asks it when the pass is over.
+def products_in(dtype, x):
+    """Under `with products_in(dtype, x):` matrix products are computed in dtype, on the device of
+    x. None: as they are"""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, dtype=dtype)
+
+class SublayerFunction:
+    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and row for an
+    attention, nothing for an MLP.
+
+    dtype: matrix products are computed in it: bfloat16, in a training on a GPU. (None: as in the
+    stream.) The stream stays float32: in bfloat16, the rounding errors of 2L additions would add
+    up."""
+    def __init__(self, dtype, module, *others):
+        self.dtype, self.module, self.others = dtype, module, others
+
+    def __call__(self, x):
+        with products_in(self.dtype, x):
+            return self.module(x, *self.others).to(x.dtype)
 
 def cross_entropy(logits, targets):
     """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
@@ -368,7 +366,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # of the blocks, by their numbers, 0 .. L - 1
         self.decider = make_decider(config)   # says who skips (part 3)
-        self.call_residual = call_residual    # Runners use it. train.py may have it compiled.
+        self.call_residual = call_residual    # Runners use it. train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
         self.embedding_scale = 1.0
         init_weights(self)
@@ -413,7 +411,9 @@ class GPT(nn.Module):
         logits = self.head(stream)
         if targets is None:
             return logits, None
-        return logits, runner.loss(cross_entropy(logits, targets), targets)
+        loss = cross_entropy(logits, targets)
+        # In training, flags such as --gain_cost and --deep_supervision make more of it.
+        return logits, runner.loss(loss, targets)
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
@@ -726,7 +726,6 @@ class DeepNorm(Post):
     def forward(self, x, f):
         return self.norm(self.scale * x + f(x))
 
-    @torch.no_grad()
     def init_sublayer(self, module):
         small = (8 * self.config.n_layer) ** -0.25
         module.c_proj.weight.mul_(small)
@@ -787,7 +786,6 @@ class CompleteP(Residual):
     def forward(self, x, f):
         return x + self.scale * f(self.norm(x))
 
-    @torch.no_grad()
     def init_sublayer(self, module):
         module.c_proj.weight.mul_(12 ** -0.5)   # PreNorm's factor at 6 blocks
 
@@ -1098,7 +1096,6 @@ class NGPT(Residual):
         else:
             module.scale = LearnedScale(module.c_fc.out_features, n_embd)
 
-    @torch.no_grad()
     def constrain(self, module):
         # Along the stream: the columns of c_proj, which writes to it, and the rows of all others
         for name, p in module.named_parameters():
