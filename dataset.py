@@ -51,7 +51,7 @@ def encode(texts, tokenizer_name):
 def token_bytes(tokenizer_name, n_tokens):
     """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
     divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
-    byte. n_tokens: how many a model knows. Those that the tokenizer doesn't have have 0, too."""
+    byte. n_tokens: how many a model knows. Those beyond the tokenizer's get 0."""
     tokenizer = get_tokenizer(tokenizer_name)
     sizes = torch.zeros(n_tokens, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
@@ -96,13 +96,13 @@ def load_meta(data):
         name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
         return dict(name=name, tokenizer="gpt2", vocab_size=VOCABULARIES["gpt2"])
     try:
-        meta = dict(json.loads((folder / "meta.json").read_text(encoding="utf-8")))
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except OSError as error:
         refuse(f"--data {data}: no data set there, seen from {os.getcwd()} ({error.strerror}); go "
                f"where the data are, or make them with prepare.py")
-    except (TypeError, ValueError):   # no JSON object
-        meta = {}
-    if meta.get("tokenizer") not in VOCABULARIES:
+    except ValueError:
+        meta = None
+    if not isinstance(meta, dict) or meta.get("tokenizer") not in list(VOCABULARIES):
         refuse(f"{folder / 'meta.json'}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; "
                f"correct it, or make the data set anew")
     return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])

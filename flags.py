@@ -19,7 +19,6 @@ A field of a dataclass is a flag. `flag` says its default, its help, and which v
 import argparse
 import dataclasses
 import difflib
-import inspect
 from typing import get_args
 
 from sentences import refuse, script
@@ -38,9 +37,9 @@ def field_problems(config):
     """-> a sentence for each field that can't have the value it has"""
     problems = []
     for field in dataclasses.fields(config):
-        value, choices = getattr(config, field.name), get_args(field.type)
-        why = why_wrong_type(value, field.type)
-        why = why or why_not_allowed(value, choices or field.metadata.get("limits"))
+        value = getattr(config, field.name)
+        allowed = get_args(field.type) or field.metadata.get("limits")   # choices, or a range
+        why = why_wrong_type(value, field.type) or why_not_allowed(value, allowed)
         if why:
             problems.append(f"--{field.name} {value!r}: {why}")
     return problems
@@ -76,17 +75,18 @@ def parse(classes, argv=None, doc=None, positional=()):
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
 def make_configs(classes, values):
-    """A dict, of which a part may come from a file -> an instance of each class. Impossible values
-    end the program, with all sentences of field_problems and of a config's own `problems`."""
+    """A dict -> an instance of each class. Impossible values end the program, with all sentences of
+    field_problems and of a config's own `problems`. (Values that stand in a file, such as
+    configs/gpt2.json, are checked like those that are typed.)"""
     for name in values:
-        if name not in names_of(classes):   # A file may have such a name.
+        if name not in names_of(classes):
             refuse_unknown(f"--{name}", classes)
     configs, problems = [], []
     for config_class in classes:
         own = {name: values[name] for name in names_of([config_class]) if name in values}
         config = config_class(**own)
         found = field_problems(config)
-        if not found and hasattr(config, "problems"):   # It relies on values in their ranges.
+        if not found and hasattr(config, "problems"):   # These rely on values in their ranges.
             found = config.problems()
         problems += found
         configs.append(config)
@@ -152,57 +152,3 @@ def not_empty(word):
     if not word:
         raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
     return word
-
-# -------------------------------------------------------------------------- options: name:key=value
-
-# A flag's value may be a name, and then values for what has this name. Take --residual
-# hyper:kind=mhc,n=2. Who finds a class by the name hyper calls
-#
-#     read_options("kind=mhc,n=2", defaults=dict(kind="lite", n=4),
-#                  allowed=dict(kind=("lite", "mhc"), n=(1, 64)))
-#
-# Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. The defaults are those of
-# __init__. Each is a number, a bool or a word.
-
-def option_defaults(function):
-    """The keyword arguments of a function or class, with their defaults: these are its options."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-def as_text(options):
-    """dict(kind="lite", n=4) -> kind=lite,n=4"""
-    return ",".join(f"{key}={value}" for key, value in options.items())
-
-def list_options(registry):
-    """For --help: all names in RESIDUALS, say, each with its options"""
-    lines = []
-    for name, function in registry.items():
-        options = as_text(option_defaults(function))
-        lines.append(f"  {name}:{options}" if options else f"  {name}")
-    return "\n".join(lines)
-
-def read_options(text, defaults, allowed):
-    """See above. A value gets the type of its default. ValueError, with a sentence, if there is no
-    such option, or if it can't have this value"""
-    found = {}
-    if not text:
-        return found
-    for option in text.split(","):
-        key, _, word = option.partition("=")
-        if key not in defaults:
-            raise ValueError(f"no option {key!r}; its options are {as_text(defaults) or 'none'}")
-        found[key] = option_value(key, word, defaults[key])
-        why = why_not_allowed(found[key], allowed.get(key))
-        if why:
-            raise ValueError(f"option {option}: {why}")
-    return found
-
-TRUTH = {"0": False, "false": False, "1": True, "true": True}
-
-def option_value(key, word, default):
-    """("n", "2", 4) -> 2, a whole number as 4 is. ValueError if the word stands for none"""
-    wanted = type(default)
-    try:
-        return TRUTH[word.lower()] if wanted is bool else wanted(word)
-    except (KeyError, ValueError):
-        raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}, such as {default}") from None

@@ -66,8 +66,9 @@ from typing import NamedTuple
 
 from torch.utils.checkpoint import checkpoint
 
-from flags import field_problems, option_defaults, read_options
+from flags import field_problems
 from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
+from options import option_defaults, read_options
 from sentences import Mistake
 
 # =================================================================================== part 1: a GPT
@@ -214,6 +215,8 @@ class MLP(nn.Module):
 class PreNorm(nn.Module):
     """The rule of GPT-2 and of most models since. A model makes one for each sublayer l = 1 .. 2L,
     and one more, `ends`, with l = 2L + 1. (PreNorm treats all alike. Other rules use l.)"""
+    own_lr = ()   # names of parameters that train with --gate_lr, not with --lr
+
     def __init__(self, config, l):
         super().__init__()
         self.config = config
@@ -510,7 +513,6 @@ class Residual(PreNorm):
     can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
     knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
     stream_grows = False   # True: the stream has more and more tensors with depth.
-    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
     allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
     has_norm = True        # False: there is no self.norm, for --norm to choose.
 
@@ -1155,8 +1157,9 @@ def make_residual(config, l):
 
 # Mixture-of-Depths: not every token needs every sublayer. In each walk through the depth, a Runner
 # runs the sublayers. Before each one it asks a decider. Its answer is EVERYONE, REMOVED, or bools
-# (B, T): True where a token runs the sublayer. Who doesn't run it passes by, with its stream as it
-# is. What a residual has to say about this are can_skip and knows_gain (part 2, class Residual).
+# (B, T): True where a token runs the sublayer. The others pass by, with their streams as they are.
+# What a residual has to say about this are can_skip and knows_gain (part 2, class Residual): some
+# know beforehand how much a sublayer will change a token, which is called the gain.
 EVERYONE = "everyone"
 REMOVED = "removed"   # Nobody runs it, as if there were no such sublayer: class Without says so.
 
@@ -1167,8 +1170,8 @@ class Decider(nn.Module):
     needs_gain = False      # Must the residual know gains?
     needs_skipping = False  # Must its tokens be able to skip?
     needs_tensor = False    # Must its stream be one tensor?
-    # Does a token that skips an attention still make its key and value? Later tokens that run it
-    # look for them.
+    # Does a token that skips an attention still make its key and value, for later tokens that run
+    # it? False: nobody sees it there.
     skippers_make_keys = True
 
     def __init__(self, config=None):
@@ -1222,7 +1225,7 @@ class Runner:
     def begin(self, shape):
         """shape: (B, T), of the tokens"""
         if self.keeps:
-            raise ValueError("a Runner is for one walk; make a new one")
+            raise Mistake("a Runner is for one walk; make a new one")
         self.shape = shape
         self.decider.begin(self)
 
@@ -1256,8 +1259,8 @@ class Runner:
     def loss(self, loss, targets):
         """After a walk: its cross entropy -> what is to become small. In training, flags change it.
         With --deep_supervision, the head reads the stream after each block, and not only at the
-        end. The decider may add something, and --gain_cost is the price of turning. (NAG's paper
-        has none, as far as we know. arXiv:1603.08983 has a price of pondering.)"""
+        end. The decider may add something. --gain_cost is a price for the mean |gain|. (It is not
+        in NAG's paper.)"""
         self.cross_entropy = loss.detach()
         if not self.model.training:
             return loss
@@ -1279,10 +1282,9 @@ class Runner:
 
     def who_ran(self):
         """-> bools (places, B, T), True where a token ran the sublayer"""
-        masks = [keep if torch.is_tensor(keep)
-                 else torch.full(self.shape, keep is EVERYONE, device=self.model.device)
-                 for keep in self.keeps]
-        return torch.stack(masks)
+        all_true = torch.ones(self.shape, dtype=torch.bool, device=self.model.device)
+        masks = {EVERYONE: all_true, REMOVED: ~all_true}
+        return torch.stack([masks[keep] if isinstance(keep, str) else keep for keep in self.keeps])
 
     def all_ran(self):
         return all(keep is EVERYONE for keep in self.keeps)
@@ -1297,8 +1299,8 @@ class Runner:
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
-    after it. A gain is the tangent of an angle: 0.05 is 3 degrees. Without a --gain_cost, few gains
-    are so small."""
+    after it. NAG's gain is the tangent of an angle: 0.05 is 3 degrees. Without a --gain_cost, few
+    gains are so small."""
     allowed = dict(below=(0, 100))
     needs_gain = needs_skipping = True
 
@@ -1371,19 +1373,20 @@ class Routers(Decider):
 
     def begin(self, runner):
         runner.notes.losses = []
-        runner.notes.asked = False   # Has the router of this block been asked?
+        runner.notes.asked_at = None   # the last block in which a router was asked: 1, 2, ..
 
     def decide(self, runner):
-        number = self.order[(runner.place - 1) // 2]
+        block = block_of(runner.place)
+        number = self.order[block - 1]
         if number % 2 == 0:
             return EVERYONE
-        if not runner.notes.asked:   # once a block, at its MLP if its attention is removed
+        if runner.notes.asked_at != block:   # at its attention, or, if that is removed, its MLP
+            runner.notes.asked_at = block
             self.ask(self.routers[number // 2], runner)
         return runner.notes.keep
 
     def ask(self, router, runner):
         x, notes = runner.stream, runner.notes
-        notes.asked = True
         weight = router(unit(x)).squeeze(-1)   # (B, T)
         runner.decider_flops += 2 * x.shape[-1]
         keep = weight > 0
@@ -1396,9 +1399,9 @@ class Routers(Decider):
     def after(self, runner, stream):
         notes = runner.notes
         block_ends = runner.place % 2 == 0
-        if not (block_ends and notes.asked):
+        if not block_ends or notes.asked_at != block_of(runner.place):
             return stream
-        notes.asked = False   # The next block asks anew.
+        # Where a token has skipped, its stream is still that of before.
         return notes.before + notes.weight * (stream - notes.before)
 
     def loss(self, runner):
@@ -1642,7 +1645,7 @@ def hidden_units(config):
     CascadeFormer (arXiv:2606.26538), whose own widths are unknown."""
     n_layer, hidden = config.n_layer, config.mlp_ratio * config.n_embd
     if config.activation == "swiglu":   # It has three matrices where gelu has two.
-        hidden = round(hidden * 2 / 3)
+        hidden = hidden * 2 / 3
     hidden = max(1, round(hidden))
     if config.taper == "none":
         return [hidden] * n_layer
@@ -1668,7 +1671,7 @@ def block_order(config):
     raise ValueError(f"--repeat {config.repeat}: say blocks from 1 to {config.n_layer}, and how "
                      f"often, such as 1:2 or 1-{config.n_layer}:2 (512 runs at most)")
 
-# ---------------------------------------------------------------------------------------- training
+# --------------------------------------------------------------------- compiling, and less memory
 
 def compile_blocks(model, **options):
     """For training: torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks
@@ -1690,6 +1693,8 @@ def checkpoint_blocks(model):
     model.call_residual = partial(checkpoint, model.call_residual, use_reentrant=False,
                                  preserve_rng_state=False)
 
+# ---------------------------------------------------------------------------------------- counting
+
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
@@ -1701,33 +1706,37 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    shares = [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
+    shares = [Shares()] * len(pairs)
     if runner and not runner.all_ran():
         shares = shares_of_tokens(runner)
-    for (residual, module), (ran, queries, keys, gains) in zip(pairs, shares):
-        total += gains * residual.flops()
+    for (residual, module), share in zip(pairs, shares):
+        total += share.residual * residual.flops()
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.
-            total += (ran + keys) / 2 * matrices
-            total += queries * 4 * T * config.n_embd   # scores, and sums of values
+            total += (share.ran + share.keys) / 2 * matrices
+            total += share.queries * 4 * T * config.n_embd   # scores, and sums of values
         else:
-            total += ran * matrices
+            total += share.ran * matrices
     return total + (runner.decider_flops if runner else 0.0)
 
+class Shares(NamedTuple):
+    """Which shares of the tokens do what in a sublayer"""
+    ran: float = 1.0       # run it
+    queries: float = 1.0   # have a query: all sequences as many as the fullest one, see attend_kept
+    keys: float = 1.0      # have a key
+    residual: float = 1.0  # have a gain, or what else the residual computes
+
 def shares_of_tokens(runner):
-    """Of each sublayer in a walk: which shares of the tokens ran it; had queries in it, if it is an
-    attention; had keys; and had gains, or what else its residual computes"""
+    """-> the Shares of each sublayer in a walk"""
     who = runner.who_ran().float()
-    ran = who.mean((1, 2)).tolist()
-    queries = who.mean(2).amax(1).tolist()   # as many as in the fullest sequence: see attend_kept
-    keys, gains = ran.copy(), ran.copy()
-    for i, (keep, gain) in enumerate(zip(runner.keeps, runner.gains)):
-        if runner.decider.skippers_make_keys and keep is not REMOVED:
-            keys[i] = 1.0
-        if gain is not None:
-            gains[i] = 1.0
-    return list(zip(ran, queries, keys, gains))
+    found = []
+    for ran, queries, keep, gain in zip(who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist(),
+                                        runner.keeps, runner.gains):
+        all_have_keys = runner.decider.skippers_make_keys and keep is not REMOVED
+        found.append(Shares(ran, queries, keys=1.0 if all_have_keys else ran,
+                            residual=ran if gain is None else 1.0))
+    return found
 
 # ------------------------------------------------------------------------------------------ checks
 
@@ -1771,4 +1780,5 @@ def check_keep(runner, keep):
                       f"REMOVED or bools {shape}")
     if not runner.residual.can_skip:
         raise Mistake(f"{type(runner.decider).__name__} lets tokens skip, which "
-                      f"{type(runner.residual).__name__} can't; say needs_skipping = True")
+                      f"{type(runner.residual).__name__} can't; say needs_skipping = True, and use "
+                      f"--residual pre or nag")

@@ -43,7 +43,7 @@ from steps import make_documents, make_puzzle
 
 def steps_text(config):
     """Documents of a puzzle: see steps.py."""
-    puzzle, seed = config.puzzle, config.table   # --table is the seed of the puzzle's table.
+    puzzle, seed = config.puzzle, config.table_seed
     return make_documents(puzzle, seed, "train"), make_documents(puzzle, seed, "val")
 
 def stdlib(config):
@@ -83,7 +83,7 @@ def shakespeare(config):
 
 # --------------------------------------------------------------------------- the data set's folder
 
-def refuse_if_taken(out, meta):
+def refuse_other_data_set(out, meta):
     """SystemExit if the folder holds another data set than that of meta. (The same one may come
     anew, and your own text, too, after you have edited it.)"""
     if (out / "meta.json").exists() or any(out.glob("*.bin")):
@@ -129,7 +129,7 @@ def fineweb(out, meta, n_shards):
 SOURCES = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
 TOKENIZERS = dict(steps="bytes", fineweb="gpt2")   # All others can have any.
 OWN_FLAGS = dict(text=["input", "jsonl"], fineweb=["shards"],
-                 steps=["symbols", "rows", "cells", "most", "table"])
+                 steps=["symbols", "rows", "cells", "most", "table_seed"])
 
 @dataclass
 class PrepareConfig:
@@ -147,12 +147,12 @@ class PrepareConfig:
     rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
     cells: int = flag(12, "digits in a line", low=2, high=100)
     most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
-    table: int = flag(0, "seed of the table", low=0, high=1e9)
+    table_seed: int = flag(0, "of the table's random numbers", low=0, high=1e9)
 
     @property
     def puzzle(self):
         """What meta.json says of the steps text"""
-        return make_puzzle(self.symbols, self.rows, self.cells, self.most, seed=self.table)
+        return make_puzzle(self.symbols, self.rows, self.cells, self.most, self.table_seed)
 
     def problems(self):
         """parse, which reads the command line, refuses with these sentences."""
@@ -191,7 +191,7 @@ def main(argv=None):
     meta = dict(name=config.name, tokenizer=TOKENIZERS.get(config.name, tokenizer))
     if config.name == "steps":
         meta["steps"] = config.puzzle
-    refuse_if_taken(out, meta)
+    refuse_other_data_set(out, meta)
     if config.name == "fineweb":   # It comes as shards.
         fineweb(out, meta, config.shards)
     else:

@@ -37,9 +37,8 @@ def read_metrics(run):
                 metrics.setdefault(entry["step"], {}).update(entry)
     return metrics
 
-def read_config(path):
-    """A run folder, or a file such as configs/gpt2.json -> the settings that it begins with, a
-    dict; and what --resume has changed since: {step: settings}"""
+def read_settings(path):
+    """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
     if not file.is_file():
         refuse(f"{file}: no such file; name a run that train.py has made, or a file of settings")
@@ -51,19 +50,22 @@ def read_config(path):
         refuse(f"{file}: can't be read ({error}); correct or restore it")
     if "mod_rate" in settings:   # a flag that is gone
         refuse(f"{file}: is of the third edition; git checkout 7cf98d5 reads it")
+    return settings
+
+def read_changes(run):
+    """Run folder -> what --resume has changed since it began: {step: settings}"""
     changes = {}
-    if file.name == "config.json":   # That of a run, so metrics.jsonl stands beside it.
-        for step, entry in read_metrics(file.parent).items():
-            changed = {name.removeprefix("--"): value for name, value in entry.items()
-                       if name.startswith("--")}
-            if changed:
-                changes[step] = changed
-    return settings, changes
+    for step, entry in read_metrics(run).items():
+        changed = {name.removeprefix("--"): value for name, value in entry.items()
+                   if name.startswith("--")}
+        if changed:
+            changes[step] = changed
+    return changes
 
 def settings_now(run):
     """Run folder -> its settings after all changes, a dict"""
-    settings, changes = read_config(run)
-    for changed in changes.values():
+    settings = read_settings(run)
+    for changed in read_changes(run).values():
         settings |= changed
     return settings
 
@@ -187,14 +189,3 @@ class RunFolder:
     def close(self):
         if self.lock_file:
             self.lock_file.close()
-
-# -------------------------------------------------------------------------- moments of optimizers
-
-def optimizer_state(optimizers):
-    """For each optimizer: {number of a parameter: its moments}"""
-    return [optimizer.state_dict()["state"] for optimizer in optimizers]
-
-def restore_optimizers(optimizers, saved):
-    """Gives optimizers the moments that were saved. Rates and decay stay as the flags say."""
-    for optimizer, state in zip(optimizers, saved, strict=True):
-        optimizer.load_state_dict(optimizer.state_dict() | dict(state=state))

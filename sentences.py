@@ -4,16 +4,13 @@ What a program says to its user: lines of text, and sentences about what the use
 import os
 import sys
 
-class Mistake(ValueError):
-    """A mistake in a residual or a decider of the user's own"""
-
 def refuse(*sentences):
     """Ends the program: Python prints these sentences to stderr, a line each, and exits with 1."""
     raise SystemExit("\n".join(sentences))
 
 def say(text, file=None):
     """Prints; of several processes, only the first one does. A training goes on if what it prints
-    goes nowhere: its terminal is closed, say. file: without it stdout"""
+    goes nowhere, because its terminal is closed. file: without it stdout"""
     if os.environ.get("RANK", "0") == "0":   # torchrun numbers the processes.
         try:
             print(text, file=file, flush=True)
@@ -54,23 +51,24 @@ def remedy_of(error):
             return f"{remedy} ({text.splitlines()[0]})"
     return None
 
+class Mistake(ValueError):
+    """model.py and trial.py raise it: a mistake in a residual or a decider of the user's own"""
+
 def start(main):
     """Runs a script: main() -> exit status, or None. An error that a user can mend, such as a file
     that isn't there, becomes a sentence. All others show their traceback."""
     if sys.stdout:   # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
-        status = main()
+        sys.exit(main())
     except Mistake as error:
-        status = f"{script()}: {error}"
+        refuse(f"{script()}: {error}")
     except KeyboardInterrupt:
-        status = 130   # what shells expect of Ctrl-C
+        sys.exit(130)   # what shells expect of Ctrl-C
     except BrokenPipeError:   # The reader, such as head, has closed the pipe.
         mute(sys.stdout)
-        status = 0
     except (OSError, MemoryError, RuntimeError) as error:
         remedy = remedy_of(error)
         if not remedy:
             raise
-        status = f"{script()}: {remedy}"
-    sys.exit(status)   # If that is a sentence, Python prints it and exits with 1.
+        refuse(f"{script()}: {remedy}")

@@ -9,14 +9,14 @@ Where the settings of a training come from. For each flag, the first of these th
     defaults              those of GPTConfig and TrainConfig
 
 --resume goes with neither --init_from nor --config. `typed`, `settings` and `defaults` are dicts:
-names of flags, and their values. Of runs.py, read_config says how a run began, and what it changed
-later; settings_now is both in one. `refuse` ends the program with a sentence.
+names of flags, and their values. Of runs.py, read_settings says how a run began, read_changes what
+--resume has changed since, and settings_now both in one. `refuse` ends the program with a sentence.
 """
 import sys
 from dataclasses import fields
 
 from model import GPTConfig
-from runs import read_config, settings_now
+from runs import read_changes, read_settings, settings_now
 from sentences import refuse, say
 
 # Where this start of a run goes, and what it replaces, says nothing about the run. The tokenizer is
@@ -61,11 +61,11 @@ def settings_to_resume(typed, defaults):
 
 def settings_of_config(path):
     """How the run `path` began, or what that file says. Later changes are printed, not taken."""
-    settings, changes = read_config(path)
+    changes = read_changes(path)   # of a file, none
     if changes:
         say(f"--config {path}: begins as that run did; it changed later, at iteration: {changes}",
             file=sys.stderr)
-    return of_the_run(settings)
+    return of_the_run(read_settings(path))
 
 def settings_of_model(source):
     """The settings of the model in the run `source`"""

@@ -29,16 +29,16 @@ SEEDS = dict(train=5, val=3)   # so that each split has other lines
 
 # ------------------------------------------------------------------- the puzzle, and what a step is
 
-def make_puzzle(symbols, rows, cells, most, seed):
+def make_puzzle(symbols, rows, cells, most, table_seed):
     """-> the puzzle, a dict: table=, cells=, most=. (prepare.py keeps it in the data set's
     meta.json.) The flags of prepare.py steps:
 
-    symbols   how many different digits there are
-    rows      how many different rows the table has; symbols can be divided by it
-    cells     how many digits a line has
-    most      the most steps that a line asks for
-    seed      of the table's random numbers (the flag is called --table)"""
-    table = make_table(symbols, rows, np.random.default_rng(seed))
+    symbols      how many different digits there are
+    rows         how many different rows the table has; symbols can be divided by it
+    cells        how many digits a line has
+    most         the most steps that a line asks for
+    table_seed   of the table's random numbers"""
+    table = make_table(symbols, rows, np.random.default_rng(table_seed))
     return dict(table=table.tolist(), cells=cells, most=most)
 
 def make_table(symbols, rows, rng):
@@ -51,12 +51,12 @@ def make_table(symbols, rows, rng):
     # To which class does each digit go in the first row? With two rows, half of them become even.
     class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     different_rows = np.zeros((rows, symbols), int)
-    for number, row in enumerate(different_rows):
-        class_of_next = (class_in_first_row + number) % rows
+    for row in range(rows):
+        class_of_next = (class_in_first_row + row) % rows
         for each_class in range(rows):
             members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
-            row[class_of_next == each_class] = rng.permutation(members)
-    return different_rows[np.arange(symbols) % rows]
+            different_rows[row, class_of_next == each_class] = rng.permutation(members)
+    return different_rows[np.arange(symbols) % rows]   # a row for each left neighbour
 
 def next_line(digits, table):
     """One step: digits, a tensor (..., cells) -> the digits after it"""
@@ -74,7 +74,7 @@ def lines_after(digits, steps, table):
 
 def make_documents(puzzle, seed, split):
     """-> the texts of "train" or of "val". At random are the digits of their first lines, and how
-    many steps each line asks for. seed: that of the table"""
+    many steps each line asks for. seed: the table's, so another table has other documents"""
     n, table, most = DOCUMENTS[split], puzzle["table"], puzzle["most"]
     rng = np.random.default_rng((seed, SEEDS[split]))
     weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.

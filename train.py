@@ -39,12 +39,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dataset
 import prepare
-from flags import flag, list_options, make_configs, read_command_line
+from flags import flag, make_configs, read_command_line
 from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
                    constrain_weights, flops_per_token, num_params)
 from muon import Muon
+from options import list_options
 from processes import join_processes, noted_signals, set_threads, torch_as_it_was
-from runs import RunFolder, optimizer_state, read_model, restore_optimizers, settings_now
+from runs import RunFolder, read_model, settings_now
 from sentences import refuse, say, start
 from settings import gather_settings, of_the_run
 from trial import look_for_mistakes
@@ -152,15 +153,15 @@ def count_parts(config, processes):
     return n_parts
 
 def seed_draws(seed, step, part):
-    """Seeds torch's random numbers. So if the decider draws who skips, that depends on seed, step
-    and part only, as batches do."""
+    """Seeds torch's random numbers. So if the decider draws who skips, that depends on nothing but
+    seed, step and part."""
     state = np.random.SeedSequence((seed, step, part)).generate_state(1)
     torch.manual_seed(int(state[0]))
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
-    """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
-    part only, so there is no random state to save: any number of processes, and a run that is
-    resumed, see the same batches. device: its name"""
+    """One of the n_parts of a batch: x, y (batch_size / n_parts, T). The batch depends on seed,
+    step and batch_size only, so there is no random state to save: any number of processes, and a
+    run that is resumed, see the same batches. device: its name"""
     T = model_config.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
@@ -178,13 +179,13 @@ def evaluate(model, x, y, token_bytes, batch_size):
     time"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
-    with torch_as_it_was(str(model.device)):
+    with torch_as_it_was(str(model.device)):   # This gives the random numbers back.
         torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
         for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
             runner = Runner(model)
             model(xi.to(model.device), yi.to(model.device), runner=runner)
             share = len(xi) / len(x)
-            nats += runner.cross_entropy.item() * share
+            nats += runner.cross_entropy.item() * share   # the loss, without what flags add
             skipped += runner.skipped() * share
     model.train(was_training)
     n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
@@ -348,13 +349,14 @@ def forward_and_backward(model, wrapped, config, data, step, processes):
     the parameters -> the means of what `record` finds, and the FLOPs per token of the forward pass,
     fewer where tokens skip. wrapped: see make_ready"""
     records, token_flops = [], 0.0
-    for i in range(config.grad_accum):
-        part = i * processes.count + processes.rank
-        x, y = get_batch(data, model.config, config.batch_size, step, part,
-                         count_parts(config, processes), processes.device)
+    n_parts = count_parts(config, processes)
+    parts = range(processes.rank, n_parts, processes.count)   # those of this process
+    for part in parts:
+        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
+                         processes.device)
         seed_draws(model.config.seed, step, part)
         if processes.count > 1:   # They exchange gradients once a step, in the last part.
-            wrapped.require_backward_grad_sync = i == config.grad_accum - 1
+            wrapped.require_backward_grad_sync = part == parts[-1]
         runner = Runner(model)
         _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
@@ -379,8 +381,10 @@ def train(model_config, config, data, folder, processes, signals):
     optimizers = make_optimizers(model, config)
     step, flops = 0, 0.0
     if ckpt:
-        restore_optimizers(optimizers, ckpt["optimizers"])
         step, flops = ckpt["step"], ckpt["flops"]
+        for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
+            # Rates and decay stay as the flags say.
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
     tokens_per_step = config.batch_size * model_config.block_size
     part_size = config.batch_size // count_parts(config, processes)   # sequences at a time
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
@@ -402,24 +406,24 @@ def train(model_config, config, data, folder, processes, signals):
             weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
             refuse_if_not_finite("norm of the weights", weight_norm, step, folder)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
+            moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
-                             optimizers=optimizer_state(optimizers), step=step, flops=flops,
-                             data=data.fingerprint))
+                             optimizers=moments, step=step, flops=flops, data=data.fingerprint))
             clock = Clock(step)   # Speed is measured without these pauses.
         if is_last:
             break
 
         # --- From a batch to gradients
         means, token_flops = forward_and_backward(model, wrapped, config, data, step, processes)
-        is_logged = (step + 1) % config.log_interval == 0
+        step += 1   # A warmup begins at a rate of 0, so the first step counts already.
+        is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
             grads, block_norms = block_gradients(model)
         if config.equalize_grads:
             equalize(grads, block_norms)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
-        # --- From gradients to weights. A warmup begins at a rate of 0, so count the step first.
-        step += 1
+        # --- From gradients to weights
         # The backward pass costs as much as two forward passes.
         flops += 3 * tokens_per_step * processes.mean(token_flops)
         factor = lr_factor(config, progress_of(config, step, flops))

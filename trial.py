@@ -11,9 +11,9 @@ import difflib
 import torch
 import torch.nn as nn
 
-from flags import option_defaults
 from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, Residual, Runner, choose,
                    residual_kind)
+from options import option_defaults
 from sentences import Mistake
 
 @torch.enable_grad()

@@ -320,11 +320,11 @@ REFUSED = {   # a command line -> words of its sentence
     "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
     "steps --jsonl text": "text only", "text": "--input", "steps --symbols 11": "--symbols",
     "steps --shards 5": "--shards: is for", "stdlib --cells 5": "--cells: is for",
-    "text --table 1 --input one": "--table: is for", "steps --symbols 1": "--symbols",
+    "text --table_seed 1 --input one": "--table_seed: is for", "steps --symbols 1": "--symbols",
     "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
     "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards",
     "--shards 1": "required: name",
-    "--tabel 3": "did you mean --table?"}   # What is misspelt is told before what is missing.
+    "--tabel_seed 3": "did you mean --table_seed?"}   # What is misspelt is told before what is missing.
 
 def test_bad_input(tmp_path, monkeypatch):
     """One sentence; and no folder has been made."""

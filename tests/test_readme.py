@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest, torch
-import analyze, documents, flags, model, prepare, sample, steps, train, trial
+import analyze, documents, flags, model, options, prepare, sample, steps, train, trial
 from conftest import ROOT
 
 LIMITS = {"README.md": 220, "workshop/README.md": 220}   # lines
@@ -154,7 +154,7 @@ def test_what_is_named_exists():
 def test_table():
     table = README.split("## The residuals")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
-    lines = [line.strip() for line in flags.list_options(model.RESIDUALS).splitlines()]
+    lines = [line.strip() for line in options.list_options(model.RESIDUALS).splitlines()]
     assert rows == lines[:len(rows)] and len(rows) >= 22   # One of your own may follow.
     assert f"{len(analyze.STATS)} statistics" in README
 

@@ -21,7 +21,7 @@ def simulated(text, puzzle):
 def test_what_can_be_known(tmp_path, monkeypatch, symbols, rows, cells, most, table):
     """... is what the simulation says, and steps_of_targets finds just that."""
     monkeypatch.setattr(steps, "DOCUMENTS", dict(train=60, val=20))
-    flags = f"--symbols {symbols} --rows {rows} --cells {cells} --most {most} --table {table}"
+    flags = f"--symbols {symbols} --rows {rows} --cells {cells} --most {most} --table_seed {table}"
     prepare.main(["steps", "--out", str(tmp_path), *flags.split()])
     train, val = (dataset.open_split(tmp_path, split)[0] for split in ("train", "val"))
     assert len(train) == 60 * (16 * (cells + 2) + 1) and not np.array_equal(train[:2000], val[:2000])

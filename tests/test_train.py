@@ -309,7 +309,7 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     assert metrics(copy)[12]["val_loss"] and load(copy)["step"] == 12
     assert resume(copy, f"--max_iters 14 --data {settings(copy)['data']}") == 0
     assert content(copy)["config.json"] == before
-    _, changes = runs.read_config(copy)
+    changes = runs.read_changes(copy)
     assert changes == {8: dict(max_iters=12, lr=0.003), 12: dict(weight_decay=0.2, max_iters=14)}
     assert parsed(f"--out {copy} --resume")[1].lr == runs.open_run(copy)[1]["lr"] == 0.003
     capsys.readouterr()
@@ -330,7 +330,7 @@ def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     sample.main([str(copy), "--max_new_tokens", "2", "--device", "cpu"])
     assert main(f"--config {copy}/config.json --out {tmp_path}/new --max_iters 1") == 0
     assert resume(copy, "--max_iters 10") == 0
-    _, changes = runs.read_config(copy)   # What it lacked is noted.
+    changes = runs.read_changes(copy)   # What it lacked is noted.
     assert changes.keys() == {8} and changes[8].keys() == {name, "max_iters"}
 
 def test_init_from(data, copy, tmp_path):
