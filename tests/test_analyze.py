@@ -3,11 +3,12 @@ command line. Tests of the probe are in test_inside.py."""
 import inspect, json, os, re, shutil, subprocess, sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, runs, train
-from conftest import ROOT, ids, make, refused, streams
+import analyze, draw, runs, train
+from conftest import ROOT, ids, make, refused, same, streams
 from model import ByGain, Decider, Runner, Without
 
 L = 4   # blocks
@@ -53,6 +54,13 @@ def test_the_stream_by_hand():
     assert f"is {lengths[-1] / lengths[0]:.1f} times as long" in sentence
     assert degrees[4:6] == [0, 0]
     assert flat(analyze.removal(run)[0]["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
+    # Of streams that are several tensors: NAG keeps the length apart, and AttnRes each update.
+    nag, attnres, x = make("nag"), make("attnres"), streams(make("attnres"))
+    for _, (direction, log_length) in nag.walk(ids()):
+        size = nag.ends.as_tensor((direction, log_length)).square().mean(-1, keepdim=True).sqrt()
+        same(size, log_length.exp(), 1e-5)
+    steps = zip(attnres.sublayers(ids()), attnres.walk(ids()))
+    same(x[-1] - x[0], sum(f(residual.read(stream)) for (_, residual, f), (_, stream) in steps))
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     assert tiny.item() == pytest.approx(1e-10)   # Its cosine is 1 in floating point.
 
@@ -228,6 +236,17 @@ def test_a_page_of_others_stays(made, tmp_path):
     assert "no page of ours" in refused(analyze.main, words)
     assert (tmp_path / "index.html").read_text() == "mine"
 
+def test_what_figures_show():
+    """A number stands where its colour is, and points are where they should be."""
+    axes, *_ = draw.draw_heat({"run": [[0, 1], [2, 3]]}, {"run": "r"}).axes
+    places = [axes.transData.transform(text.get_position()) for text in axes.texts]
+    shown = [axes.images[0].get_cursor_data(SimpleNamespace(x=x, y=y)) for x, y in places]
+    assert shown == [float(text.get_text()) for text in axes.texts] == [0, 1, 2, 3]
+    panel = {"line": [5, 6], "points": [[0, 7], [2, 8]]}
+    axes, *_ = draw.draw_lines({"run": {"a panel": panel}}, {"run": "r"}).axes
+    line, points = (np.transpose(each.get_data()).tolist() for each in axes.lines[:2])
+    assert (line, points) == ([[1, 5], [2, 6]], [[0, 7], [2, 8]])
+
 def test_a_notebook_keeps_its_figures():
     code = """import os, sys, analyze
 assert "matplotlib" not in sys.modules
@@ -253,6 +272,10 @@ def test_list_and_bad_input(made, tmp_path, capsys):
     tokens = new["depth_map"]["a$x^$b"]["tokens"]
     assert "".join(tokens) == text.read_text() == "precious $text$"
     assert new["skip_curve"]["a$x^$b"] == old["skip_curve"]["a$x^$b"]   # It tosses the same coins.
+    both = [str(shutil.copytree(run, tmp_path / name / "run")) for name in ("a", "b")]
+    opened = analyze.open_runs(analyze.AnalyzeConfig(both, windows=1))
+    assert list(opened) == both   # Their folders have the same name.
+    assert [sum(len(idx) for idx, _ in each.batches) for each in opened.values()] == [4, 4]
     shutil.copytree(run, tmp_path / "nan")
     ckpt = torch.load(tmp_path / "nan/ckpt.pt")
     ckpt["model"]["lm_head.weight"][0, 0] = torch.nan

@@ -7,7 +7,7 @@ import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, dataset, inside, patch, prepare, sample, steps, train
+import analyze, dataset, inside, patch, prepare, runs, sample, steps, train
 from conftest import ids, make, refused, some
 from model import Decider, Runner, Without
 from steps import find_lines, lines_after, solve, steps_of_targets
@@ -243,7 +243,9 @@ def test_inside_on_a_terminal(trained, capsys):
     assert lines[5].startswith("  after block 1 ") and lines[6].startswith("  after block 2 ")
     assert max(map(len, lines)) <= 80
     assert re.search(r"the answer +([\d?][ !]){4} +([1-4] of 4 digits are wrong|right, all 4)", piped)
-    assert inside.marked("12", "13") == "1 2!"
+    row = dict(steps=0, where="line", share=0.95, digits="3142", true="3141")
+    inside.print_example(dict(line="b3141", answer="1085", true="1085", blocks=[None, row]), 1)
+    assert "3 1 4 2! no steps" in capsys.readouterr().out   # It is compared with its own line.
     assert "\033" not in piped and told("--prompt", "b3141\n") == piped
     assert told("--prompt", "b3141", "--remove", "2") != piped
     for line, is_between in ("a3141", False), ("b3141", False), ("c3141", True):
@@ -264,7 +266,7 @@ def page(trained):
     analyze.main([f"{trained}/pre", f"{trained}/nag", "--out", f"{trained}/out", "--windows", "64"])
     return trained / "out"
 
-def test_page_of_the_steps_text(page, text):
+def test_page_of_the_steps_text(page, data, text):
     numbers = json.loads((page / "numbers.json").read_text())["statistics"]
     here = {name for name, found in numbers.items() if "nag" in found}
     assert here == {*analyze.STATS} - {"depth_map"} and len(analyze.STATS) <= 12
@@ -272,6 +274,10 @@ def test_page_of_the_steps_text(page, text):
     found, table = numbers["lines_inside"]["nag"], numbers["written"]["nag"]
     assert found["asked"] == 1   # It has learned no step, so we look at the first one.
     assert np.shape(found["line"]) == np.shape(found["answer"]) == (2 + 1, 1 + 1)   # blocks, steps
+    model, _ = runs.open_run(page.parent / "nag")   # Probes need more windows than --windows 64.
+    windows = dataset.windows_of(data, "val", 32, inside.WINDOWS)
+    share = inside.Inside(model, text, windows, 1).share_by_block("line")
+    assert np.array(found["line"]) == pytest.approx(np.array(share), abs=4e-3)
     assert found["examples"][0]["line"] == "b3141" and len(found["examples"]) == 5
     read = [str(block["steps"]) if block else "none" for block in found["examples"][0]["blocks"]]
     assert f"a probe reads up to step {', '.join(read)}, of 1." in (page / "index.html").read_text()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest, torch
 import kernels
-from conftest import ROOT, ids, make, same
+from conftest import ROOT, ids, make, refused, same
 from kernels import depth_sum, errors, inputs_of, nag_write, run, triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +57,10 @@ def test_depth_sum_is_a_sum_with_weights_of_any_kind(way):
 def test_errors_are_those_of_rounding(op, N, C, n):
     assert max(errors(op, N, C, n, torch.float32, DEVICE)) < 1e-5
     assert max(errors(op, N, C, n, torch.bfloat16, DEVICE)) < 1e-2   # The interpreter doesn't round to bf16.
+
+def test_a_nan_is_an_error(monkeypatch):
+    monkeypatch.setattr(kernels, "errors", lambda *_: (0.0, torch.nan))
+    assert "too large" in refused(kernels.check, "cpu", [(1, 1, 1)])
 
 @each_op
 @pytest.mark.skipif(triton is None, reason="triton isn't installed")

@@ -184,7 +184,7 @@ VARIANTS = [(name, {}) for name in NAMES] + [
     ("mixln", dict(n_layer=5)), ("mixln:alpha=0.7", {}), ("mixln:alpha=1", {}),
     ("rezero", dict(init="gpt2")),
     *(("pre", dict(norm=kind)) for kind in ("layer", "single", "dyt", "none")), ("post", dict(norm="layer")),
-    ("peri:embed=1", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
+    ("peri:embed=True", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
     ("pre", dict(init="gpt2", tie=True)), ("template:first=0.5", dict(tie=True)),
     ("momentum:keep=0.3", dict(tie=True)),
     ("nag:head=linear,power=8", {}), ("nag:directions=5", dict(tie=True)),
@@ -235,6 +235,7 @@ def test_counted_flops_are_those_of_torch(model):
     for T in (1, 7, 16):
         counted = count_flops(lambda: logits(model, ids(2, T)))
         assert counted == pytest.approx(2 * T * M.flops_per_token(model, T), rel=1e-9)
+    assert M.flops_per_token(model) == M.flops_per_token(model, 16)   # its block_size
 
 def test_saved_weights_are_the_whole_model(model):
     fresh = make(model.config.residual, noise=0, seed=7, **model.given)
@@ -333,6 +334,7 @@ def test_first_values_are_the_papers():
     for name in "rezero", "skipinit":   # They start as the identity.
         assert not any(residual.b for residual in make(name, noise=0).residuals()[:-1])
     assert all((residual.bias == 0).all() for residual in make("convex", noise=0).residuals()[:-1])
+    assert M.MixLN(M.GPTConfig(n_layer=50), 58, alpha=0.58).is_post   # 0.58 * 50 is below 29.
     for l, residual in enumerate(make("hyper:n=3", noise=0).residuals()[:-1]):
         assert residual.static[:3].argmax() == l % 3   # Streams are read in turn.
     for residual in make("nag:directions=7", noise=0).residuals()[:-1]:
@@ -376,9 +378,10 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]), (dict(residual="hyper:n=6"), ["n=6", "5"]),
     *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
     (dict(norm="batch"), ["--norm 'batch'", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
-    (dict(n_head=3), ["--n_embd 16", "--n_head 3"]),
+    *((dict(n_head=wrong), ["--n_embd 16", f"--n_head {wrong}"]) for wrong in (3, 16)),
     (dict(n_layer=4097), ["--n_layer 4097: must be from 1 to 4096"]),
-    *((dict(repeat=wrong), [f"--repeat {wrong}"]) for wrong in ("9:3", "2", "3-2:2", "2:0")),
+    *((dict(repeat=wrong), [f"--repeat {wrong}"])
+      for wrong in ("9:3", "2", "3-2:2", "2:0", "1-3:171")),   # 513 runs of blocks
     (dict(repeat="2:2", residual="attnres"), ["--repeat", "attnres"]),
     (dict(mod="skip"), ["--mod skip", "coins"]),
     (dict(mod="gain"), ["--mod gain", "use nag"]), (dict(gain_cost=0.1), ["--gain_cost 0.1", "use nag"]),
@@ -388,6 +391,7 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(mod="router", residual="x0"), ["--mod router", "x0"]),
     (dict(mod="router:rate=0.2", n_layer=1), ["--mod router:rate=0.2", "two blocks"]),
     (dict(mod="router:rate=0.4"), ["1 of 3 blocks have a router, too few for this rate"]),
+    (dict(mod="router:rate=0.4", n_layer=5), ["2 of 5 blocks have a router, too few"]),
     (dict(mod="router:rate=0.5"), ["rate=0.5", "from 0.001 to 0.45"])]
 
 @pytest.mark.parametrize("config, words", REFUSED, ids=str)
@@ -415,16 +419,17 @@ def test_tapers_have_the_published_profiles():
         blocks = make(**(size | given)).blocks
         assert [block.mlp.c_proj.in_features for block in blocks] == right
 
-@pytest.mark.parametrize("residual, mod", [("nag", "all"), ("attnres", "all"), ("pre", "router")])
-def test_deep_supervision_is_the_mean_over_all_blocks(residual, mod):
-    model, idx, targets = make(residual, mod=mod, deep_supervision=True), ids(), ids(seed=1)
+@pytest.mark.parametrize("residual, config", [
+    ("nag", {}), ("attnres", {}), ("pre", dict(mod="router")), ("pre", dict(repeat="2:3"))])
+def test_deep_supervision_is_the_mean_over_all_blocks(residual, config):
+    model, idx, targets = make(residual, deep_supervision=True, **config), ids(), ids(seed=1)
     def losses():   # after a router has weighed what its block changes
         return [F.cross_entropy(model.head(after).flatten(0, 1), targets.flatten())
                 for l, after in model.walk(idx) if l > 0 and l % 2 == 0]
     runner = M.Runner(model.train())
     found = []
     counted = count_flops(lambda: found.append(model(idx, targets, runner=runner)[1]))
-    same(found[0], sum(losses()) / 3 + model.decider.loss(runner), 1e-12)
+    same(found[0], sum(losses()) / len(model.order) + model.decider.loss(runner), 1e-12)
     same(runner.cross_entropy, losses()[-1], 1e-12)   # This one is reported.
     assert counted == pytest.approx(24 * M.flops_per_token(model, 12, runner), rel=1e-9)
     same(model.eval()(idx, targets)[1], losses()[-1], 1e-12)
@@ -468,6 +473,9 @@ def test_generate():
     assert out.shape == (2, 45) and torch.equal(generate(40, top_k=1), out)
     assert torch.equal(best(out[:, :16])[:, 4:], out[:, 5:17])
     assert torch.equal(best(out[:, 9:17])[:, -1], out[:, 17])
+    out = model.generate(ids(2, 10), 4, temperature=0, decider=decider)   # All of the text is read.
+    assert torch.equal(best(out[:, :-1])[:, 9:], out[:, 10:])
+    assert make(block_size=1).generate(ids(2, 5), 3).shape == (2, 8)
     runners = [runner for _, runner in M.new_tokens(model, ids(2, 5), 12, decider=decider)]
     assert len(runners) == 12 and all(runner.keeps[2] is M.REMOVED for runner in runners)
     draws = [generate(12, generator=torch.Generator().manual_seed(seed), n_vocab=9) for seed in (1, 1, 2)]

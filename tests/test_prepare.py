@@ -64,6 +64,7 @@ LINE, BOOK = "one line\n", "a line of a book\n" * 400
 @pytest.mark.parametrize("documents, train, val, long", [
     ([LINE] * 60, 57, 3, 0), ([LINE] * 1500, 1425, 75, 0), ([LINE] * 21, 19, 2, 0),
     ([LINE] * 20, 19, 1, 0), ([LINE] * 2, 1, 1, 0), ([BOOK], 0, 0, 1), ([BOOK] * 5, 0, 0, 5),
+    (["x" * 998] * 2, 1, 1, 0),   # with their numbers 1,000 characters, which is short
     ([BOOK + "x" * 9000], 0, 0, 1),
     ([BOOK] * 100, 95, 5, 0), ([LINE] * 3 + [BOOK], 2, 1, 1), ([BOOK] + [LINE] * 50, 47, 3, 1)])
 def test_short_documents_stay_whole(documents, train, val, long):
@@ -80,7 +81,7 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
     trained on, to their ends; and that is said."""
     lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
     objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2) for i, line in enumerate(lines)]
-    objects.insert(3, "")
+    objects[3:3] = ["", json.dumps(dict(body=""))]   # These are no documents.
     write(tmp_path / "lines.jsonl", "\ufeff" + "\r\n".join(objects))
     for i, line in enumerate(lines):
         write(tmp_path / "files" / f"{i:02}.txt", line)

@@ -6,7 +6,7 @@ import pytest, torch
 
 import dataset, sample, train
 from conftest import ROOT, make, refused
-from model import EVERYONE, REMOVED, EarlyExit, Runner
+from model import EVERYONE, REMOVED, ByGain, EarlyExit, Runner
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
@@ -65,6 +65,10 @@ def test_what_the_flags_ask_for():
         assert picked.places == places and picked.decider is repeated.decider
     picked = sample.pick_decider(repeated, sample.SampleConfig(exit=0.9))
     assert isinstance(picked, EarlyExit) and picked.confidence == 0.9
+    nag = make("nag", mod="gain:below=0.3")
+    assert sample.pick_decider(nag, sample.SampleConfig(skip_below=0.0)).below == 0   # None skips.
+    picked = sample.pick_decider(nag, sample.SampleConfig(skip_below=0.2, remove="2"))
+    assert isinstance(picked.decider, ByGain) and picked.decider.below == 0.2
     said = refused(sample.pick_decider, make("pre", mod="router"), sample.SampleConfig(exit=0.9))
     assert said.startswith("--exit: the run's own --mod router decides who skips")
 
@@ -105,6 +109,8 @@ def test_stops_at_end_of_text(monkeypatch, capsys):
     assert asked == [([[ord("A")]], 257)]
     assert capsys.readouterr().out == f"A{sample.painted('é', 0.75)}\n\ufffd\n"   # A space needs no colour.
     assert [token.item() for token, _ in said] == [67]   # It has not asked for this one.
+    sample.sample(SimpleNamespace(device="cpu"), tokenizer, sample.SampleConfig())
+    assert asked[1] == ([[256]], 257)   # Without a prompt, it begins a document.
 
 def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
     """Whoever has written the prompt, or the text that the model has learned. A file gets all of it."""

@@ -53,6 +53,8 @@ def test_lines_by_hand():
     lines = steps.lines_after(torch.tensor([by_hand[0], by_hand[0]]), 2, puzzle["table"])
     assert lines.shape == (3, 2, 5) and lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
     assert steps.solve("c30201", puzzle) == ["30201", "00211", "33220"] and steps.solve("a3", puzzle) == ["3"]
+    window = torch.tensor([[*b"z3141\nz2718\na"]])
+    assert steps.find_answers(window[:, :-1], window[:, 1:], 4)[3].tolist() == [25, 25]
     assert steps.spelled(torch.tensor([0, 9, 10, -1])) == "09??"
     assert [len(steps.some_digits(dict(table=range(n), cells=100))) for n in (6, 10)] == [100, 100]
     assert [steps.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]

@@ -229,6 +229,9 @@ def test_muon_is_torchs(monkeypatch):
                                                       adjust_lr_fn="match_rms_adamw"))
     for a, b in zip(ours, torchs):
         assert torch.allclose(a, b, atol=1e-5)
+    still = torch.nn.Parameter(torch.ones(2, 2))   # It has no gradient, if all skip its sublayer.
+    train.Muon([dict(params=[still], weight_decay=0.1)], 0.02).step()
+    assert (still == 1).all()
 
 def test_equalized_gradients(data, tmp_path):
     grads = [[torch.randn(3, 2), torch.randn(4)], [torch.randn(5) * 100], [torch.zeros(2)]]
@@ -265,6 +268,21 @@ def test_a_training_step_costs_three_forward_passes(copy):
     ckpt, model = load(copy), runs.open_run(copy)[0]
     assert ckpt["flops"] == pytest.approx(ckpt["step"] * 3 * 128 * flops_per_token(model))
 
+def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch):
+    """A step takes one second here, and an evaluation 100."""
+    now = [0]
+    def pass_time(seconds):
+        now[0] += seconds
+    def evaluate(*args):
+        pass_time(100)
+        return 1.0, 1.0, 0.0
+    monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(train, "constrain_weights", lambda model: pass_time(1))
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    go(data, tmp_path, "--max_iters 4 --log_interval 2 --eval_interval 3")
+    found = runs.read_metrics(tmp_path)
+    assert found[2]["tok_s"] == found[4]["tok_s"] == 4 * 32
+
 # --------------------------------------------------------------------------------- settings
 
 def test_configs():
@@ -272,6 +290,7 @@ def test_configs():
     gpt, config = parsed(f"--config {ROOT}/configs/gpt2.json --n_layer 6")
     assert [gpt.n_layer, gpt.n_embd, config.batch_size, config.lr] == [6, 768, 512, 1e-3]
     assert config.min_lr == train.TrainConfig.min_lr and config.compile
+    assert not parsed(f"--config {ROOT}/configs/gpt2.json --no-compile")[1].compile
     gpt, config = parsed("--n_layer 6")
     assert [gpt.n_layer, gpt.n_embd, config.optimizer, config.lr] == [6, 128, "muon", 0.02]
 
@@ -348,6 +367,8 @@ def test_init_from(data, copy, tmp_path):
     assert "n_layer 2 there, 4 here" in refused(begin, "x", "--n_layer 4")
     gpt, _ = parsed(f"--config {ROOT}/configs/gpt2.json --init_from {copy}")   # --config goes first.
     assert gpt.n_layer == 12
+    (tmp_path / "mine.json").write_text(json.dumps(dict(init_from=str(copy))))
+    assert parsed(f"--config {tmp_path}/mine.json")[0].n_embd == 32
     # It has not learned a router.
     assert "its weights are not those of this model; only one of the two has decider.router" in \
         refused(begin, "x", "--mod router")
@@ -355,7 +376,7 @@ def test_init_from(data, copy, tmp_path):
     assert main(f"--config {tmp_path}/coins --out {tmp_path}/replay") == 0
     same_run(tmp_path / "coins", tmp_path / "replay")
     go(data, tmp_path / "nag", "--residual nag --max_iters 1")
-    free = "--mod gain --gain_cost 0.1 --block_size 16 --deep_supervision --max_iters 1"
+    free = "--mod gain --gain_cost 1 --block_size 16 --deep_supervision --kernels off --max_iters 1"
     assert begin("free", f"--init_from {tmp_path}/nag {free}") == 0
     edited(lambda config: config.update(tokenizer="gpt2"))(copy / "config.json")
     assert re.search("its tokens are those of gpt2.*--tokenizer gpt2", refused(begin, "x", ""))
@@ -777,6 +798,7 @@ def test_torchrun(data, tmp_path):
 REFUSED = [   # a command line, perhaps after a variable, and the words that its sentence must have
     ("--n_head 2 --n_lay=3", "--n_lay: unknown flag, did you mean --n_layer?"),
     ("--mod_rate 0.25", "--mod_rate: unknown flag"), ("--residual x", "choose from"),
+    ("--no-lr", "--no-lr: unknown flag"), ("--vocab_size 5", "the data say it"),
     ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "--max_iters 0: must be from 1"),
     ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no such file"),
     ("--out ''", "--out: is empty"), ("--out file", "'file'"), ("--out {long}", "too long"),

@@ -64,6 +64,8 @@ class Threshold(M.Decider):
 @pytest.mark.parametrize("kind, says", [
     (like(M.Decider, "Typo", needs_skiping=True), "did you mean needs_skipping?"),
     (like(M.Decider, "Wrong", decide=lambda self, runner: runner.stream), "returned torch.float32"),
+    (like(M.Decider, "OneMoreAxis", decide=lambda self, runner: runner.stream[..., :1] > 0),
+     "returned torch.bool (2, 4, 1)"),
     (like(M.Decider, "NoSuper", __init__=lambda self, config: None), "NoSuper.__init__ must begin"),
     (like(M.Decider, "NoReturn", decide=lambda self, runner: None), "decide returned None"),
     (like(M.Decider, "BelowTheLast",
@@ -105,12 +107,14 @@ def test_what_is_right_passes_and_the_random_numbers_stay(monkeypatch):
     only_its_first_weights = like(M.Residual, "OnlyItsFirstWeights", init_sublayer=lambda self, module: None)
     for kind in Good, only_its_first_weights, OnlyItsNorm, Noise:
         monkeypatch.setitem(M.RESIDUALS, kind.__name__, kind)
+    monkeypatch.setitem(M.DECIDERS, "learns", like(
+        Threshold, "Learns", loss=lambda self, runner: self.below.square()))
     state = torch.get_rng_state()
     for residual in (*M.RESIDUALS, "nag:temp=1e4", "nag:temp=1e4,head=linear", "attnres:group=2"):
         look_for_mistakes(M.GPTConfig(residual))
     for mod in ("gain", "gain:below=0.4"):
         look_for_mistakes(M.GPTConfig("nag", mod=mod))
     with torch.no_grad():   # in a notebook, perhaps
-        for mod in ("router", "coins", "layerdrop:rate=0.9"):
+        for mod in ("router", "coins", "layerdrop:rate=0.9", "learns"):
             look_for_mistakes(M.GPTConfig(mod=mod))
     assert torch.equal(torch.get_rng_state(), state)
