@@ -111,7 +111,7 @@ def test_what_is_right_passes_and_the_random_numbers_stay(monkeypatch):
         Threshold, "Learns", loss=lambda self, runner: self.below.square()))
     state = torch.get_rng_state()
     for residual in (*M.RESIDUALS, "nag:temp=1e4", "nag:temp=1e4,head=linear", "attnres:group=2"):
-        look_for_mistakes(M.GPTConfig(residual))
+        look_for_mistakes(M.GPTConfig(residual, n_layer=4, n_embd=64))
     for mod in ("gain", "gain:below=0.4"):
         look_for_mistakes(M.GPTConfig("nag", mod=mod))
     with torch.no_grad():   # in a notebook, perhaps
