@@ -29,7 +29,7 @@ from documents import text_or_file
 from files import explain_write_errors
 from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
-from model import ByFunction, ByGain, Decider, Routers, Runner, Without, sublayers_of, why_not
+from model import ByFunction, ByGain, Decider, Runner, Without, sublayers_of, why_not
 from patch import patch
 from processes import pick_device, set_threads
 from runs import open_run
@@ -382,9 +382,9 @@ def who_skips(run):
     A token skips what would turn it by less than --skip_below, or as it was trained. Counted where
     the digit is predicted."""
     decider = skipping(run)
-    if isinstance(decider, Routers):   # --mod router
-        raise NotHere("a router also scales what its block adds, so if all tokens run, without "
-                      "routers, it is another model")
+    if decider.changes_stream():
+        raise NotHere(f"--mod {run.model.config.mod} changes the stream, too, as a router scales what "
+                      f"its block adds: without it, this is another model")
     def ran_and_right(idx, targets):
         logits, ran = run.forward(idx, decider)
         is_right = logits.argmax(-1) == targets

@@ -1185,8 +1185,13 @@ class Decider(nn.Module):
         return EVERYONE
 
     def after(self, runner, stream):
-        """After a sublayer -> the stream that goes on. (For Routers. Others leave it as it is.)"""
+        """After each sublayer -> the stream that goes on. (Routers change it. It is called after a
+        sublayer that is removed, too, about which nobody has asked the decider.)"""
         return stream
+
+    def changes_stream(self):
+        """If so, the model was trained for what `after` does, and can't do without it."""
+        return type(self).after is not Decider.after
 
     def loss(self, runner):
         """After a walk in training -> what is added to the loss"""
@@ -1776,8 +1781,9 @@ def check_keep(runner, keep):
     shape = tuple(runner.shape)
     if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
+        hint = "; is a return missing?" if keep is None else ""
         raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
-                      f"REMOVED or bools {shape}")
+                      f"REMOVED or bools {shape}{hint}")
     if not runner.residual.can_skip:
         raise Mistake(f"{type(runner.decider).__name__} lets tokens skip, which "
                       f"{type(runner.residual).__name__} can't; say needs_skipping = True, and use "

@@ -89,13 +89,14 @@ def make_model(path, ckpt, config):
     """A model of this config, with the weights of a checkpoint. path: where that comes from"""
     problems = config.problems()   # model.py may have been edited: a residual may be gone.
     if problems:
-        refuse(f"{path}: {problems[0]}")
+        refuse(f"{path}: {problems[0]}. Is a class of yours gone from model.py?")
     model = GPT(config)
     differ = model.load_state_dict(ckpt["model"], strict=False)
     if differ.missing_keys or differ.unexpected_keys:
-        names = ", ".join(differ.missing_keys + differ.unexpected_keys)
+        names = differ.missing_keys + differ.unexpected_keys
         refuse(f"{path}: its weights are not those of this model; only one of the two has "
-               f"{names[:200]}. Use the settings, and the model.py, with which it was trained")
+               f"{', '.join(names[:5])}. Use the settings, and the model.py, with which it was "
+               f"trained")
     return model
 
 def read_model(path, wanted, may_differ):
@@ -139,6 +140,8 @@ class RunFolder:
 
     def refuse_if_taken(self, overwrite):
         """A new run would replace these files. All others stay."""
+        if (self.out / "meta.json").exists():
+            refuse(f"--out {self.out}: is a data set; take another --out")
         names = "config.json", "ckpt.pt", "metrics.jsonl"
         found = [name for name in names if (self.out / name).exists()]
         if not found:

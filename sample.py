@@ -25,7 +25,7 @@ import dataset
 from documents import text_or_file
 from flags import flag, parse
 from inside import show_inside
-from model import ByGain, EarlyExit, Routers, Without, new_tokens, sublayers_of, why_not
+from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, why_not
 from processes import pick_device, set_threads
 from runs import open_run
 from sentences import printable, refuse, start
@@ -88,8 +88,9 @@ def pick_decider(model, config):
 def refuse_if_unfit(asked, decider, model):
     """SystemExit if the model can't have this decider in place of its own. asked: the flag that
     asks for it"""
-    if isinstance(model.decider, Routers):   # Its blocks need the weights that routers give.
-        refuse(f"{asked}: the run's own --mod router decides who skips; use another run")
+    if model.decider.changes_stream():   # The blocks of a router need the weights that it gives.
+        refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another "
+               f"run")
     why = why_not(decider, model.config)
     if why:
         refuse(f"{asked}: {why}")

@@ -201,9 +201,12 @@ def evaluate_and_report(model, part_size, data, step, folder):
 
 def refuse_if_not_finite(what, number, step, folder):
     """Ends the run before weights are saved that are good for nothing."""
-    if not math.isfinite(number):
-        refuse(f"iteration {step}: the {what} is not finite; {folder.out}/ckpt.pt, if it is there, "
-               f"is from before: go on from there with --resume and a lower --lr")
+    if math.isfinite(number):
+        return
+    if step == 0:
+        refuse(f"iteration 0: the {what} is not finite, before any step; look at the model")
+    refuse(f"iteration {step}: the {what} is not finite; {folder.out}/ckpt.pt, if it is there, is "
+           f"from before: go on from there with --resume and a lower --lr")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 

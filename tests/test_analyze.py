@@ -153,7 +153,7 @@ def test_a_router_skips_on_the_map():
     run = run_of(mod="router:rate=0.25")
     assert 0 < analyze.depth_map(run)["degrees"].isnan().double().mean() < 0.5
     run.puzzle = dict(cells=2, most=1)
-    with pytest.raises(analyze.NotHere, match="without routers"):
+    with pytest.raises(analyze.NotHere, match="another model"):
         analyze.who_skips(run)
 
 @pytest.mark.parametrize("own, says", [
@@ -242,6 +242,7 @@ def test_what_figures_show():
     places = [axes.transData.transform(text.get_position()) for text in axes.texts]
     shown = [axes.images[0].get_cursor_data(SimpleNamespace(x=x, y=y)) for x, y in places]
     assert shown == [float(text.get_text()) for text in axes.texts] == [0, 1, 2, 3]
+    assert [text.get_color() for text in axes.texts] == ["black", "black", "white", "white"]
     panel = {"line": [5, 6], "points": [[0, 7], [2, 8]]}
     axes, *_ = draw.draw_lines({"run": {"a panel": panel}}, {"run": "r"}).axes
     line, points = (np.transpose(each.get_data()).tolist() for each in axes.lines[:2])

@@ -269,7 +269,7 @@ def page(trained):
 def test_page_of_the_steps_text(page, data, text):
     numbers = json.loads((page / "numbers.json").read_text())["statistics"]
     here = {name for name, found in numbers.items() if "nag" in found}
-    assert here == {*analyze.STATS} - {"depth_map"} and len(analyze.STATS) <= 12
+    assert here >= {*list(analyze.STATS)[:12]} - {"depth_map"}   # One of your own may follow.
     assert {path.stem for path in page.glob("*.png")} == here - {"written"}
     found, table = numbers["lines_inside"]["nag"], numbers["written"]["nag"]
     assert found["asked"] == 1   # It has learned no step, so we look at the first one.

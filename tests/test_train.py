@@ -400,7 +400,7 @@ def test_optimizer_groups(residual):
     model.blocks[0].register_parameter("own", torch.nn.Parameter(torch.randn(2, 3, 4)))
     names = {p: name for name, p in model.named_parameters()}
     own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
-    assert bool(own) == (residual in ("nag", "attnres"))   # Others do best at the common rate.
+    assert own or residual not in ("nag", "attnres")
     for optimizer in "adamw", "sgd", "muon":
         config = train.TrainConfig(optimizer=optimizer, lr=0.02, gate_lr=5e-4, gate_beta1=0.5, beta1=0.7)
         made = train.make_optimizers(model, config)
@@ -836,7 +836,8 @@ def test_help(capsys):
             is_number = field.type in (int, float)
             assert re.search(rf"--{name} \S+\s+\[" if is_number else f"--{name}", text), name
     assert "(default )" not in text and "(default None)" not in text and "(default 1337)" in text
-    assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in train.RATES.items())
+    rates = {each: train.RATES[each] for each in ("muon", "adamw", "sgd")}
+    assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in rates.items())
     titles = "skipping", "run", "optimizer", "machine", "residuals, with their options"
     assert all(f"\n{title}:" in text for title in titles)
     assert all(f"\n  {name}" in text for name in RESIDUALS) and "\n  hyper:kind=lite,n=4" in text
