@@ -29,7 +29,7 @@ from documents import text_or_file
 from files import explain_write_errors
 from flags import flag, parse
 from inside import KNOWN, WINDOWS, Inside, NotHere, after_blocks
-from model import ByFunction, ByGain, Decider, Runner, Without, sublayers_of, why_not
+from model import ByFunction, ByGain, Decider, Runner, Without, places_of, why_not
 from patch import patch
 from processes import pick_device, set_threads
 from runs import open_run
@@ -44,8 +44,9 @@ from train import evaluate
 #     walk      one pass through all sublayers. A Runner runs them, and notes who ran which
 #     decider   says which tokens run a sublayer; the others skip it. From model.py, part 3:
 #               Decider()                 all tokens run all sublayers
-#               ByGain(config, below)     a token with a gain below that skips
+#               ByGain(config, below)     a token skips where its gain is lower than that
 #               Without(places, decider)  nobody runs these; of the others, that decider decides
+#               (places_of(model, block) are those of a block: attention, MLP)
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
 #     NotHere   an exception: why a run can't have what was asked for, in a sentence
 #
@@ -349,7 +350,7 @@ def removal_by_steps(run):
     The stream passes a removed block unchanged; nothing is trained after it."""
     rows = [run.right]
     for block in range(len(run.model.blocks)):
-        without = Without(sublayers_of(run.model, block), run.model.decider)
+        without = Without(places_of(run.model, block), run.model.decider)
         rows.append(run.right_by_steps(without))
     most = run.most_known
     if run.right[most] < KNOWN:
@@ -413,7 +414,8 @@ BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
 def ways_to_skip(run, batches):
     """-> {name of a line: [(share of the sublayer runs that is skipped, decider), ...]}. The shares
     are those in these batches."""
-    # The fixed set is chosen by other windows than those on which losses are measured.
+    # The fixed set is chosen by a quarter of the windows on which no loss is measured. (Steps are
+    # measured on all windows.)
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
     ways = {"by gain": [], "a fixed set": [], "coins": []}
@@ -530,7 +532,7 @@ def removal(run):
     arXiv:2505.13898."""
     def worth(places):
         return run.loss_rise(Without(places, run.model.decider))
-    blocks = [sublayers_of(run.model, block) for block in range(len(run.model.blocks))]
+    blocks = [places_of(run.model, block) for block in range(len(run.model.blocks))]
     of_blocks = [worth(places) for places in blocks]
     panels = {"without one sublayer": {"attention": [worth(places[::2]) for places in blocks],
                                        "MLP": [worth(places[1::2]) for places in blocks]},

@@ -1450,7 +1450,7 @@ class Without(Decider):
     def loss(self, runner):
         return self.decider.loss(runner)
 
-def sublayers_of(model, block):
+def places_of(model, block):
     """The places, from 1, of the sublayers of a block, numbered from 0: attention, MLP; and again
     those two for each further run, if --repeat runs it several times"""
     return [place for i, number in enumerate(model.order) if number == block

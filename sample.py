@@ -25,7 +25,7 @@ import dataset
 from documents import text_or_file
 from flags import flag, parse
 from inside import show_inside
-from model import ByGain, EarlyExit, Without, new_tokens, sublayers_of, why_not
+from model import ByGain, EarlyExit, Without, new_tokens, places_of, why_not
 from processes import pick_device, set_threads
 from runs import open_run
 from sentences import printable, refuse, start
@@ -102,7 +102,7 @@ def places_to_remove(model, blocks):
     words = blocks.split(",")
     if not all(word in known for word in words) or len({*words}) == n_blocks:
         refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
-    return {place for word in words for place in sublayers_of(model, int(word) - 1)}
+    return {place for word in words for place in places_of(model, int(word) - 1)}
 
 # ----------------------------------------------------------------------------------------- sampling
 

@@ -44,7 +44,7 @@ import statistics
 import numpy as np
 
 from analyze import mean_loss
-from model import GPT, Without, sublayers_of
+from model import GPT, Without, places_of
 
 COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
 
@@ -83,7 +83,7 @@ def numbers_by_block(model, batches, history):
     yield "trained", "gradient", np.mean(logged, axis=0).tolist()
     whole = mean_loss(model, batches)
     yield "trained", "worth", [
-        mean_loss(model, batches, Without(sublayers_of(model, i), model.decider)) - whole
+        mean_loss(model, batches, Without(places_of(model, i), model.decider)) - whole
         for i in range(len(model.blocks))]
 
 def read_lines(path):
