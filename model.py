@@ -1703,6 +1703,13 @@ def checkpoint_blocks(model):
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
+class Shares(NamedTuple):
+    """Which shares of the tokens do what in a sublayer"""
+    ran: float = 1.0       # run it
+    queries: float = 1.0   # have a query: all sequences as many as the fullest one, see attend_kept
+    keys: float = 1.0      # have a key
+    residual: float = 1.0  # need the residual's own products: all if their gains were asked for
+
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
     has three times as many. The scores of later tokens count, too. runner: a Runner after its
@@ -1725,19 +1732,12 @@ def flops_per_token(model, T=None, runner=None):
             total += share.ran * matrices
     return total + (runner.decider_flops if runner else 0.0)
 
-class Shares(NamedTuple):
-    """Which shares of the tokens do what in a sublayer"""
-    ran: float = 1.0       # run it
-    queries: float = 1.0   # have a query: all sequences as many as the fullest one, see attend_kept
-    keys: float = 1.0      # have a key
-    residual: float = 1.0  # have a gain, or what else the residual computes
-
 def shares_of_tokens(runner):
     """-> the Shares of each sublayer in a walk"""
     who = runner.who_ran().float()
+    means, fullest = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
     found = []
-    for ran, queries, keep, gain in zip(who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist(),
-                                        runner.keeps, runner.gains):
+    for ran, queries, keep, gain in zip(means, fullest, runner.keeps, runner.gains):
         all_have_keys = runner.decider.skippers_make_keys and keep is not REMOVED
         found.append(Shares(ran, queries, keys=1.0 if all_have_keys else ran,
                             residual=ran if gain is None else 1.0))

@@ -469,7 +469,7 @@ def main(argv=None):
     model_config, config = read_configs(argv)
     look_for_mistakes(model_config)   # A mistake in a class of yours is told now, not later.
     processes = join_processes(config.device)
-    count_parts(config, processes)
+    count_parts(config, processes)   # It refuses a batch that can't be divided.
     with torch_as_it_was(processes.device):   # so a notebook that calls this can go on
         set_threads(model_config.n_embd, processes.device)
         data = open_data(config, model_config.block_size, processes)
