@@ -50,8 +50,8 @@ from train import evaluate
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
 #     NotHere   an exception: why a run can't have what was asked for, in a sentence
 #
-# And of the steps text (steps.py), also called the puzzle. In a step, each digit of a line becomes
-# another one, by a table. The letter in front says how many steps lead to the next line, so we know
+# And of the steps text (steps.py), also called the puzzle. In a step, all digits of a line are
+# replaced by a table. The letter in front says how many steps lead to the next line, so we know
 # what a model should answer. Here these are two (c):
 #
 #     c314159265358
@@ -271,9 +271,8 @@ def skipping(run):
 @stat("The puzzle", draw=None, needs_puzzle=True)
 def written(run):
     """After each line of the text comes one with as many digits. The letter says how many steps
-    lead there: a 0, b 1, c 2. In a step, each digit becomes another, which depends on itself and on
-    its left neighbour. What has the model learned? Here it writes the answers. Wrong digits are
-    red.
+    lead there: a 0, b 1, c 2. A step replaces each digit, by a table that also asks for its left
+    neighbour. What has the model learned? Here it writes the answers. Wrong digits are red.
 
     The likeliest digit each time, after this line alone. What is right follows from the table."""
     digits = some_digits(run.puzzle)

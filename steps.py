@@ -5,8 +5,8 @@ The steps text: each line follows from the one before, in none, one, two or more
     d108515848740     asks for three steps
     c954006051092
 
-In a step, each digit becomes another one, all at once. Which one? That depends on its left
-neighbour, too. (Left of the first digit is a 0.)
+In a step, all digits are replaced at once. By which? That depends on the digit and on its left
+neighbour. (Left of the first digit is a 0.)
 
     this digit                0 1 2 3 4 5 6 7 8 9
     after an even one         0 7 4 5 6 1 3 8 9 2
@@ -45,9 +45,9 @@ def make_table(symbols, rows, rng):
     """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
     neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
 
-    A row holds each digit once, so nothing is lost in a step. And in each row a digit goes to a
-    different class: 3 becomes 5, which is odd, or 4, which is even. So who doesn't know the
-    neighbour can't even tell odd from even."""
+    A row holds each digit once, so nothing is lost in a step. And no two rows send a digit to the
+    same class: 3 becomes 5, which is odd, or 4, which is even. So who doesn't know the neighbour
+    can't even tell odd from even."""
     # To which class does each digit go in the first row? With two rows, half of them become even.
     class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
     different_rows = np.zeros((rows, symbols), int)
