@@ -48,8 +48,8 @@ def random_windows(puzzle, k, n):
     return torch.cat(parts, 1), answer
 
 def share_in_right_half(said, answer):
-    """said, answer (n, cells) -> the share that is equal, from the middle of the line on. (In each
-    step, a digit becomes another by itself and its left neighbour. So the first ones depend on few
+    """said, answer (n, cells) -> the share that is equal, from the middle of the line on. (What
+    replaces a digit depends on itself and on its left neighbour. So the first ones depend on few
     digits, and the model may have learned these cases by heart.)"""
     middle = said.shape[1] // 2
     return (said == answer)[:, middle:].float().mean().item()
