@@ -53,8 +53,8 @@ def why_wrong_type(value, wanted):
     return None
 
 def why_not_allowed(value, allowed):
-    """A reason, or None if the value is allowed. allowed: the choices of a word, or the
-    lowest and the highest number; None: all are"""
+    """A reason, or None if the value is allowed. allowed: ("a", "b") are choices, (1, 64) is a
+    range, and None allows all"""
     if not allowed:
         return None
     if isinstance(allowed[0], str):

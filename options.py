@@ -1,12 +1,12 @@
 """
-Options: a flag's value may be a name, and then values for what has this name, as in --residual
-hyper:kind=mhc,n=2. model.py finds the class Hyper by the name hyper, and calls
+Options: --residual hyper:kind=mhc,n=2 names a class, and gives keyword arguments of its __init__.
+model.py finds the class by its name, hyper, and calls
 
     read_options("kind=mhc,n=2", defaults=dict(kind="lite", n=4),
                  allowed=dict(kind=("lite", "mhc"), n=(1, 64)))
 
-Its result, dict(kind="mhc", n=2), goes to the __init__ of the class. The defaults are those of
-__init__. Each is a number, a bool or a word.
+Its result, dict(kind="mhc", n=2), goes to __init__. The defaults are those of __init__: each is a
+number, a bool or a word. What is allowed is an attribute of the class.
 """
 import inspect
 
@@ -48,7 +48,7 @@ def read_options(text, defaults, allowed):
 TRUTH = {"0": False, "false": False, "1": True, "true": True}
 
 def option_value(key, word, default):
-    """("n", "2", 4) -> 2, a whole number as 4 is. ValueError if the word stands for none"""
+    """("n", "2", 4) -> 2, a whole number, because the default 4 is one. ValueError if "2" is none"""
     wanted = type(default)
     try:
         return TRUTH[word.lower()] if wanted is bool else wanted(word)

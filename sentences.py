@@ -30,7 +30,7 @@ def script():
     """The name of the file that is run, such as train.py"""
     return os.path.basename(sys.argv[0])
 
-# torch's own errors are RuntimeErrors. So these are words in an error's name or text, and a remedy.
+# Words in an error's name or text -> a remedy. (Words, because torch's errors are RuntimeErrors.)
 REMEDIES = [
     (["MemoryError", "out of memory", "allocate memory"],
      "out of memory; make the model, the batch (or, with --grad_accum, its parts), the context or "
@@ -52,7 +52,7 @@ def remedy_of(error):
     return None
 
 class Mistake(ValueError):
-    """model.py and trial.py raise it: a mistake in a residual or a decider of the user's own"""
+    """A mistake in a class that the user wrote. `start` prints it without a traceback."""
 
 def start(main):
     """Runs a script: main() -> exit status, or None. An error that a user can mend, such as a file
