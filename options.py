@@ -48,7 +48,7 @@ def read_options(text, defaults, allowed):
 TRUTH = {"0": False, "false": False, "1": True, "true": True}
 
 def option_value(key, word, default):
-    """("n", "2", 4) -> 2, a whole number, because the default 4 is one. ValueError if "2" is none"""
+    """("n", "2", 4) -> 2, a whole number as the default 4. ValueError if the word is none"""
     wanted = type(default)
     try:
         return TRUTH[word.lower()] if wanted is bool else wanted(word)
