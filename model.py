@@ -21,22 +21,24 @@ V = vocab_size different tokens. Our words, in all files:
                PreNorm, and a tuple of several things in some others
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
-    block      an attention and the MLP after it; a model has L = n_layer blocks, 2L sublayers.
-               Its number is 0 .. L - 1 in the code, and 1 .. L in flags and figures. The first
-               block has the sublayers 1 and 2, the next one 3 and 4.
+    block      an attention and the MLP after it. A model has L = n_layer blocks, 2L sublayers.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
-    l          the number of a sublayer and of its residual, 1 .. 2L; odd: attention, even: MLP
-    ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    place      the number of a sublayer in the order of running. It is l; only where --repeat runs
-               a block again, its l come again, and places count on.
+    ends       one more residual. It has no sublayer: it starts and finishes the stream.
+
+Where in the depth are we? A block has its number, 0 .. L - 1 in the code, 1 .. L in flags and
+figures. Of what each sublayer has, two numbers count from 1:
+
+    l          says which residual it is: 1, 2 are those of the first block, 3, 4 of the next one,
+               2L + 1 is `ends`. Odd ones go with an attention, even ones with an MLP.
+    place      says when it runs. This is l, unless --repeat runs a block twice.
 
 The file has four parts:
 
     1  a GPT       config, attention, MLP, PreNorm, blocks, first weights, the model, sampling
     2  residuals   all the other rules; which one runs is the flag --residual
     3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
-    4  tools       norms, widths, order, compiling, FLOPs, checks of a config
+    4  tools       widths, order, compiling, FLOPs, checks of a config
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
@@ -45,47 +47,24 @@ no biases, no dropout, and a cache in sampling. To try a rule of your own, copy 
 add it to RESIDUALS (end of part 2).
 """
 import contextlib
+import itertools
 import math
+import re
 import zlib
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from flags import flag
-from kernels import EPS
-
-# Only parts 2 to 4 use these.
-import itertools
-import re
-from functools import partial
-from types import SimpleNamespace
-from typing import NamedTuple
-
 from torch.utils.checkpoint import checkpoint
 
-from flags import field_problems
+from flags import Mistake, field_problems, flag, option_defaults, read_options
 from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
-from options import option_defaults, read_options
-from sentences import Mistake
 
 # =================================================================================== part 1: a GPT
-
-# Part 1 uses these names of the other parts. Without any flag, they do this:
-#
-#     make_residual    makes a PreNorm, the rule stream + f(norm(stream))
-#     make_norm        makes an nn.RMSNorm
-#     hidden_units     mlp_ratio * n_embd for each block
-#     block_order      0, 1, .. n_layer - 1
-#     config_problems  sentences, if a config is not possible
-#     make_decider     makes a decider, which says that all tokens run all sublayers
-#     call_residual    residual(stream, f); a function, so that train.py can compile it
-#     Runner           runs the sublayers in one pass of tokens through the model. For each it calls
-#                      call_residual. runner.loss(loss, targets) is loss. And it notes what happens,
-#                      such as who skipped what: who wants to know that makes a Runner, gives it to
-#                      the model, and asks it when the pass is over.
 
 @dataclass
 class GPTConfig:
@@ -97,15 +76,13 @@ class GPTConfig:
     n_embd: int = flag(128, "width of the stream", 2, 65536)
     block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
     vocab_size: int = flag(320, "tokens; train.py takes it from the data, rounded up", 1, 2 ** 24)
-    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
+    activation: Literal["gelu", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
-        "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
-    tie: bool = flag(False, "the head shares the embedding's weights")
+    norm: Literal["rms", "layer", "none"] = flag("rms", "of the stream")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
-    kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # What follows is for parts 2 to 4.
+    # The others do nothing in part 1.
+    kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     taper: Literal["none", "linear", "cosine"] = flag(
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
     taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
@@ -119,13 +96,25 @@ class GPTConfig:
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
-        return config_problems(self)
+        return config_problems(self)   # end of part 4
 
-# -------------------------------------------------------------------------------------- sublayers
+# ------------------------------------------------------------------------------------------- norms
+
+EPS = 1e-6   # keeps a norm from dividing by 0
 
 def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1. (eps, 1e-6, keeps it from dividing by 0.)"""
+    """x / rms(x): the direction of x, with rms 1"""
     return F.rms_norm(x, x.shape[-1:], eps=eps)
+
+def make_norm(config):
+    """The norm that --norm names, a module: (..., C) -> (..., C)"""
+    if config.norm == "rms":
+        return nn.RMSNorm(config.n_embd, EPS)
+    if config.norm == "layer":
+        return nn.LayerNorm(config.n_embd, EPS, bias=False)
+    return nn.Identity()
+
+# --------------------------------------------------------------------------------------- attention
 
 def rotation_table(config):
     """RoPE turns pair p of a head's channels by the angle position * 10000^(-2p / head_size).
@@ -151,14 +140,42 @@ SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, mask=None):
     """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> for each query a mean of the
-    values, shaped like q. mask: bools (B or 1, Q, S), True where a query sees a key; None: Q = S,
-    and each query sees the keys up to its own"""
+    values, shaped like q. mask: bools (B, Q, S), True where a query sees a key; None: Q = S, and
+    each query sees the keys up to its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     if mask is not None:
         mask = mask[:, None]   # the same for all heads
     scale = SHARPNESS / q.shape[-1]
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
+
+def causal_mask(has_key, n):
+    """has_key (B, S): bools, which of S tokens have a key -> bools (B, n, S): which keys each of
+    the n newest tokens sees, those up to its own"""
+    all_keys = has_key[:, None].expand(-1, n, -1)
+    return all_keys.tril(has_key.shape[1] - n)   # without those of later tokens
+
+class KVCache:
+    """Sampling makes one token after the other. What attentions have made of the earlier ones, keys
+    and values, is kept here, so that only the newest token is computed."""
+    def __init__(self, size):
+        """size: how many tokens it has room for"""
+        self.size = size
+        self.length = 0   # how many tokens have come, with those that run through the model now
+        self.rows = {}    # place of an attention -> keys, values, and which tokens have a key
+
+    def store(self, place, k, v, has_key=True):
+        """k, v (B, n, n_head, head_size): what the attention at this place has made of the n newest
+        tokens -> k, v of all S tokens so far, and a mask (B, n, S) as in attend. has_key: bools
+        (B, n), if some tokens skip the attention (part 3)"""
+        n, room = k.shape[1], (len(k), self.size)
+        if place not in self.rows:
+            self.rows[place] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
+                                k.new_zeros(room, dtype=torch.bool))
+        for row, new in zip(self.rows[place], (k, v, has_key)):
+            row[:, self.length - n:self.length] = new
+        keys, values, have_key = (row[:, :self.length] for row in self.rows[place])
+        return keys, values, causal_mask(have_key, n)
 
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys"""
@@ -167,26 +184,30 @@ class Attention(nn.Module):
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        # One residual, nGPT, puts learned factors here, and into the MLP.
-        self.scale_q, self.scale_k = nn.Identity(), nn.Identity()
 
-    def qkv(self, x, rotation):
-        """x (..., C) -> its queries, keys and values, (..., n_head, head_size) each. rotation: the
-        rows of rotation_table for the positions of x"""
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.n_head, self.head_size)) for part in (q, k, v))
-        q = self.scale_q(rotate(unit(q), rotation))
-        k = self.scale_k(rotate(unit(k), rotation))
-        return q, k, v
+    def heads(self, x):
+        """(..., C) -> (..., n_head, head_size)"""
+        return x.unflatten(-1, (self.n_head, self.head_size))
 
-    def forward(self, x, rotation, cache=None, row=None):
+    def queries(self, q, rotation):
+        """q (..., C) of c_attn -> (..., n_head, head_size), normalised and rotated. rotation: the
+        rows of rotation_table for the positions of these tokens"""
+        return rotate(unit(self.heads(q)), rotation)
+
+    def keys(self, k, rotation):
+        return rotate(unit(self.heads(k)), rotation)
+
+    def forward(self, x, rotation, cache=None, place=None):
         """x (B, T, C) -> (B, T, C). cache: in sampling, x are the newest tokens only, and the keys
-        and values of those before are in this KVCache; row: that of this attention"""
-        q, k, v = self.qkv(x, rotation)
+        and values of those before are in this KVCache, under the place of this attention"""
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = self.queries(q, rotation), self.keys(k, rotation), self.heads(v)
         mask = None
         if cache is not None:
-            k, v, mask = cache.store(row, k, v)   # now those of all tokens so far
+            k, v, mask = cache.store(place, k, v)   # now those of all tokens so far
         return self.c_proj(attend(q, k, v, mask).flatten(-2))
+
+# --------------------------------------------------------------------------------------------- MLP
 
 class MLP(nn.Module):
     def __init__(self, config, hidden):
@@ -196,103 +217,105 @@ class MLP(nn.Module):
         rows = 2 * hidden if config.activation == "swiglu" else hidden
         self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
         self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
-        self.scale = nn.Identity()
+
+    def activate(self, x):
+        if self.activation == "gelu":
+            return F.gelu(x)
+        gate, value = x.chunk(2, dim=-1)
+        return F.silu(gate) * value
 
     def forward(self, x):
         """x (..., C) -> (..., C)"""
-        x = self.scale(self.c_fc(x))
-        if self.activation == "gelu":
-            x = F.gelu(x)
-        elif self.activation == "relu2":
-            x = F.relu(x).square()
-        else:
-            gate, value = x.chunk(2, dim=-1)
-            x = F.silu(gate) * value
-        return self.c_proj(x)
+        return self.c_proj(self.activate(self.c_fc(x)))
 
-# -------------------------------------------------------------------------------------- residuals
+# ------------------------------------------------------------------------------------ the residual
 
-class PreNorm(nn.Module):
-    """The rule of GPT-2 and of most models since. A model makes one for each sublayer l = 1 .. 2L,
-    and one more, `ends`, with l = 2L + 1. (PreNorm treats all alike. Other rules use l.)"""
-    own_lr = ()   # names of parameters that train with --gate_lr, not with --lr
+class Residual(nn.Module):
+    """PreNorm, the rule of GPT-2 and of most models since. All other rules are derived from it. A
+    model makes one for each sublayer l = 1 .. 2L, and one more, `ends`, with l = 2L + 1."""
+    # What other rules may change:
+    attention, mlp = Attention, MLP   # the classes of the sublayers
+    allowed = {}                      # range of each option; in Template: {"first": (0, 2)}, say
+    own_lr = ()                       # names of parameters that train with --gate_lr, not with --lr
+    has_norm = True                   # Is there a self.norm, for --norm to choose?
+    can_skip = True                   # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False                # Is there a gain(stream), and forward(stream, f, gain=None)?
+    stream_grows = False              # Has the stream more and more tensors with depth?
 
     def __init__(self, config, l):
         super().__init__()
-        self.config = config
-        self.norm = make_norm(config)
+        self.config, self.l = config, l
+        self.is_end = l == 2 * config.n_layer + 1   # This one is `ends`.
+        self.norm = make_norm(config) if self.has_norm else nn.Identity()
 
     def forward(self, stream, f):
         """A stream, and a sublayer f as a function -> the next stream. A rule treats each token by
         itself, so that some tokens can skip (part 3). f may look at others."""
         return stream + f(self.norm(stream))
 
-    def init_sublayer(self, module):
-        """Once, after the weights are drawn: may rescale those of module, an attention or MLP. (It
-        is called under no_grad, and so is `constrain`.)"""
+    def init_sublayer(self, sublayer):
+        """Once, after the weights of an attention or MLP are drawn: may rescale them."""
         # As in GPT-2: the updates of 2L sublayers are added up, so each starts with a variance that
         # is 2L times smaller.
-        module.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+        sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
-    def constrain(self, module):
-        """After the weights are drawn, and after each step of a training: may change those of
-        module, an attention or MLP. (That of `ends` gets embedding and head.) nGPT, in part 2,
-        brings them back to length 1."""
-
-    # --- Only `ends` does what follows: the form of the stream is up to the rule. (Its norm is ln_f
-    # in GPT-2.)
+    # The next ones are for `ends`. (Its norm is ln_f in GPT-2.)
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
         return embedding
 
+    def as_tensor(self, stream):
+        """One vector per token, (B, T, C). If a stream is a tuple: its first tensor"""
+        return stream[0] if isinstance(stream, tuple) else stream
+
     def finish(self, stream):
         """The last stream -> what the head reads, (B, T, C)"""
-        return self.norm(stream)
+        return self.norm(self.as_tensor(stream))
 
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits. (NAG, in part 2,
-        normalises its rows.)"""
+        """The weight of the head -> the matrix (V, C) that makes the logits. Here: the same"""
         return weight
+
+    def constrain(self, model):
+        """First of all, and after each step of a training: may change weights. Here: does not"""
+
+    def flops(self):
+        """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
+        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
 # ----------------------------------------------------------------------------------------- blocks
 
 class Block(nn.Module):
-    """Two sublayers and their residuals. number: 0 .. L - 1. It has no forward: GPT.walk runs the
-    sublayers one by one."""
+    """Two sublayers and their residuals. It has no forward: GPT.walk runs the sublayers."""
     def __init__(self, config, number):
         super().__init__()
-        self.attn = Attention(config)
-        self.attn_residual = make_residual(config, 2 * number + 1)
-        self.mlp = MLP(config, hidden_units(config)[number])
-        self.mlp_residual = make_residual(config, 2 * number + 2)
+        # A Residual, or what --residual names (end of part 2)
+        residual = make_residual(config, 2 * number + 1)
+        self.attn = residual.attention(config)
+        self.attn_residual = residual
+        residual = make_residual(config, 2 * number + 2)
+        # mlp_ratio * n_embd hidden units, or what --taper says (part 4)
+        self.mlp = residual.mlp(config, hidden_units(config)[number])
+        self.mlp_residual = residual
 
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
 
 # ---------------------------------------------------------------------------------- first weights
 
-# The standard deviations of the weights of nn.Linear and nn.Embedding:
-#
-#                  --init width            --init gpt2
-#     embedding    3                       0.02
-#     head         0.8 / sqrt(n_embd)      0.02
-#     all others   1 / sqrt(columns)       0.02
-#
-# PreNorm then divides each c_proj by sqrt(2L): init_sublayer. With `width`, an embedding is longer
-# than the updates that are added to it at first. The first logits have a standard deviation of
-# about 0.8, so the first loss is 0.8^2 / 2 = 0.3 above ln(V).
-EMBEDDING_STD, LOGIT_STD, GPT2_STD = 3.0, 0.8, 0.02
+EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
 def first_std(config, name, columns):
-    """name: that of a module, such as wte, lm_head or blocks.0.mlp.c_fc; columns: of its weight"""
+    """The standard deviation of first weights. name: that of a module, such as wte, lm_head or
+    blocks.0.mlp.c_fc; columns: of its weight"""
     if config.init == "gpt2":
-        return GPT2_STD
+        return 0.02
     if name == "wte":
-        return EMBEDDING_STD
+        return EMBEDDING_STD   # At first, an embedding is longer than the updates added to it.
     if name == "lm_head":
-        return LOGIT_STD * columns ** -0.5
-    return columns ** -0.5
+        return LOGIT_STD * columns ** -0.5   # The first loss is 0.8^2 / 2 = 0.3 above ln(V).
+    return columns ** -0.5   # A residual may rescale it: init_sublayer.
 
 def seeded(config, name):
     """A random generator for the weights of this name. With the same seed and the same name, two
@@ -306,27 +329,9 @@ def init_weights(model):
             std = first_std(model.config, name, module.weight.shape[1])
             module.weight.normal_(std=std, generator=seeded(model.config, name))
     for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.init_sublayer(module)
-    constrain_weights(model)
-
-@torch.no_grad()
-def constrain_weights(model):
-    """Calls constrain of all residuals: for their sublayers, and for embedding and head"""
-    for block in model.blocks:
-        for residual, module in block.pairs():
-            residual.constrain(module)
-    model.ends.constrain(model.wte)
-    model.ends.constrain(model.lm_head)
-
-def tie_weights(model):
-    """The matrix of the head becomes the embedding, too. Its numbers are smaller, and
-    embedding_scale makes up for that."""
-    model.wte.weight = model.lm_head.weight
-    n_embd = model.config.n_embd
-    embedding_std = first_std(model.config, "wte", n_embd)
-    head_std = first_std(model.config, "lm_head", n_embd)
-    model.embedding_scale = embedding_std / head_std
+        for residual, sublayer in block.pairs():
+            residual.init_sublayer(sublayer)
+    model.ends.constrain(model)
 
 # -------------------------------------------------------------------------------------- the model
 
@@ -338,7 +343,7 @@ def products_in(dtype, x):
     return torch.autocast(x.device.type, dtype=dtype)
 
 class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and row for an
+    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and place for an
     attention, nothing for an MLP.
 
     dtype: matrix products are computed in it: bfloat16, in a training on a GPU. (None: as in the
@@ -351,12 +356,31 @@ class SublayerFunction:
         with products_in(self.dtype, x):
             return self.module(x, *self.others).to(x.dtype)
 
-def cross_entropy(logits, targets):
-    """logits (B, T, V), targets (B, T) -> a mean over all tokens, in nats"""
+class PlainRunner:
+    """Runs the sublayers in one pass of tokens through the model. Part 3 derives a `Runner` from
+    it, which lets tokens skip, as a decider says, and takes notes."""
+    def __init__(self, model, decider=None):
+        self.model = model
+
+    def begin(self, shape):
+        """A pass of (B, T) tokens begins."""
+
+    def run(self, place, stream, residual, f):
+        """-> the stream after the sublayer f"""
+        return residual(stream, f)
+
+    def loss(self, loss, targets):
+        """In training: the mean cross entropy -> what is to become small"""
+        return loss
+
+def mean_nats(logits, targets):
+    """logits (B, T, V), targets (B, T) -> the mean cross entropy of all tokens"""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
+    runner_class = PlainRunner   # The end of part 3 puts its Runner here.
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         if problems := config.problems():
@@ -367,56 +391,40 @@ class GPT(nn.Module):
         self.ends = make_residual(config, 2 * config.n_layer + 1)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.order = block_order(config)      # of the blocks, by their numbers, 0 .. L - 1
-        self.decider = make_decider(config)   # says who skips (part 3)
-        self.call_residual = call_residual    # Runners use it. train.py may compile it.
         self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
-        self.embedding_scale = 1.0
+        self.order = block_order(config)      # 0, 1, .. L - 1, or what --repeat says (part 4)
+        self.decider = make_decider(config)   # who skips: nobody, or what --mod says (part 3)
+        self.compiled = None                  # what compile_blocks makes (part 4)
         init_weights(self)
-        if config.tie:
-            tie_weights(self)
 
     def walk(self, idx, cache=None, runner=None):
-        """The one loop over the depth. Yields (place, stream): at place 0 the first stream, and
-        then that after each sublayer"""
-        runner = runner or Runner(self)
+        """The loop over the depth. idx (B, T); cache: a KVCache, if idx are the newest tokens only.
+        Yields (place, stream): first (0, that of the embedding), then each sublayer's place and the
+        stream after it"""
+        rotation = self.rotation[self.positions(idx.shape[1], cache)]
+        runner = runner or self.runner_class(self)
         runner.begin(idx.shape)
-        stream = self.ends.start(self.wte(idx) * self.embedding_scale)
-        yield 0, stream
-        for place, residual, f in self.sublayers(idx, cache):
-            # This is residual(stream, f), unless tokens skip: --mod, part 3.
-            stream = runner.run(place, stream, residual, f)
-            yield place, stream
+        stream = self.ends.start(self.wte(idx))
+        place = 0
+        yield place, stream
+        for number in self.order:
+            block = self.blocks[number]
+            attention = SublayerFunction(self.dtype, block.attn, rotation, cache, place + 1)
+            mlp = SublayerFunction(self.dtype, block.mlp)
+            for residual, f in (block.attn_residual, attention), (block.mlp_residual, mlp):
+                place += 1
+                stream = runner.run(place, stream, residual, f)   # residual(stream, f)
+                yield place, stream
 
-    def sublayers(self, idx, cache=None):
-        """Yields (place, residual, f) in the order of running. cache: a KVCache"""
-        past = 0 if cache is None else cache.length   # how many tokens came before idx
-        end = past + idx.shape[1]
+    def positions(self, n, cache):
+        """-> the positions of n new tokens, a slice. The cache counts them from now on."""
+        past = 0 if cache is None else cache.length
+        end = past + n
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
-        rotation = self.rotation[past:end]
-        for i, number in enumerate(self.order):
-            block = self.blocks[number]
-            # Row i of the cache: with --repeat a block runs again, and then has other keys.
-            attention = SublayerFunction(self.dtype, block.attn, rotation, cache, i)
-            mlp = SublayerFunction(self.dtype, block.mlp)
-            yield 2 * i + 1, block.attn_residual, attention
-            yield 2 * i + 2, block.mlp_residual, mlp
-
-    def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss in nats (None without
-        targets): the mean cross entropy, and in training what some flags add to it"""
-        runner = runner or Runner(self)
-        for _, stream in self.walk(idx, cache, runner):
-            pass   # The head reads the last stream only.
         if cache is not None:
-            cache.length += idx.shape[1]   # All attentions have stored their keys now.
-        logits = self.head(stream)
-        if targets is None:
-            return logits, None
-        loss = cross_entropy(logits, targets)
-        # In training, flags such as --gain_cost and --deep_supervision make more of it.
-        return logits, runner.loss(loss, targets)
+            cache.length = end
+        return slice(past, end)
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
@@ -425,8 +433,23 @@ class GPT(nn.Module):
         with products_in(self.dtype, x):
             return F.linear(x, weight).to(x.dtype)
 
+    def forward(self, idx, targets=None, cache=None, runner=None):
+        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss in nats (None without
+        targets): the mean cross entropy, and in training what some flags add to it"""
+        runner = runner or self.runner_class(self)
+        for _, stream in self.walk(idx, cache, runner):
+            pass   # All is done in walk. We want the last stream.
+        logits = self.head(stream)
+        if targets is None:
+            return logits, None
+        loss = mean_nats(logits, targets)
+        runner.cross_entropy = loss.detach()   # for train.py to report
+        if self.training:
+            loss = runner.loss(loss, targets)
+        return logits, loss
+
     def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). options: see new_tokens"""
+        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens, below"""
         tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
         return torch.cat([idx, *tokens], dim=1)
 
@@ -450,50 +473,18 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
         logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)
 
-def causal_mask(has_key, n):
-    """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which keys
-    each of the n newest tokens sees, those up to its own"""
-    all_keys = has_key[:, None].expand(-1, n, -1)
-    return all_keys.tril(has_key.shape[1] - n)   # without those of later tokens
-
-class KVCache:
-    """The keys and values of all tokens so far, so that sampling computes only the newest token"""
-    def __init__(self, model, batch_size, size):
-        """size: how many tokens it has room for, block_size at most"""
-        self.length = 0   # how many tokens it has
-        attention = model.blocks[0].attn
-        shape = (len(model.order), batch_size, size)   # a row for each attention that runs
-        vectors = (*shape, attention.n_head, attention.head_size)
-        dtype = model.dtype or model.wte.weight.dtype
-        self.keys = torch.zeros(vectors, dtype=dtype, device=model.device)
-        self.values = torch.zeros(vectors, dtype=dtype, device=model.device)
-        # False where a token has skipped this attention (part 3)
-        self.has_key = torch.zeros(shape, dtype=torch.bool, device=model.device)
-
-    def store(self, row, k, v, has_key=True):
-        """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. (When all rows have theirs,
-        GPT.forward adds n to length.) has_key: True, or, if tokens skip (part 3), bools (B, n)"""
-        n = k.shape[1]
-        end = self.length + n
-        self.keys[row, :, self.length:end] = k
-        self.values[row, :, self.length:end] = v
-        self.has_key[row, :, self.length:end] = has_key
-        mask = causal_mask(self.has_key[row, :, :end], n)
-        return self.keys[row, :, :end], self.values[row, :, :end], mask
-
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                decider=None, n_vocab=None):
     """Continues idx (B, T). Call model.eval() first: some deciders decide otherwise in training.
-    Yields each new token (B, 1), and the Runner that knows who skipped what for it. decider: says
-    who skips; None: model.decider does. n_vocab: how many tokens the tokenizer has. (The head may
-    have more rows: train.py rounds up.)"""
+    Yields each new token (B, 1), and the runner of the pass that predicted it. decider: says who
+    skips; None: model.decider does. n_vocab: how many tokens the tokenizer has. (The head may have
+    more rows: train.py rounds up.)"""
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
-    cache = KVCache(model, len(idx), size)
+    cache = KVCache(size)
     missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
     for _ in range(max_new_tokens):
-        runner = Runner(model, decider)
+        runner = model.runner_class(model, decider)
         logits, _ = model(missing, cache=cache, runner=runner)
         logits = logits[:, -1, :n_vocab]   # of the next token
         token = pick(logits, temperature, top_k, generator)
@@ -502,48 +493,13 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
         if cache.length < size:
             missing = token
         else:   # It is full: a new one starts with the newer half.
-            cache = KVCache(model, len(idx), size)
+            cache = KVCache(size)
             missing = idx[:, -max(1, size // 2):]
 
 # ================================================================================ part 2: residuals
 
-class Residual(PreNorm):
-    """--residual pre: PreNorm, and the hooks that a rule may need besides. All other rules are
-    derived from this class."""
-    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # True: there is a gain(stream), and forward(stream, f, gain=None).
-    stream_grows = False   # True: the stream has more and more tensors with depth.
-    allowed = {}           # range of each option. In Template: {"first": (0.0, 2.0)}, say
-    has_norm = True        # False: there is no self.norm, for --norm to choose.
-
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.is_end = l == 2 * config.n_layer + 1   # This one is model.ends.
-        if not self.has_norm:
-            self.norm = nn.Identity()
-
-    def as_tensor(self, stream):
-        """One vector a token, (B, T, C). If a stream is a tuple: its first tensor"""
-        return stream[0] if isinstance(stream, tuple) else stream
-
-    def finish(self, stream):
-        return self.norm(self.as_tensor(stream))
-
-    def read(self, stream):
-        """What f would get: the residual runs with a stand-in for f, which notes its input. If a
-        token skips an attention, its key and value are made of this."""
-        notes = []
-        def stand_in(x):
-            notes.append(x)
-            return torch.zeros_like(x)
-        self(stream, stand_in)
-        return notes[0]
-
-    def flops(self):
-        """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
-        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
-
-# Each class below stands alone (but DeepNorm is a Post). Read those that you care about.
+# All are derived from Residual, which is PreNorm. Each class stands alone (but DeepNorm is a Post).
+# Read those that you care about.
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
@@ -552,7 +508,9 @@ class Template(Residual):
     argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
     trains at the learning rate --gate_lr. An init_sublayer that does nothing lets c_proj start as
     large as all other matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are
-    drawn anew after __init__. With first=0 this is SkipInit (arXiv:2002.10444), with a norm."""
+    drawn anew after __init__. A constant that depends on l must be a tensor (LayerNormScaling shows
+    how), because torch.compile makes a graph for each number. With first=0 this is SkipInit
+    (arXiv:2002.10444), with a norm."""
     def __init__(self, config, l, first=1.0):
         """first: the value of b before training"""
         super().__init__(config, l)
@@ -581,16 +539,13 @@ class NAG(Residual):
     has_norm = False
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
-    allowed = dict(directions=(1, 10000), power=(-8, 8), temp=(1e-4, 1e4), head=("cos", "linear"))
+    allowed = dict(directions=(1, 10000), power=(-8, 8))
 
-    def __init__(self, config, l, directions=32, power=0.5, temp=LOGIT_STD, head="cos"):
-        """directions: how many are preferred; power: alpha of sublayer l starts at l ** -power;
-        temp: std of the first logits; head: cos (logits are length x cosine) or linear"""
+    def __init__(self, config, l, directions=32, power=0.5):
+        """directions: how many are preferred; power: alpha of sublayer l starts at l ** -power"""
         super().__init__(config, l)
-        self.cosine_head = head == "cos"
         if self.is_end:   # The embedding is multiplied by exp(log_scale), g in eq. 18.
-            log_scale = first_log_scale(config, power, temp, self.cosine_head)
-            self.log_scale = nn.Parameter(torch.tensor(log_scale))
+            self.log_scale = nn.Parameter(torch.tensor(first_log_scale(config, power)))
             return
         preferred = torch.randn(directions, config.n_embd, generator=seeded(config, f"w {l}"))
         self.preferred = nn.Parameter(preferred * config.n_embd ** -0.5)   # w in the paper
@@ -601,7 +556,7 @@ class NAG(Residual):
 
     def start(self, x):
         x = centred(x)   # Updates are centred, too, so a mean would stay for ever.
-        length = x.square().mean(-1, keepdim=True).clamp_min(EPS ** 2).sqrt()
+        length = x.square().mean(-1, keepdim=True).clamp_min(TINY).sqrt()
         return x / length, length.log() + self.log_scale
 
     def gain(self, stream):
@@ -617,9 +572,9 @@ class NAG(Residual):
 
     def forward(self, stream, f, gain=None):
         direction, log_length = stream
+        update = f(direction)   # before the gain: part 3 may stop here (input_of_f).
         if gain is None:
             gain = self.gain(stream)
-        update = f(direction)
         if type(self) is NAG and use_triton(update, self.config.kernels):
             # On a GPU, one kernel does what follows. (A class of yours may change what follows.)
             return nag_write(direction, log_length, update, gain, self.config.kernels)
@@ -636,36 +591,33 @@ class NAG(Residual):
         along = (update * direction).mean(-1, keepdim=True)
         return update - direction * along
 
-    def read(self, stream):
-        return stream[0]
     def as_tensor(self, stream):
-        return stream[0] * stream[1].exp()
+        direction, log_length = stream
+        return direction * log_length.exp()
+
+    # A logit is length x cosine: with rows of rms 1, direction times row is C times the cosine.
 
     def finish(self, stream):
         direction, log_length = stream
-        length = log_length.exp()
-        return direction * (length / self.config.n_embd if self.cosine_head else length)
+        return direction * (log_length.exp() / self.config.n_embd)
 
     def head_weight(self, weight):
-        # With rows of rms 1, direction times row, divided by C as in `finish`, is a cosine.
-        return unit(centred(weight), eps=EPS ** 2) if self.cosine_head else weight
+        return unit(centred(weight), eps=EPS ** 2)   # Rows may be small.
 
-    def init_sublayer(self, module):
+    def init_sublayer(self, sublayer):
         pass   # Only the direction of an update counts.
 
-def first_log_scale(config, power, temp, cosine_head):
-    """NAG's first log_scale: one with which the first logits have the standard deviation temp. At 0
-    they would be nearly equal."""
-    if cosine_head:
-        std_at_length_1 = config.n_embd ** -0.5   # that of the cosine of random vectors
-    else:
-        std_at_length_1 = first_std(config, "lm_head", config.n_embd) * config.n_embd ** 0.5
+def first_log_scale(config, power):
+    """NAG's first log_scale: one with which the first logits have the standard deviation LOGIT_STD.
+    At 0 they would be nearly equal."""
+    std_of_cosine = config.n_embd ** -0.5   # that of random vectors
+    length = first_std(config, "wte", config.n_embd)
     growth = 0.0   # of log_length, from the embedding to the end
     for number in block_order(config):
         for l in 2 * number + 1, 2 * number + 2:
             first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
             growth += 0.5 * math.log1p(first_gain ** 2)
-    return math.log(temp / std_at_length_1 / first_std(config, "wte", config.n_embd)) - growth
+    return math.log(LOGIT_STD / std_of_cosine / length) - growth
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
 
@@ -711,7 +663,7 @@ class LayerNormScaling(Residual):
     def forward(self, x, f):
         return x + f(self.scale * self.norm(x))
 
-    def init_sublayer(self, module):
+    def init_sublayer(self, sublayer):
         pass
 
 def block_of(l):
@@ -728,13 +680,13 @@ class DeepNorm(Post):
     def forward(self, x, f):
         return self.norm(self.scale * x + f(x))
 
-    def init_sublayer(self, module):
+    def init_sublayer(self, sublayer):
         small = (8 * self.config.n_layer) ** -0.25
-        module.c_proj.weight.mul_(small)
-        if isinstance(module, Attention):
-            module.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
+        sublayer.c_proj.weight.mul_(small)
+        if isinstance(sublayer, Attention):
+            sublayer.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
         else:
-            module.c_fc.weight.mul_(small)
+            sublayer.c_fc.weight.mul_(small)
 
 class MixLN(Residual):
     """Mix-LN (arXiv:2412.13795): the first blocks are PostNorm, the others PreNorm."""
@@ -788,34 +740,37 @@ class CompleteP(Residual):
     def forward(self, x, f):
         return x + self.scale * f(self.norm(x))
 
-    def init_sublayer(self, module):
-        module.c_proj.weight.mul_(12 ** -0.5)   # PreNorm's factor at 6 blocks
+    def init_sublayer(self, sublayer):
+        sublayer.c_proj.weight.mul_(12 ** -0.5)   # PreNorm's factor at 6 blocks
 
 # ------------------------------------------------------------------------ reading earlier sublayers
 
 class Source(NamedTuple):
     value: torch.Tensor   # (B, T, C)
-    scores: tuple         # of each of the 2L reads that have a query, (B, T)
+    scores: tuple         # what it scores in each of the 2L reads that have a query, (B, T)
 
 class AttnRes(Residual):
     """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4). Nothing is added up. The
-    stream is a list of sources: the embedding, and all updates so far. Each sublayer, and finally
-    the head, reads a weighted mean of them. Which sources count is asked by a learned query:
+    stream keeps the embedding, and each update, as a source. Each sublayer, and finally the head,
+    reads a weighted mean of all sources so far. Its learned query asks which of them count: like
+    attention, but over the depth, not over tokens.
 
-        v = torch.stack(sources)                              # (n, B, T, C)
-        scores = (unit(v) * key_weight) @ query               # (n, B, T)
-        weights = scores.softmax(0)[..., None]                # over the n sources, not over tokens
-        read = norm(n * (weights * v).sum(0))
+    A score needs a query and a source, and nothing else. So when a source is made, one matrix
+    product finds its scores in all 2L reads that will come:
+
+        scores = unit(value) @ (query * key_weight).T         # (B, T, 2L)
+
+    A read takes its column of the scores of all n sources, and makes weights of them:
+
+        weights = scores[:, its column].softmax(0)            # (n, B, T)
+        read = norm(n * (weights * values).sum(0))            # (B, T, C)
 
     Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. (For
     this there is the factor n, which the paper lacks. The norm takes it out again.)
 
-    With group > 1 (Block AttnRes, section 3.2) a source is the sum of so many updates. After six
-    sublayers there are seven sources, and with group=2 four.
-
-    The code has a trick: a source meets the queries of all 2L reads when it is made, in one matrix
-    product. So the stream is a pair: all queries (2L, C), and a dict from the number of a group (0:
-    the embedding) to its Source."""
+    The stream is a pair: query * key_weight (2L, C), and a dict from the number of a group (0: the
+    embedding) to its Source. A group is one update, or, with group > 1 (Block AttnRes, section
+    3.2), the sum of so many: after six sublayers there are seven sources, and with group=2 four."""
     can_skip = False
     stream_grows = True
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
@@ -825,9 +780,9 @@ class AttnRes(Residual):
         """group: how many updates make a source; 1 is Full AttnRes"""
         super().__init__(config, l)
         self.group = (l - 1) // group + 1
-        # Reads 2 .. 2L + 1 have the rows 0 .. 2L - 1 of `query`. Read 1 has one source, so its
-        # weight is 1 whatever the query. It uses row 0, too.
-        self.query_row = max(0, l - 2)
+        # Reads 2 .. 2L + 1 have the columns 0 .. 2L - 1. Read 1 has one source, so its weight is 1
+        # whatever the query. It uses column 0, too.
+        self.column = max(0, l - 2)
         if self.is_end:
             self.query = nn.Parameter(torch.zeros(2 * config.n_layer, config.n_embd))
             self.key_weight = nn.Parameter(torch.ones(2 * config.n_layer, config.n_embd))
@@ -842,7 +797,7 @@ class AttnRes(Residual):
     def weigh(self, stream):
         """-> the weights of all n sources for this read, (n, B, T)"""
         _, sources = stream
-        scores = [source.scores[self.query_row] for source in sources.values()]
+        scores = [source.scores[self.column] for source in sources.values()]
         return torch.stack(scores).softmax(0)
 
     def read(self, stream):
@@ -861,6 +816,7 @@ class AttnRes(Residual):
 
     def as_tensor(self, stream):
         return sum(source.value for source in stream[1].values())   # as in PreNorm
+
     def flops(self):
         return 4 * self.config.n_layer * self.config.n_embd   # one source times 2L queries
 
@@ -947,9 +903,6 @@ class Gated(Residual):
         products = [F.linear(unit(inputs[name], eps=1e-5), W) for name, W in self.W.items()]
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
-
-    def read(self, h):   # what Residual.read finds, but without computing the gate
-        return self.norm(h)
 
 # -------------------------------------------------------------------------- several streams at once
 
@@ -1056,6 +1009,36 @@ class Siamese(Residual):
 
 # --------------------------------------------------------------------------------------------- nGPT
 
+class LearnedScale(nn.Module):
+    """Factors that start at 1. Their parameters start at 1 / sqrt(n_embd), which is the size of all
+    weights in nGPT, so one learning rate fits all."""
+    def __init__(self, n, n_embd):
+        super().__init__()
+        self.root = n_embd ** 0.5
+        self.weight = nn.Parameter(torch.full((n,), 1 / self.root))
+
+    def factor(self):
+        return self.weight * self.root
+
+class ScaledAttention(Attention):
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale_q = LearnedScale(config.n_embd, config.n_embd)
+        self.scale_k = LearnedScale(config.n_embd, config.n_embd)
+
+    def queries(self, q, rotation):
+        # A score multiplies queries and keys, so the queries can have the factors of both.
+        factor = self.scale_q.factor() * self.scale_k.factor()
+        return super().queries(q, rotation) * self.heads(factor)
+
+class ScaledMLP(MLP):
+    def __init__(self, config, hidden):
+        super().__init__(config, hidden)
+        self.scale = LearnedScale(self.c_fc.out_features, config.n_embd)
+
+    def activate(self, x):
+        return super().activate(x * self.scale.factor())
+
 class NGPT(Residual):
     """nGPT (Loshchilov et al. 2024, arXiv:2410.01131). The stream stays on a sphere, and moves
     towards the normalised update by a learned step per channel:
@@ -1067,6 +1050,7 @@ class NGPT(Residual):
     `unit` gives the norm sqrt(C) where the paper has 1, so the MLP needs no factor sqrt(C). (Scores
     start as cosines times SHARPNESS, as in all our models, in the paper times sqrt(head_size).)"""
     has_norm = False
+    attention, mlp = ScaledAttention, ScaledMLP
 
     def __init__(self, config, l):
         super().__init__(config, l)
@@ -1090,32 +1074,16 @@ class NGPT(Residual):
         std = LOGIT_STD if self.config.init == "width" else self.config.n_embd ** -0.5
         return weight * (std * self.logit_scale.factor())[:, None]
 
-    def init_sublayer(self, module):
-        n_embd = self.config.n_embd
-        if isinstance(module, Attention):
-            module.scale_q = LearnedScale(n_embd, n_embd, (module.n_head, module.head_size))
-            module.scale_k = LearnedScale(n_embd, n_embd, (module.n_head, module.head_size))
-        else:
-            module.scale = LearnedScale(module.c_fc.out_features, n_embd)
+    def init_sublayer(self, sublayer):
+        pass   # `constrain` makes all lengths 1.
 
-    def constrain(self, module):
+    @torch.no_grad()
+    def constrain(self, model):
         # Along the stream: the columns of c_proj, which writes to it, and the rows of all others
-        for name, p in module.named_parameters():
-            if p.dim() == 2:
-                p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
-
-class LearnedScale(nn.Module):
-    """Factors that start at 1. Their parameters start at 1 / sqrt(n_embd), which is the size of all
-    weights in nGPT, so one learning rate fits all."""
-    def __init__(self, n, n_embd, shape=(-1,)):
-        super().__init__()
-        self.root, self.shape = n_embd ** 0.5, shape
-        self.weight = nn.Parameter(torch.full((n,), 1 / self.root))
-
-    def factor(self):
-        return (self.weight * self.root).view(self.shape)
-    def forward(self, x):
-        return x * self.factor()
+        for part in model.wte, model.blocks, model.lm_head:
+            for name, p in part.named_parameters():
+                if p.dim() == 2:
+                    p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
 
 # -------------------------------------------------------------------------------------- --residual
 
@@ -1135,37 +1103,42 @@ RESIDUALS = {
     "hyper": Hyper, "siamese": Siamese, "ngpt": NGPT}
 
 def choose(flag_name, registry, text):
-    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2") -> Hyper with these options: a partial, whose
-    .func is the class. ValueError, with a sentence, if there is no such thing"""
+    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2") -> Hyper, dict(kind="mhc", n=2). ValueError,
+    with a sentence, if there is no such thing"""
     name, _, options = text.partition(":")
     if name not in registry:
         raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
-    kind = partial(registry[name])   # Of a partial of a partial, too, .func is the class.
+    entry = partial(registry[name])   # Of a class, and of a partial of one: .func is the class.
     try:
-        return partial(kind, **read_options(options, option_defaults(kind), kind.func.allowed))
+        given = read_options(options, option_defaults(entry), entry.func.allowed)
     except ValueError as error:
         raise ValueError(f"{flag_name} {text}: {name}: {error}") from None
-
-def residual_kind(config):
-    """-> the class that --residual names, with its options"""
-    return choose("--residual", RESIDUALS, config.residual)
+    return entry.func, entry.keywords | given
 
 def make_residual(config, l):
-    return residual_kind(config)(config, l)
+    """The rule that --residual names, for sublayer l"""
+    kind, options = choose("--residual", RESIDUALS, config.residual)
+    return kind(config, l, **options)
 
 # ================================================================================= part 3: skipping
 
-# Mixture-of-Depths: not every token needs every sublayer. In each walk through the depth, a Runner
-# runs the sublayers. Before each one it asks a decider. Its answer is EVERYONE, REMOVED, or bools
-# (B, T): True where a token runs the sublayer. The others pass by, with their streams as they are.
-# What a residual has to say about this are can_skip and knows_gain (part 2, class Residual): some
-# know beforehand how much a sublayer will change a token, which is called the gain.
+# Mixture-of-Depths: not every token needs every sublayer. Three things work together:
+#
+#     a Decider   says who runs the next sublayer. It is part of the model (--mod), and may learn.
+#     a Runner    runs the sublayers of one pass. Before each it asks the decider, and it notes the
+#                 answers. A token that skips passes by, with its stream as it is.
+#     run_some    computes a sublayer for the tokens that run it, and for no others.
+#
+# An answer is EVERYONE, REMOVED, or bools (B, T): True where a token runs the sublayer. Can a token
+# skip at all? Is it known beforehand how much a sublayer will change it, which is called its gain?
+# That is up to the residual: can_skip and knows_gain, in class Residual.
 EVERYONE = "everyone"
 REMOVED = "removed"   # Nobody runs it, as if there were no such sublayer: class Without says so.
 
 class Decider(nn.Module):
     """The default, --mod all: all tokens run all sublayers. Other deciders replace some of these
-    methods. Options are keyword arguments of __init__, as those of a residual."""
+    methods. They get the Runner of this pass, whose docstring says what they find there. Options
+    are keyword arguments of __init__, as those of a residual."""
     allowed = {}            # the range of each option
     needs_gain = False      # Must the residual know gains?
     needs_skipping = False  # Must its tokens be able to skip?
@@ -1178,7 +1151,7 @@ class Decider(nn.Module):
         super().__init__()
 
     def begin(self, runner):
-        """A new walk through the depth begins."""
+        """A new pass through the depth begins."""
 
     def decide(self, runner):
         """-> who runs the next sublayer: EVERYONE, REMOVED or bools (B, T)"""
@@ -1194,48 +1167,46 @@ class Decider(nn.Module):
         return type(self).after is not Decider.after
 
     def loss(self, runner):
-        """After a walk in training -> what is added to the loss"""
+        """After a pass in training -> what is added to the loss"""
         return 0.0
 
 def call_residual(stream, residual, f, gain=None):
-    """residual(stream, f), a function so that train.py can compile it. gain: residual.gain(stream),
-    if a decider or --gain_cost has asked for it"""
+    """residual(stream, f), a function so that it can be compiled. gain: residual.gain(stream), if
+    somebody has asked for it"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
-class Runner:
-    """Runs the sublayers of one walk, and notes who ran them. Each walk needs a new one, so two
-    walks never disturb each other. A decider finds here, of the sublayer that comes next:
+class Runner(PlainRunner):
+    """Runs the sublayers of one pass, and notes who ran them. Each pass needs a new one, so two
+    passes never disturb each other. A decider finds here, of the sublayer that comes next:
 
         place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
         residual   its residual
         stream     the stream before it, and shape, its (B, T)
         gain()     how much it will change each token, (B, T, 1), if the residual can tell
-        notes      room for what a decider wants to remember until the walk is over
+        notes      room for what a decider wants to remember until the pass is over
 
     And the model. What a decider computes, it adds to decider_flops."""
     def __init__(self, model, decider=None):
         """decider: in place of model.decider"""
-        self.model, self.decider = model, decider or model.decider
-        # What train.py has compiled is for training. Outside of it, shapes change all the time.
-        self.call_residual = model.call_residual if model.training else call_residual
+        super().__init__(model)
+        self.decider = decider or model.decider
+        # What is compiled is for training. Outside of it, shapes change all the time.
+        self.call = (model.training and model.compiled) or call_residual
         self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.supervises_blocks = model.training and model.config.deep_supervision
-        self.block_outputs = []    # the streams after blocks, if that is so
         self.notes = SimpleNamespace()
         self.keeps = []            # the decider's answers
         self.gains = []            # the gains of all tokens, or None where nobody asked
+        self.block_outputs = []    # the streams after blocks, for --deep_supervision
         self.decider_flops = 0.0   # what deciders have computed, per token
-        self.cross_entropy = None  # of the whole walk, for train.py to report
 
     def begin(self, shape):
-        """shape: (B, T), of the tokens"""
         if self.keeps:
             raise Mistake("a Runner is for one walk; make a new one")
         self.shape = shape
         self.decider.begin(self)
 
     def run(self, place, stream, residual, f):
-        """-> the next stream: residual(stream, f), for the tokens that run it"""
         self.place, self.residual, self.stream = place, residual, stream
         self.known_gain = None
         keep = self.decider.decide(self)
@@ -1244,7 +1215,7 @@ class Runner:
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
         if keep is EVERYONE:
-            stream = self.call_residual(stream, residual, f, self.known_gain)
+            stream = self.call(stream, residual, f, self.known_gain)
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
@@ -1254,23 +1225,20 @@ class Runner:
         return stream
 
     def gain(self):
+        """-> residual.gain(stream), which is computed once a sublayer"""
         if not self.residual.knows_gain:
             raise Mistake(f"{type(self.residual).__name__} knows no gain; use --residual nag, or "
                           f"set knows_gain = True if it has a gain(stream)")
-        if self.known_gain is None:   # It is computed once a sublayer.
+        if self.known_gain is None:
             self.known_gain = self.residual.gain(self.stream)
         return self.known_gain
 
     def loss(self, loss, targets):
-        """After a walk: its cross entropy -> what is to become small. In training, flags change it.
-        With --deep_supervision, the head reads the stream after each block, and not only at the
+        """With --deep_supervision, the head reads the stream after each block, and not only at the
         end. The decider may add something. --gain_cost is a price for the mean |gain|. (It is not
         in NAG's paper.)"""
-        self.cross_entropy = loss.detach()
-        if not self.model.training:
-            return loss
         if self.supervises_blocks:
-            inner = [cross_entropy(self.model.head(stream), targets)
+            inner = [mean_nats(self.model.head(stream), targets)
                      for stream in self.block_outputs[:-1]]
             loss = sum([*inner, loss]) / len(self.block_outputs)
         loss = loss + self.decider.loss(self)
@@ -1278,7 +1246,7 @@ class Runner:
             loss = loss + self.model.config.gain_cost * self.mean_gain()
         return loss
 
-    # --- What a walk has noted. It is asked for when the walk is over.
+    # What a pass has noted. It is asked for when the pass is over.
 
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
@@ -1287,8 +1255,8 @@ class Runner:
 
     def who_ran(self):
         """-> bools (places, B, T), True where a token ran the sublayer"""
-        all_true = torch.ones(self.shape, dtype=torch.bool, device=self.model.device)
-        masks = {EVERYONE: all_true, REMOVED: ~all_true}
+        everyone = torch.ones(self.shape, dtype=torch.bool, device=self.model.device)
+        masks = {EVERYONE: everyone, REMOVED: ~everyone}
         return torch.stack([masks[keep] if isinstance(keep, str) else keep for keep in self.keeps])
 
     def all_ran(self):
@@ -1301,6 +1269,10 @@ class Runner:
             return 0.0
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
+
+GPT.runner_class = Runner
+
+# ---------------------------------------------------------------------------------------- deciders
 
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
@@ -1330,28 +1302,11 @@ class Coins(Decider):
     def decide(self, runner):
         return torch.rand(runner.shape, device=runner.model.device) >= self.rate
 
-class LayerDrop(Decider):
-    """--mod layerdrop:rate=0.1 (arXiv:1909.11556): in training, a coin for each sequence and each
-    sublayer says whether it runs. Updates are not rescaled."""
-    allowed = dict(rate=(0, 0.95))
-    needs_skipping = True
-    skippers_make_keys = False   # Whole sequences skip, so nobody would see them.
-
-    def __init__(self, config, rate=0.1):
-        super().__init__(config)
-        self.rate = rate
-
-    def decide(self, runner):
-        if not runner.model.training:
-            return EVERYONE
-        runs = torch.rand(runner.shape[0], 1, device=runner.model.device) >= self.rate
-        return runs.expand(runner.shape)
-
 class Routers(Decider):
-    """--mod router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). In every second block a
-    router, a linear map, gives each token a weight, and the tokens of a sequence with the largest
-    weights run the block. What the block changes is multiplied by the weight: in this way a router
-    learns. (Ours reads unit(x), because the stream has another size in each block.)
+    """--mod router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). Blocks 2, 4, 6, .. have a
+    router, a linear map. It gives each token a weight, and the tokens of a sequence with the
+    largest weights run the block. What the block changes is multiplied by the weight: in this way a
+    router learns. (Ours reads unit(x), because the stream has another size in each block.)
 
     Which weights are the largest depends on later tokens, and in sampling there are none yet. So
     outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
@@ -1365,11 +1320,11 @@ class Routers(Decider):
         """rate: share of all sublayer runs to skip. Only every second block has a router. With 12
         blocks there are six, and at rate=0.25 half of the tokens skip at each of them."""
         super().__init__(config)
-        self.order, n_routers = block_order(config), config.n_layer // 2
+        order, n_routers = block_order(config), config.n_layer // 2
         if n_routers == 0:
             raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
-        n_routed = sum(number % 2 for number in self.order)   # --repeat runs some several times.
-        self.share_that_runs = 1 - rate * len(self.order) / n_routed
+        n_routed = sum(number % 2 for number in order)   # --repeat runs some several times.
+        self.share_that_runs = 1 - rate * len(order) / n_routed
         if self.share_that_runs <= 0:
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
                              f"router, too few for this rate; give a smaller one")
@@ -1378,16 +1333,14 @@ class Routers(Decider):
 
     def begin(self, runner):
         runner.notes.losses = []
-        runner.notes.asked_at = None   # the last block in which a router was asked: 1, 2, ..
+        runner.notes.keep = None   # who runs this block; None: its router was not asked
 
     def decide(self, runner):
-        block = block_of(runner.place)
-        number = self.order[block - 1]
-        if number % 2 == 0:
+        block = block_of(runner.residual.l)   # 1, 2, 3, ..
+        if block % 2 == 1:
             return EVERYONE
-        if runner.notes.asked_at != block:   # at its attention, or, if that is removed, its MLP
-            runner.notes.asked_at = block
-            self.ask(self.routers[number // 2], runner)
+        if runner.notes.keep is None:   # at its attention, or, if that is removed, its MLP
+            self.ask(self.routers[block // 2 - 1], runner)
         return runner.notes.keep
 
     def ask(self, router, runner):
@@ -1404,8 +1357,9 @@ class Routers(Decider):
     def after(self, runner, stream):
         notes = runner.notes
         block_ends = runner.place % 2 == 0
-        if not block_ends or notes.asked_at != block_of(runner.place):
+        if not block_ends or notes.keep is None:
             return stream
+        notes.keep = None
         # Where a token has skipped, its stream is still that of before.
         return notes.before + notes.weight * (stream - notes.before)
 
@@ -1420,10 +1374,14 @@ def largest(weight, count):
     return torch.zeros_like(weight, dtype=torch.bool).scatter(1, best, True)
 
 # What --mod can be. Yours goes here: a class, with decide(runner).
-DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins,
-            "layerdrop": LayerDrop}
+DECIDERS = {"all": Decider, "gain": ByGain, "router": Routers, "coins": Coins}
 
-# The next three are for trained models.
+def make_decider(config):
+    """The decider that --mod asks for"""
+    kind, options = choose("--mod", DECIDERS, config.mod)
+    return kind(config, **options)
+
+# The next three are for trained models: a Runner gets them in place of the model's own decider.
 
 class ByFunction(Decider):
     """A decider that is one function: ByFunction(lambda runner: keep)"""
@@ -1453,13 +1411,13 @@ class Without(Decider):
 def places_of(model, block):
     """The places, from 1, of the sublayers of a block, numbered from 0: attention, MLP; and again
     those two for each further run, if --repeat runs it several times"""
-    return [place for i, number in enumerate(model.order) if number == block
-            for place in (2 * i + 1, 2 * i + 2)]
+    attentions = [2 * i + 1 for i, number in enumerate(model.order) if number == block]
+    return [place for attention in attentions for place in (attention, attention + 1)]
 
 class EarlyExit(Decider):
     """Before each block but the first, a token exits if the head is sure of its successor. It runs
     no further sublayer, but still makes keys and values there, because later tokens may go deeper
-    and look for them. So an exit is an answer of a decider, and not an end of the walk."""
+    and look for them. So an exit is an answer of a decider, and not an end of the pass."""
     needs_skipping = True
 
     def __init__(self, confidence):
@@ -1479,66 +1437,43 @@ class EarlyExit(Decider):
             runner.decider_flops += 2 * model.lm_head.weight.numel()
         return notes.inside
 
-def make_decider(config):
-    """The decider that --mod asks for"""
-    return choose("--mod", DECIDERS, config.mod)(config)
-
-def why_not(decider, config):
-    """-> None, or a sentence why a model of this config can't have this decider"""
-    kind = residual_kind(config).func
-    if decider.needs_gain and not kind.knows_gain:
-        return f"--residual {config.residual} knows no gain; use nag"
-    if decider.needs_skipping and not kind.can_skip:
-        return f"tokens can't skip with --residual {config.residual}; use pre or nag"
-    if decider.needs_tensor and not has_one_tensor(config):
-        return f"the stream of --residual {config.residual} isn't one tensor; use pre"
-    return None
-
-def has_one_tensor(config):
-    with torch.device("meta"):   # shapes without numbers
-        ends = make_residual(config, 2 * config.n_layer + 1)
-        stream = ends.start(torch.empty(1, 1, config.n_embd))
-    return torch.is_tensor(stream) and stream.dim() == 3
-
-# ---------------------------------------------------------------------------------- how it is done
+# --------------------------------------------------------------------------- how only some are run
 
 def run_some(runner, f, keep):
-    """A sublayer that only the tokens of keep (B, T) run -> the next stream. These are gathered,
-    computed, and put back. One that skips costs its gain, if that was asked, and in an attention
-    its key and value, which later tokens see (unless the decider says that skippers make none)."""
-    residual, stream, call = runner.residual, runner.stream, runner.call_residual
-    gain = runner.known_gain
+    """-> the stream after a sublayer that only the tokens of keep (B, T) run. These are gathered,
+    computed, and put back. A token that skips an attention may still make its key and value there,
+    for later tokens that run it."""
+    residual, stream, gain = runner.residual, runner.stream, runner.known_gain
     n_kept = int(keep.sum())
     if n_kept == keep.numel():
-        return call(stream, residual, f, gain)
+        return runner.call(stream, residual, f, gain)
     is_attention = isinstance(f.module, Attention)
-    kv_of_all = None
-    if is_attention and runner.decider.skippers_make_keys:
-        # In sampling, they go into the cache, too.
-        kv_of_all = keys_of_all(f, residual.read(stream))
+    keys = None
+    if is_attention and runner.decider.skippers_make_keys:   # In sampling, the cache gets them.
+        keys = keys_of_all(f, input_of_f(residual, stream))
     if n_kept == 0:
         return stream
-    tokens = KeptTokens(keep)
-    f_of_kept = f   # An MLP treats each token by itself.
-    if is_attention:
-        f_of_kept = partial(attention_of_kept, f, tokens, kv_of_all)
-        call = call_residual   # Its shapes vary too much for a compiled one: n, and S in sampling.
+    kept = KeptTokens(keep)
+    some = kept.gather(stream)
     if gain is not None:
-        gain = tokens.gather(gain)
-    return tokens.put(stream, call(tokens.gather(stream), residual, f_of_kept, gain))
+        gain = kept.gather(gain)
+    if is_attention:   # Its shapes vary too much to be compiled.
+        some = call_residual(some, residual, partial(attention_of_kept, f, kept, keys), gain)
+    else:              # An MLP treats each token by itself.
+        some = runner.call(some, residual, f, gain)
+    return kept.put(stream, some)
 
 class KeptTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
 
         keep [[1, 0, 1, 1],    sequence  0 0 0 1
               [0, 1, 0, 0]]    position  0 2 3 1   in their sequences
-                               index     0 2 3 5   among all B T tokens
                                column    0 1 2 0   among the kept tokens of their sequences"""
     def __init__(self, keep):
         self.keep = keep
         self.sequence, self.position = keep.nonzero().unbind(1)
-        self.index = self.sequence * keep.shape[1] + self.position
-        self.column = keep.cumsum(1).flatten()[self.index] - 1
+        self.column = keep.cumsum(1)[self.sequence, self.position] - 1
+        self.index = self.sequence * keep.shape[1] + self.position   # among all B T tokens
 
     def gather(self, stream):
         """Tensors (B, T, ...) -> (N, ...)"""
@@ -1562,85 +1497,59 @@ class KeptTokens:
         size = len(self.keep), int(self.keep.sum(1).max()), *x.shape[1:]
         return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
-def attention_of_kept(f, tokens, kv_of_all, x):
-    """x (N, C), what an attention f gets for the kept tokens -> their updates (N, C). kv_of_all:
-    what keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, (rotation, cache, row) = f.module, f.others
-    rotation = rotation[tokens.position]
+# In an attention, the kept tokens ask: each has a query. Which keys do they see? Those of all
+# tokens, or, if the decider says so, only those of kept ones.
+
+def attention_of_kept(f, kept, keys, x):
+    """x (N, C): what an attention f gets for the kept tokens -> their updates (N, C). keys: those
+    of all tokens, as seen_keys returns them; None: those who skip have no keys"""
+    attn, (rotation, _, _) = f.module, f.others
+    rotation = rotation[kept.position]
     with products_in(f.dtype, x):
-        if kv_of_all is None:
-            q, k, v = attn.qkv(x, rotation)
-            k, v, mask = with_older(cache, row, tokens.spread(k), tokens.spread(v), tokens.keep)
-        else:
-            [q] = project(attn, x, slice(0, x.shape[-1]))
-            q = attn.scale_q(rotate(unit(q), rotation))
-            k, v, mask = kv_of_all
-        return attn.c_proj(attend_kept(q, k, v, mask, tokens).flatten(-2)).to(x.dtype)
+        if keys is None:
+            k, v = keys_and_values(attn, x, rotation)
+            keys = seen_keys(f, kept.spread(k), kept.spread(v), has_key=kept.keep)
+        k, v, mask = keys
+        q = attn.queries(F.linear(x, attn.c_attn.weight[:x.shape[-1]]), rotation)
+        sees = mask[kept.sequence, kept.position]   # (N, S)
+        # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
+        out = attend(kept.in_rows(q, fill=0), k, v, kept.in_rows(sees, fill=True))
+        return attn.c_proj(out[kept.sequence, kept.column].flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
-    """x (B, T, C), what an attention f gets -> keys, values and a mask: see with_older"""
-    attn, (rotation, cache, row) = f.module, f.others
+    """x (B, T, C): what an attention f would get, if all tokens ran it -> see seen_keys"""
+    attn, (rotation, _, _) = f.module, f.others
     with products_in(f.dtype, x):
-        k, v = project(attn, x, slice(x.shape[-1], None))   # after the C rows for queries
-        return with_older(cache, row, attn.scale_k(rotate(unit(k), rotation)), v)
+        k, v = keys_and_values(attn, x, rotation)
+        everyone = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        return seen_keys(f, k, v, has_key=everyone)
 
-def project(attn, x, rows):
-    """x (..., C), and some rows of c_attn: those for q, or for k and v -> what they make of x, a
-    tuple of tensors (..., n_head, head_size). (Attention.qkv does so with all rows.)"""
-    x = F.linear(x, attn.c_attn.weight[rows])
-    return x.unflatten(-1, (-1, attn.n_head, attn.head_size)).unbind(-3)
+def keys_and_values(attn, x, rotation):
+    """x (..., C) -> (..., n_head, head_size) each. (Of c_attn's 3 C rows, the first are for q.)"""
+    k, v = F.linear(x, attn.c_attn.weight[x.shape[-1]:]).chunk(2, dim=-1)
+    return attn.keys(k, rotation), attn.heads(v)
 
-def with_older(cache, row, k, v, has_key=True):
-    """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
-    bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
+def seen_keys(f, k, v, has_key):
+    """k, v (B, T, n_head, head_size) of the newest tokens; has_key (B, T): which of them have any
+    -> k, v of all S tokens so far, and a mask (B, T, S) as in attend"""
+    _, cache, place = f.others
     if cache is not None:
-        return cache.store(row, k, v, has_key)
-    if has_key is True:
-        has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
+        return cache.store(place, k, v, has_key)
     return k, v, causal_mask(has_key, k.shape[1])
 
-def attend_kept(q, k, v, mask, tokens):
-    """`attend` for the queries of kept tokens (N, n_head, head_size). mask: (B or 1, T, S)"""
-    sees = mask.expand(len(tokens.keep), -1, -1)[tokens.sequence, tokens.position]   # (N, S)
-    # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
-    out = attend(tokens.in_rows(q, fill=0), k, v, mask=tokens.in_rows(sees, fill=True))
-    return out[tokens.sequence, tokens.column]
+class Found(Exception):
+    """What input_of_f has found"""
+
+def input_of_f(residual, stream):
+    """-> what f would get. The residual starts, and is stopped where it calls f."""
+    def stop(x):
+        raise Found(x)
+    try:
+        residual(stream, stop)
+    except Found as found:
+        return found.args[0]
 
 # ==================================================================================== part 4: tools
-
-# ------------------------------------------------------------------------------------------- norms
-
-def make_norm(config):
-    """The norm that --norm names: a module (..., C) -> (..., C)"""
-    if config.norm == "rms":
-        return nn.RMSNorm(config.n_embd, EPS)
-    if config.norm == "layer":
-        return nn.LayerNorm(config.n_embd, EPS, bias=False)
-    if config.norm == "single":
-        return SingleNorm()
-    if config.norm == "dyt":
-        return DynamicTanh(config)
-    return nn.Identity()
-
-class SingleNorm(nn.Module):
-    """One weight for all channels, against outliers (arXiv:2506.19697)"""
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        return unit(x) * self.weight
-
-class DynamicTanh(nn.Module):
-    """No norm, but a tanh in its place (arXiv:2503.10622)"""
-    def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.slope = nn.Parameter(torch.tensor(0.5))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd))
-
-    def forward(self, x):
-        return torch.tanh(self.slope * x) * self.weight + self.bias
 
 # -------------------------------------------------------------------------------- widths and order
 
@@ -1654,7 +1563,7 @@ def hidden_units(config):
     hidden = max(1, round(hidden))
     if config.taper == "none":
         return [hidden] * n_layer
-    depth = [i / max(1, n_layer - 1) for i in range(n_layer)]   # 0 .. 1
+    depth = [number / max(1, n_layer - 1) for number in range(n_layer)]   # 0 .. 1
     if config.taper == "cosine":
         depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
     shares = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
@@ -1684,107 +1593,134 @@ def compile_blocks(model, **options):
     graph of its own, so only attentions and MLPs are compiled."""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
     if not model.ends.stream_grows:
-        model.call_residual = torch.compile(call_residual, **options)
+        model.compiled = torch.compile(call_residual, **options)
         return
     compiled = torch.compile(SublayerFunction.__call__, **options)
-    def run(stream, residual, f, gain=None):   # Residuals whose stream grows know no gain.
+    def call(stream, residual, f, gain=None):   # Residuals whose stream grows know no gain.
         return residual(stream, lambda x: compiled(f, x))
-    model.call_residual = run
+    model.compiled = call
 
 def checkpoint_blocks(model):
     """Saves memory: in the backward pass, sublayers run again (but for attentions that some tokens
     skip). Call it after compile_blocks. Sublayers draw no random numbers, so there are none to
     keep."""
-    model.call_residual = partial(checkpoint, model.call_residual, use_reentrant=False,
-                                 preserve_rng_state=False)
+    model.compiled = partial(checkpoint, model.compiled or call_residual, use_reentrant=False,
+                             preserve_rng_state=False)
 
 # ---------------------------------------------------------------------------------------- counting
 
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
-class Shares(NamedTuple):
-    """Which shares of the tokens do what in a sublayer"""
-    ran: float = 1.0       # run it
-    queries: float = 1.0   # have a query: all sequences as many as the fullest one, see attend_kept
-    keys: float = 1.0      # have a key
-    residual: float = 1.0  # need the residual's own products: all if their gains were asked for
-
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
     has three times as many. The scores of later tokens count, too. runner: a Runner after its
-    walk, which knows what ran; None: all tokens run all sublayers"""
+    pass, which knows what ran; None: all tokens run all sublayers"""
     config, T = model.config, T or model.config.block_size
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    shares = [Shares()] * len(pairs)
-    if runner and not runner.all_ran():
-        shares = shares_of_tokens(runner)
-    for (residual, module), share in zip(pairs, shares):
-        total += share.residual * residual.flops()
+    shares = [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
+    if runner:
+        total += runner.decider_flops
+        if not runner.all_ran():
+            shares = shares_of_tokens(runner)
+    for (residual, module), (ran, asked, had_key, used_residual) in zip(pairs, shares):
         matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
         if isinstance(module, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.
-            total += (share.ran + share.keys) / 2 * matrices
-            total += share.queries * 4 * T * config.n_embd   # scores, and sums of values
+            total += ran * matrices / 2 + had_key * matrices / 2
+            total += asked * 4 * T * config.n_embd   # scores, and sums of values
         else:
-            total += share.ran * matrices
-    return total + (runner.decider_flops if runner else 0.0)
+            total += ran * matrices
+        total += used_residual * residual.flops()
+    return total
 
 def shares_of_tokens(runner):
-    """-> the Shares of each sublayer in a walk"""
+    """-> of each sublayer in a pass, four shares of all tokens:
+
+        ran             they ran it
+        asked           they had a query: sequences are filled up to the fullest one (in_rows)
+        had_key         they had a key, if it is an attention
+        used_residual   they needed the matrices of the residual: all, if their gains were asked for
+    """
     who = runner.who_ran().float()
-    means, fullest = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
-    found = []
-    for ran, queries, keep, gain in zip(means, fullest, runner.keeps, runner.gains):
-        all_have_keys = runner.decider.skippers_make_keys and keep is not REMOVED
-        found.append(Shares(ran, queries, keys=1.0 if all_have_keys else ran,
-                            residual=ran if gain is None else 1.0))
-    return found
+    ran, asked = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
+    had_key, used_residual = list(ran), list(ran)
+    for i, (keep, gain) in enumerate(zip(runner.keeps, runner.gains)):
+        if runner.decider.skippers_make_keys and keep is not REMOVED:
+            had_key[i] = 1.0
+        if gain is not None:
+            used_residual[i] = 1.0
+    return list(zip(ran, asked, had_key, used_residual))
 
 # ------------------------------------------------------------------------------------------ checks
 
+def residual_kind(config):
+    """The class that --residual names"""
+    kind, _ = choose("--residual", RESIDUALS, config.residual)
+    return kind
+
 def config_problems(config):
     """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
-    bad = field_problems(config)
+    problems = field_problems(config)
     try:
-        kind = residual_kind(config).func
+        kind = residual_kind(config)
     except ValueError as error:
-        bad.append(str(error))
-    if bad:   # What follows needs values that are in their ranges.
-        return bad
+        problems.append(str(error))
+    if problems:   # What follows needs values that are in their ranges.
+        return problems
     try:
         order = block_order(config)
         with torch.device("meta"):   # shapes without numbers, so without memory
             make_residual(config, 1)   # Hyper refuses some options.
-            misfit = why_not(make_decider(config), config)
+            why = why_not(make_decider(config), config)
     except ValueError as error:
         return [str(error)]
-    name, no_triton = config.residual, why_no_triton()
-    rules = [   # (is it wrong?, a sentence)
-        (config.n_embd % (2 * config.n_head),
-         f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
-        (config.norm != "rms" and not kind.has_norm,
-         f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
-        (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
-        (len(order) > config.n_layer and kind.stream_grows,
-         f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
-        (misfit, f"--mod {config.mod}: {misfit}"),
-        (config.gain_cost and not kind.knows_gain,
-         f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
-    ]
-    return [sentence for wrong, sentence in rules if wrong]
+    if why:
+        problems.append(f"--mod {config.mod}: {why}")
+    name = config.residual
+    if config.n_embd % (2 * config.n_head):
+        problems.append(f"--n_embd {config.n_embd}: must be an even multiple of --n_head "
+                        f"{config.n_head}")
+    if config.norm != "rms" and not kind.has_norm:
+        problems.append(f"--norm {config.norm}: --residual {name} has no norm for --norm to "
+                        f"choose; use pre")
+    if config.kernels == "on" and why_no_triton():
+        problems.append(f"--kernels on: {why_no_triton()}")
+    if len(order) > config.n_layer and kind.stream_grows:
+        problems.append(f"--repeat: the stream of --residual {name} is made for 2L updates; use "
+                        f"pre")
+    if config.gain_cost and not kind.knows_gain:
+        problems.append(f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay "
+                        f"for; use nag")
+    return problems
+
+def why_not(decider, config):
+    """-> None, or a sentence why a model of this config can't have this decider"""
+    kind = residual_kind(config)
+    if decider.needs_gain and not kind.knows_gain:
+        return f"--residual {config.residual} knows no gain; use nag"
+    if decider.needs_skipping and not kind.can_skip:
+        return f"tokens can't skip with --residual {config.residual}; use pre or nag"
+    if decider.needs_tensor and not has_one_tensor(config):
+        return f"the stream of --residual {config.residual} isn't one tensor; use pre"
+    return None
+
+def has_one_tensor(config):
+    with torch.device("meta"):   # shapes without numbers
+        ends = make_residual(config, 2 * config.n_layer + 1)
+        stream = ends.start(torch.empty(1, 1, config.n_embd))
+    return torch.is_tensor(stream) and stream.dim() == 3
 
 def check_keep(runner, keep):
     """A mistake in a decider of your own is told here, and not deep inside."""
-    shape = tuple(runner.shape)
-    if not (torch.is_tensor(keep) and keep.dtype == torch.bool and keep.shape == shape):
+    shape, name = tuple(runner.shape), type(runner.decider).__name__
+    if not torch.is_tensor(keep) or keep.dtype != torch.bool or keep.shape != shape:
         found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
         hint = "; is a return missing?" if keep is None else ""
-        raise Mistake(f"{type(runner.decider).__name__}.decide returned {found}, not EVERYONE, "
-                      f"REMOVED or bools {shape}{hint}")
+        raise Mistake(f"{name}.decide returned {found}, not EVERYONE, REMOVED or bools {shape}"
+                      f"{hint}")
     if not runner.residual.can_skip:
-        raise Mistake(f"{type(runner.decider).__name__} lets tokens skip, which "
-                      f"{type(runner.residual).__name__} can't; say needs_skipping = True, and use "
-                      f"--residual pre or nag")
+        raise Mistake(f"{name} lets tokens skip, which {type(runner.residual).__name__} can't; say "
+                      f"needs_skipping = True, and use --residual pre or nag")

@@ -1,5 +1,5 @@
 """
-Makes a data set of text: a folder of shards, files of tokens. (dataset.py reads it.)
+Makes a data set of text: a folder of shards, files of tokens. (train.py reads it by this file.)
 
     python prepare.py steps                    # a puzzle of many steps; seconds, no network
     python prepare.py stdlib                   # the source of Python's own library; no network
@@ -11,59 +11,101 @@ Your own files have to be UTF-8 text. Each file is a document. (With --jsonl FIE
 one: a JSON object with that field.) One in 20 documents is for validation; of a long one, the last
 5 %.
 """
-# The order of this file: where a text comes from, its way into the folder, the flags, the command.
-import packages   # first: it says if one is missing
-
+# The order of this file is the way of a text: its source (1), its tokens (2), the shards that are
+# written and read (3), and the windows that a model sees (4). At the end (5) is the command.
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 import sysconfig
 import tempfile
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import tiktoken
 import torch
+import torch.nn.functional as F
 
-from dataset import encode, load_meta, open_split, read_shard, write_shard
-from documents import cut, own_text, read_text
-from files import unfinished_folder
-from flags import flag, parse
-from sentences import refuse, say, start
-from steps import make_documents, make_puzzle
+from flags import flag, make_configs, read_command_line, refuse, start
 
-# ---------------------------------------------------------------------------- where texts come from
+# ================================================================== part 1: where texts come from
 
-# A source is a function. It gets config, the flags (PrepareConfig, at the end of this file), and
-# returns two lists of texts, for training and for validation. documents.py has one more, own_text.
-# (fineweb, below, is none: it comes as shards.) For one of your own, write such a function, and
-# name it in SOURCES.
+# A source is a dataclass: its fields are flags of its own, and texts() returns two lists of texts,
+# for training and for validation. A text is a document, which is read as one whole. For one more
+# source, write such a class, and name it in SOURCES (part 5).
 
-def steps_text(config):
-    """Documents of a puzzle: see steps.py."""
-    puzzle, seed = config.puzzle, config.table_seed
-    return make_documents(puzzle, seed, "train"), make_documents(puzzle, seed, "val")
+class Source:
+    tokenizers = "bytes", "gpt2"   # those it can have; the first one is the usual one
+    about = {}                     # what meta.json says of it, besides its name and its tokenizer
 
-def stdlib(config):
-    """The library of the Python that runs this: code of one style, on every machine."""
-    root = Path(sysconfig.get_path("stdlib"))
-    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    train, val = [], []
-    for path in sorted(root.rglob("*.py"), key=str):
-        below_root = path.relative_to(root)
-        if skip.isdisjoint(below_root.parts) and path.stat().st_size:
-            # 5 % are for validation. The hash of its name, a number below 2**256, decides: so a
-            # file stays on its side when others come or go.
-            name_hash = int(hashlib.sha256(bytes(below_root)).hexdigest(), 16)
-            texts = val if name_hash < 0.05 * 2**256 else train
-            texts.append(read_text(path))
-    return train, val
+    def write(self, out, meta):
+        """Makes the data set in the folder `out`, in place of an older one. meta: for meta.json"""
+        train, val = (encode(texts, meta["tokenizer"]) for texts in self.texts(out))
+        out.resolve().mkdir(parents=True, exist_ok=True)   # resolve: it may be a link
+        # Without a validation shard, open_split refuses a folder. So the old one goes first, and
+        # the new one comes last: who is stopped in between leaves no data set that is half old.
+        (out / "val_000000.bin").unlink(missing_ok=True)
+        with whole_file(out / "meta.json") as file:
+            file.write(json.dumps(meta).encode())
+        write_shard(out / "train_000000.bin", train)
+        write_shard(out / "val_000000.bin", val)
+
+# ------------------------------------------------------------------------------------ what text is
+
+def read_text(path, must_be_text=True):
+    """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
+    stays, line ends too. If it is no text, or empty: SystemExit, or None if it need be none"""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = ""
+    if text and "\0" not in text:   # UTF-16 has NUL bytes, and so has what is no text at all.
+        return text
+    if must_be_text:
+        refuse(f"{path}: is empty, or not UTF-8 text; convert it, as by iconv -f ENCODING -t "
+               f"UTF-8, or name another")
+    return None
+
+def text_or_file(value):
+    """For flags of sample.py and analyze.py that are a text, or the name of a file with one"""
+    return read_text(value) if os.path.isfile(value) else value
+
+def cut(text, share):
+    """A text -> two. The second has about this share of it, and begins a line if it can."""
+    place = int(len(text) * (1 - share))
+    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
+    if newline >= 0:
+        place = newline + 1
+    return text[:place], text[place:]
+
+# ----------------------------------------------------------------------------- stdlib, and online
+
+@dataclass
+class Stdlib(Source):
+    """The library of the Python that runs this: code of one style, on every machine"""
+    def texts(self, out):
+        root = Path(sysconfig.get_path("stdlib"))
+        skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+        train, val = [], []
+        for path in sorted(root.rglob("*.py"), key=str):
+            below_root = path.relative_to(root)
+            if skip.isdisjoint(below_root.parts) and path.stat().st_size:
+                # 5 % are for validation. The hash of its name, a number below 2**256, decides: so
+                # a file stays on its side when others come or go.
+                name_hash = int(hashlib.sha256(bytes(below_root)).hexdigest(), 16)
+                texts = val if name_hash < 0.05 * 2**256 else train
+                texts.append(read_text(path))
+        return train, val
 
 def download(url, path, sha256=None):
-    """Downloads a file to path. SystemExit, and nothing is there, if the network or the disk fails
-    or the sha256 is wrong"""
+    """SystemExit, and nothing is there, if the network or the disk fails or the sha256 is wrong"""
     try:
         torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except Exception as error:   # of the network, a server or the disk
@@ -73,133 +115,396 @@ SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/d
                    "tinyshakespeare/input.txt")
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-def shakespeare(config):
+@dataclass
+class Shakespeare(Source):
     """Tiny-shakespeare is one text. Its last tenth, from a new line on, is for validation."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "input.txt")
-        download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-        train, val = cut(read_text(path), 0.1)
-    return [train], [val]
-
-# --------------------------------------------------------------------------- the data set's folder
-
-def refuse_other_data_set(out, meta):
-    """SystemExit if the folder holds another data set than that of meta. (The same one may come
-    anew, and your own text, too, after you have edited it.)"""
-    if (out / "meta.json").exists() or any(out.glob("*.bin")):
-        there = load_meta(out)
-        differ = [key for key in meta if there.get(key) != meta[key]]
-        if differ:
-            refuse(f"--out {out}: holds another data set, which differs in {' and '.join(differ)}; "
-                   f"choose another folder")
-
-def write_data_set(out, meta, train, val):
-    """Two lists of texts -> a data set. It takes the place of an older one."""
-    train_tokens = encode(train, meta["tokenizer"])
-    val_tokens = encode(val, meta["tokenizer"])
-    with unfinished_folder(out) as unfinished:
-        (unfinished / "meta.json").write_text(json.dumps(meta))
-        write_shard(unfinished / "train_000000.bin", train_tokens)
-        write_shard(unfinished / "val_000000.bin", val_tokens)
-        # The old validation shard goes first, and the new one comes last. In between, the folder
-        # may be half old and half new. Without that shard, open_split refuses it.
-        (out / "val_000000.bin").unlink(missing_ok=True)
-        for file in "meta.json", "train_000000.bin", "val_000000.bin":
-            os.replace(unfinished / file, out / file)
+    def texts(self, out):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "input.txt")
+            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
+            train, val = cut(read_text(path), 0.1)
+        return [train], [val]
 
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
-def fineweb(out, meta, n_shards):
-    """Downloads a data set that is ready, as modded-nanogpt does: one shard for validation, and the
-    first n_shards for training, of GPT-2 tokens."""
-    files = ["fineweb_val_000000.bin"]
-    files += [f"fineweb_train_{i:06d}.bin" for i in range(1, n_shards + 1)]
-    with unfinished_folder(out) as unfinished:
-        for file in files:
-            if not (out / file).exists():   # What an earlier run has downloaded stays.
-                download(FINEWEB_URL + file, unfinished / file)
-                read_shard(unfinished / file)   # SystemExit if the download is cut short
-                os.replace(unfinished / file, out / file)
-        (unfinished / "meta.json").write_text(json.dumps(meta))
-        os.replace(unfinished / "meta.json", out / "meta.json")
-    say("The lengths of the shards are right. Their sha256 is not known, so it was not checked.")
+@dataclass
+class Fineweb(Source):
+    """It comes as shards, as modded-nanogpt takes them: one for validation, the others to train"""
+    shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
+    tokenizers = ("gpt2",)
 
-# ------------------------------------------------------------------------------- flags, and command
+    def write(self, out, meta):
+        out.resolve().mkdir(parents=True, exist_ok=True)
+        names = ["val_000000", *(f"train_{i:06d}" for i in range(1, self.shards + 1))]
+        for name in names:
+            path = out / f"fineweb_{name}.bin"
+            if not path.exists():   # What an earlier run has downloaded stays.
+                unfinished = out / f"{path.name}.unfinished"
+                download(FINEWEB_URL + path.name, unfinished)
+                read_shard(unfinished)   # SystemExit if the download is cut short
+                os.replace(unfinished, path)
+        with whole_file(out / "meta.json") as file:
+            file.write(json.dumps(meta).encode())
+        print("The lengths of the shards are right. Their sha256, not known, was not checked.")
 
-SOURCES = dict(steps=steps_text, stdlib=stdlib, shakespeare=shakespeare, text=own_text)
-TOKENIZERS = dict(steps="bytes", fineweb="gpt2")   # All others can have any.
-OWN_FLAGS = dict(text=["input", "jsonl"], fineweb=["shards"],
-                 steps=["symbols", "rows", "cells", "most", "table_seed"])
+# ------------------------------------------------------------------------------- your own documents
 
 @dataclass
-class PrepareConfig:
-    name: str = flag("", f"which data set: {', '.join(SOURCES)} or fineweb")
-    out: str = flag("", "folder of the shards; without it data/NAME")
-    tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
-
-    # A group of --help lasts until the next one.
+class Text(Source):
+    """Your own files and folders. A file is a document, or with --jsonl each line of it."""
     input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
     jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
 
-    shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
-
-    symbols: int = flag(10, "different digits", low=2, high=10, group="steps only")
-    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
-    cells: int = flag(12, "digits in a line", low=2, high=100)
-    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
-    table_seed: int = flag(0, "of the table's random numbers", low=0, high=1e9)
-
-    @property
-    def puzzle(self):
-        """What meta.json says of the steps text"""
-        return make_puzzle(self.symbols, self.rows, self.cells, self.most, self.table_seed)
-
     def problems(self):
-        """parse, which reads the command line, refuses with these sentences."""
-        if self.name not in (*SOURCES, "fineweb"):
-            yield f"{self.name}: unknown; choose from {', '.join(SOURCES)}, fineweb"
-        only_tokenizer = TOKENIZERS.get(self.name)
-        if only_tokenizer and self.tokenizer not in ("auto", only_tokenizer):
-            yield f"--tokenizer {self.tokenizer}: {self.name} has other tokens; leave this flag out"
-        defaults = PrepareConfig()
-        for owner, names in OWN_FLAGS.items():
-            for name in names:
-                is_set = getattr(self, name) != getattr(defaults, name)
-                if is_set and owner != self.name:
-                    yield f"--{name}: is for {owner} only; leave it out"
-        if self.name == "text":
-            yield from self.problems_of_input()
-        if self.name == "steps" and self.symbols % self.rows:
-            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
-
-    def problems_of_input(self):
+        """The command line is refused with these sentences."""
         if not self.input:
             yield "text: needs files or folders; name them with --input"
-            return
-        for path in self.input:
+        for path in self.input or []:
             if not os.path.isfile(path) and not os.path.isdir(path):
                 yield f"--input {shlex.quote(path)}: no such file or folder"
             elif path.endswith(".jsonl") and not self.jsonl:
                 yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
 
-def main(argv=None):
-    # positional: the name is typed without a --name before it.
-    [config] = parse([PrepareConfig], argv, __doc__, positional=("name",))
-    config.out = config.out or f"data/{config.name}"
-    out = Path(config.out)
-    tokenizer = "bytes" if config.tokenizer == "auto" else config.tokenizer
-    meta = dict(name=config.name, tokenizer=TOKENIZERS.get(config.name, tokenizer))
-    if config.name == "steps":
-        meta["steps"] = config.puzzle
-    refuse_other_data_set(out, meta)
-    if config.name == "fineweb":   # It comes as shards.
-        fineweb(out, meta, config.shards)
+    def texts(self, out):
+        documents, passed_over = [], []
+        seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
+        for named in map(Path, self.input):
+            for file in files_in(named, seen):
+                # A file that is named must be text. In a folder there may be pictures, too.
+                text = read_text(file, must_be_text=file == named)
+                if text is None:
+                    passed_over.append(file)
+                elif self.jsonl:
+                    documents.extend(json_lines(file, text, self.jsonl))
+                else:
+                    documents.append(text)
+        if passed_over:
+            print(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
+                f"{passed_over[0]}")
+        return hold_out(documents)
+
+def files_in(path, seen):
+    """Yields the files at or below a path, by name. Hidden ones and caches are left out. seen: the
+    real paths of what has come before: nothing comes twice, nor does a link lead in circles."""
+    real_path = os.path.realpath(path)   # where it leads, if it is a link
+    if real_path in seen:
+        return
+    seen.add(real_path)
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        for name in sorted(os.listdir(path)):
+            if not name.startswith(".") and name != "__pycache__":
+                yield from files_in(path / name, seen)
+
+def json_lines(path, text, field):
+    """The text of a file whose lines are JSON objects -> yields what each has in that field"""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)[field]
+        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
+            document = None
+        if not isinstance(document, str):
+            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
+        if document:
+            yield document
+
+def hold_out(documents):
+    """Texts -> texts for training, texts for validation. A text is long if it has more than 1,000
+    characters, and more than 5 % of all. Of a long one the last 5 % are held out; of the short ones
+    every 20th, as a whole: the end of a short one may be what matters."""
+    limit = max(1000, sum(map(len, documents)) / 20)
+    short = [text for text in documents if len(text) <= limit]
+    long = [cut(text, 0.05) for text in documents if len(text) > limit]
+    val = short[::20]
+    train = [text for number, text in enumerate(short) if number % 20 != 0]
+    if not train and not long:
+        refuse("--input: has too little text (the folder of --out isn't read); name several "
+               "documents, or one of more than 1,000 characters")
+    print(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
+        f"at 95 % for both")
+    return train + [head for head, tail in long], val + [tail for head, tail in long]
+
+# ----------------------------------------------------------------------------------- the steps text
+
+# Each line of it follows from the one before, in none, one, two or more steps. Its letter says how
+# many steps lead to the next line. A digit's place in its line is called its cell, from 0 on.
+#
+#     c314159265358     two steps (a: 0, b: 1)
+#     d108515848740     three steps
+#     c954006051092
+#
+# In a step, all digits are replaced at once. By which? That depends on the digit and on its left
+# neighbour. (Left of the first digit is a 0.)
+#
+#     this digit                0 1 2 3 4 5 6 7 8 9
+#     after an even one         0 7 4 5 6 1 3 8 9 2
+#     after an odd one          9 8 1 4 7 2 6 5 0 3
+#
+# So 314159265358 becomes 587723131420, and this becomes 108515848740: it is the answer to the first
+# line. We know how many steps lead to each digit, and so we see how many a model has learned.
+
+LINES = 16   # of a document
+SPLITS = dict(train=(24_000, 5), val=(1_200, 3))   # how many documents, and a seed of their lines
+
+@dataclass
+class Steps(Source):
+    """The puzzle, whose meta.json has its table of a step, its cells, and the most steps"""
+    symbols: int = flag(10, "different digits", low=2, high=10, group="steps only")
+    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
+    cells: int = flag(12, "digits in a line", low=2, high=100)
+    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
+    table_seed: int = flag(0, "of the table's random numbers", low=0, high=1e9)
+    tokenizers = ("bytes",)
+
+    def problems(self):
+        if self.symbols % self.rows:
+            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
+
+    @property
+    def about(self):
+        table = make_table(self.symbols, self.rows, np.random.default_rng(self.table_seed))
+        return dict(steps=dict(table=table.tolist(), cells=self.cells, most=self.most))
+
+    def texts(self, out):
+        puzzle = self.about["steps"]
+        return [make_documents(puzzle, self.table_seed, split) for split in ("train", "val")]
+
+def make_table(symbols, rows, rng):
+    """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
+    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
+
+    A row holds each digit once, so nothing is lost. No two rows send a digit to the same class: 3
+    becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from even."""
+    # To which class does each digit go in the first row? With two rows, half of them become even.
+    class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    different_rows = np.zeros((rows, symbols), int)
+    for row in range(rows):
+        class_of_next = (class_in_first_row + row) % rows
+        for each_class in range(rows):
+            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
+            different_rows[row, class_of_next == each_class] = rng.permutation(members)
+    return different_rows[np.arange(symbols) % rows]   # a row for each left neighbour
+
+def next_line(digits, table):
+    """One step: digits, a tensor (..., cells) -> the digits after it"""
+    left = F.pad(digits[..., :-1], (1, 0))   # of each digit; it begins with a 0
+    return torch.as_tensor(table)[left, digits]
+
+def make_documents(puzzle, seed, split):
+    """-> the texts of "train" or of "val". At random are the digits of their first lines, and how
+    many steps each line asks for. seed: the table's, so another table has other documents"""
+    table, most = puzzle["table"], puzzle["most"]
+    n, split_seed = SPLITS[split]
+    rng = np.random.default_rng((seed, split_seed))
+    weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
+    asked = torch.from_numpy(rng.choice(most + 1, (n, LINES), p=weights / weights.sum()))
+    digits = torch.from_numpy(rng.integers(len(table), size=(n, puzzle["cells"])))
+    newline = torch.full((n, 1), ord("\n"))
+    parts = []   # from left to right, each of all n documents at once
+    for number in range(LINES):
+        steps = asked[:, number, None]   # (n, 1)
+        parts += [ord("a") + steps, ord("0") + digits, newline]
+        for done in range(most):
+            # Where fewer steps are asked for, the digits are right already, and stay.
+            digits = torch.where(done < steps, next_line(digits, table), digits)
+    tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
+    return [bytes(document).decode() for document in tokens]
+
+# ========================================================================== part 2: tokens of texts
+
+VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
+
+def get_tokenizer(tokenizer_name):
+    """A tiktoken.Encoding: "bytes" (the 256 bytes, and <|endoftext|> = 256) or "gpt2"."""
+    if tokenizer_name == "bytes":
+        # A token is a byte, and tokens don't merge. pat_str only says how much goes at a time.
+        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", explicit_n_vocab=257,
+                                 mergeable_ranks={bytes([i]): i for i in range(256)},
+                                 special_tokens={"<|endoftext|>": 256})
+    try:
+        return tiktoken.get_encoding(tokenizer_name)
+    except Exception as error:   # tiktoken downloads its table, once.
+        refuse(f"--tokenizer {tokenizer_name}: no table of it ({type(error).__name__}); go online "
+               f"once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
+
+def encode(texts, tokenizer_name):
+    """Texts -> their tokens, an array of uint16. After each text comes an end-of-text."""
+    tokenizer = get_tokenizer(tokenizer_name)
+    tokens = array("H")
+    for text in texts:
+        # encode_ordinary: where somebody's text says "<|endoftext|>", that is text, not this token.
+        tokens.extend(tokenizer.encode_ordinary(text))
+        tokens.append(tokenizer.eot_token)
+    return tokens
+
+def token_bytes(tokenizer_name, n_tokens):
+    """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
+    divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
+    byte. n_tokens: how many a model knows. Those beyond the tokenizer's get 0."""
+    tokenizer = get_tokenizer(tokenizer_name)
+    sizes = torch.zeros(n_tokens, dtype=torch.long)
+    for token in range(tokenizer.n_vocab):
+        if token != tokenizer.eot_token:
+            sizes[token] = len(tokenizer.decode_single_token_bytes(token))
+    return sizes
+
+# ======================================================== part 3: a data set, a folder with shards
+
+#     meta.json           {"name": "stdlib", "tokenizer": "bytes"}
+#     train_000000.bin    a shard for training: there may be more with a word `train` in the name
+#     val_000000.bin      a shard for validation, too
+#
+# Such folders are also made by llm.c and modded-nanogpt, without meta.json. A shard is as llm.c has
+# it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
+
+# train.py, too, writes its files in these two ways.
+
+@contextlib.contextmanager
+def whole_file(path):
+    """with whole_file(path) as file: a new file, open to write bytes. It takes the place of an
+    older one only when all is written and on the disk. So a kill or a full disk leaves the older
+    one as it was. SystemExit, with a sentence, if it can't be written"""
+    with tempfile.NamedTemporaryFile(prefix=".unfinished-", dir=path.parent, delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except (OSError, RuntimeError) as error:   # torch.save says RuntimeError.
+            refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+        finally:
+            Path(file.name).unlink(missing_ok=True)   # Nothing, if it has its name now.
+
+def lock_folder(folder):
+    """Until what is returned is closed, or this process ends, however that may be, no other process
+    can lock the folder. SystemExit if one holds it now"""
+    file = open(folder / "lock", "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
+               f"--out")
+    return file
+
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+
+def write_shard(path, tokens):
+    """tokens: numbers below 2**16, less than 2**31 of them"""
+    header = np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4")
+    with whole_file(path) as file:
+        file.write(header.tobytes())
+        file.write(np.array(tokens, "<u2").tobytes())
+
+def read_shard(path):
+    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
+    if it has another format, or is cut short"""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, say, or llm.c's of Llama 3
+        refuse(f"{path}: is no shard of llm.c's version {VERSION}, which has 256 int32 ({MAGIC}, "
+               f"{VERSION}, number of tokens, zeros), and then the tokens as uint16")
+    n = header[2]
+    n_here = max(0, os.path.getsize(path) - HEADER) // 2   # two bytes each
+    if n_here < n:
+        refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
+    return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
+
+def shard_paths(data):
+    """In order. (What begins with a dot is unfinished.)"""
+    return sorted(Path(data).glob("[!.]*.bin"))
+
+def load_meta(data):
+    """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
+    vocab_size=). The steps text has steps=, too, the puzzle. SystemExit if none is there"""
+    folder = Path(data)
+    if (folder / "meta.json").exists():
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    elif shard_paths(data):   # of llm.c or of modded-nanogpt: These are GPT-2's tokens.
+        name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
+        meta = dict(name=name, tokenizer="gpt2")
     else:
-        train, val = SOURCES[config.name](config)
-        write_data_set(out, meta, train, val)
-    n_train = sum(map(len, open_split(out, "train")))
-    n_val = sum(map(len, open_split(out, "val")))
-    say(f"{n_train:,} train and {n_val:,} val tokens ({meta['tokenizer']}); next: "
+        refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; go where the data are, "
+               f"or make them with prepare.py")
+    return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
+
+def fingerprint(data, meta):
+    """A hash of meta.json, and of the shards' names and sizes. A resumed run wants the same."""
+    sizes = [(path.name, path.stat().st_size) for path in shard_paths(data)]
+    return hashlib.sha256(json.dumps([meta, sizes], sort_keys=True).encode()).hexdigest()
+
+# =============================================================== part 4: windows, for who reads it
+
+# A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
+# T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
+
+def open_split(data, split, T=0):
+    """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token).
+    The split is a word of a shard's name. (festival_train_000000.bin is of train.)"""
+    paths = [path for path in shard_paths(data) if split in re.split("[^A-Za-z]+", path.stem)]
+    if not paths:
+        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
+    shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
+    if not shards:
+        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
+               f"prepare more text")
+    return shards
+
+def read_windows(shards, numbers, T):
+    """The windows of these n numbers -> x, y (n, T) int64. y is x, one token later."""
+    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])   # of each shard's windows
+    shard_of = np.searchsorted(first_number, numbers, side="right") - 1
+    rows = []
+    for i, number in zip(shard_of, numbers):
+        begin = number - first_number[i]
+        rows.append(shards[i][begin:begin + T + 1])
+    windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return windows[:, :-1], windows[:, 1:]
+
+def windows_of(data, split, T, n):
+    """n windows of "train" or "val", evenly spread, to measure with -> x, y (n, T). (A training
+    draws numbers instead, and calls read_windows itself.)"""
+    vocab_size = load_meta(data)["vocab_size"]
+    shards = open_split(data, split, T)
+    n_windows = sum(len(shard) - T for shard in shards)
+    x, y = read_windows(shards, np.linspace(0, n_windows - 1, n).astype(int), T)
+    largest = max(x.max(), y.max())
+    if largest >= vocab_size:
+        refuse(f"--data {data}: has token {largest}, beyond its tokenizer's {vocab_size}; prepare "
+               f"it anew, or correct its meta.json")
+    return x, y
+
+# ============================================================================= part 5: the command
+
+SOURCES = dict(steps=Steps, stdlib=Stdlib, shakespeare=Shakespeare, fineweb=Fineweb, text=Text)
+
+@dataclass
+class PrepareConfig:
+    name: Literal[tuple(SOURCES)] = flag("", "which data set")
+    out: str = flag("", "folder of the shards; without it data/NAME")
+    tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
+
+def main(argv=None):
+    # --help shows the flags of all sources. Of those that are typed, only the named one's count.
+    classes = [PrepareConfig, *SOURCES.values()]
+    typed = read_command_line(classes, argv, __doc__, positional=("name",))
+    config, source = make_configs([PrepareConfig, SOURCES[typed["name"]]], typed)
+    if config.tokenizer not in ("auto", *source.tokenizers):
+        refuse(f"--tokenizer {config.tokenizer}: {config.name} has other tokens; leave it out")
+    tokenizer = source.tokenizers[0] if config.tokenizer == "auto" else config.tokenizer
+    meta = dict(name=config.name, tokenizer=tokenizer) | source.about
+    out = Path(config.out or f"data/{config.name}")
+    # The same data set may come anew, and your own text, too, after you have edited it.
+    if (out / "meta.json").exists() or shard_paths(out):
+        there = load_meta(out)
+        differ = [key for key in meta if there.get(key) != meta[key]]
+        if differ:
+            refuse(f"--out {out}: holds another data set, which differs in {' and '.join(differ)}; "
+                   f"choose another folder")
+    source.write(out, meta)
+    n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
+    print(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "
         f"python train.py --data {shlex.quote(str(out))}")
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ With --inside it samples nothing. On the steps text, it shows what a probe reads
     python sample.py runs/steps-pre --prompt f314159265358 --inside
 """
 import codecs
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -21,14 +22,10 @@ from typing import Literal
 
 import torch
 
-import dataset
-from documents import text_or_file
-from flags import flag, parse
-from inside import show_inside
+import prepare
+from flags import flag, parse, refuse, start
 from model import ByGain, EarlyExit, Without, new_tokens, places_of, why_not
-from processes import pick_device, set_threads
-from runs import open_run
-from sentences import printable, refuse, start
+from train import open_run
 
 @dataclass
 class SampleConfig:
@@ -61,53 +58,13 @@ class SampleConfig:
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
-    config.prompt = text_or_file(config.prompt)
-    device = pick_device(config.device)
-    model, settings = open_run(config.run, device)
-    set_threads(model.config.n_embd, device)
+    config.prompt = prepare.text_or_file(config.prompt)
+    model, settings = open_run(config.run, config.device)
     model.decider = pick_decider(model, config)
     if config.inside:
         show_inside(model, settings["data"], config.prompt.strip())
-    else:
-        print_samples(model, dataset.get_tokenizer(settings["tokenizer"]), config)
-
-def pick_decider(model, config):
-    """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks
-    for it, and without the blocks of --remove. SystemExit if the model can't do so"""
-    decider = model.decider
-    if config.skip_below >= 0:
-        decider = ByGain(model.config, config.skip_below)
-        refuse_if_unfit("--skip_below", decider, model)
-    if config.exit < 1:
-        decider = EarlyExit(config.exit)
-        refuse_if_unfit("--exit", decider, model)
-    if config.remove:
-        decider = Without(places_to_remove(model, config.remove), decider)
-    return decider
-
-def refuse_if_unfit(asked, decider, model):
-    """SystemExit if the model can't have this decider in place of its own. asked: the flag that
-    asks for it"""
-    if model.decider.changes_stream():   # The blocks of a router need the weights that it gives.
-        refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use another "
-               f"run")
-    why = why_not(decider, model.config)
-    if why:
-        refuse(f"{asked}: {why}")
-
-def places_to_remove(model, blocks):
-    """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
-    n_blocks = len(model.blocks)
-    known = [str(number) for number in range(1, n_blocks + 1)]
-    words = blocks.split(",")
-    if not all(word in known for word in words) or len({*words}) == n_blocks:
-        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
-    return {place for word in words for place in places_of(model, int(word) - 1)}
-
-# ----------------------------------------------------------------------------------------- sampling
-
-def print_samples(model, tokenizer, config):
-    """One after the other; and at the end, how fast it was, and how much was skipped"""
+        return
+    tokenizer = prepare.get_tokenizer(settings["tokenizer"])
     torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
     skipped, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
@@ -116,75 +73,124 @@ def print_samples(model, tokenizer, config):
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
 
+# ----------------------------------------------------------------------------------- who runs what
+
+def pick_decider(model, config):
+    """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks
+    for it, and without the blocks of --remove. SystemExit if the model can't do so"""
+    decider, asked = model.decider, None
+    if config.skip_below >= 0:
+        decider, asked = ByGain(model.config, config.skip_below), "--skip_below"
+    if config.exit < 1:
+        decider, asked = EarlyExit(config.exit), "--exit"
+    if asked:
+        if model.decider.changes_stream():   # A router's blocks need its weights.
+            refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use "
+                   f"another run")
+        why = why_not(decider, model.config)
+        if why:
+            refuse(f"{asked}: {why}")
+    if config.remove:
+        words, n_blocks = config.remove.split(","), len(model.blocks)
+        known = [str(number) for number in range(1, n_blocks + 1)]
+        if not all(word in known for word in words) or len({*words}) == n_blocks:
+            refuse(f"--remove {config.remove}: name some, not all, of the blocks 1 to {n_blocks}, "
+                   f"such as 1,2")
+        places = {place for word in words for place in places_of(model, int(word) - 1)}
+        decider = Without(places, decider)
+    return decider
+
+# ---------------------------------------------------------------------------------------- sampling
+
 def sample(model, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
                         n_vocab=tokenizer.n_vocab)
-    printer, skipped = Printer(tokenizer, config.depth), []
+    # A character may be several tokens. Bytes that make no whole one wait for the next token.
+    decoder, skipped = codecs.getincrementaldecoder("utf-8")(errors="replace"), []
+    def show_token(token, share=None):
+        text = decoder.decode(tokenizer.decode_single_token_bytes(token))
+        show(text, share if config.depth else None)
     try:
         # Each token comes with the runner of the walk that predicted it, which knows who skipped.
         for number, (token, runner) in enumerate(tokens):
             if number == 0:   # The first walk has read the prompt.
-                printer.show_prompt(prompt, runner)
+                for each, share in zip(prompt, shares_of(prompt, runner)):
+                    show_token(each, share)
             skipped.append(runner.skipped(last=True))   # for the last token it has read
             if token.item() == tokenizer.eot_token:
                 break
-            printer.show_token(token.item(), share=1 - skipped[-1])
+            show_token(token.item(), 1 - skipped[-1])
     finally:   # also after Ctrl-C
-        printer.end()
+        show(decoder.decode(b"", final=True) + "\n")
     return skipped
 
-class Printer:
-    """Prints tokens. With --depth, each has the colour of its depth. This is the share of the
-    sublayers that ran for the token before it, because there it was predicted."""
-    def __init__(self, tokenizer, in_colours):
-        self.tokenizer, self.in_colours = tokenizer, in_colours
-        # A character may be several tokens. Bytes that make no whole one wait for the next token.
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+def shares_of(prompt, runner):
+    """-> for each token of the prompt, which share of the sublayers has run to predict it, or None.
+    runner: that of the walk that has read the prompt, or its end. If this is b and c of a, b, c,
+    then c has the share of b, where it was predicted. Nobody has predicted a and b."""
+    shares = runner.who_ran().float().mean(0)[0].tolist()   # of each token it has read
+    return [None] * (len(prompt) - len(shares) + 1) + shares[:-1]
 
-    def show_token(self, token, share=None):
-        """share: for its colour; None: it isn't known"""
-        text = self.decoder.decode(self.tokenizer.decode_single_token_bytes(token))
-        show(text, share if self.in_colours else None)
-
-    def show_prompt(self, prompt, runner):
-        """prompt: tokens; runner: that of the walk that has read them. If they are too many for the
-        context, it has read the last ones only.
-
-        An example: of a, b, c, the walk has read b and c. Then c has the share of b, where it was
-        predicted. That of c is for the next token. And a and b stay plain: nobody has predicted
-        them."""
-        shares = runner.who_ran().float().mean(0)[0].tolist()   # of each token it has read
-        n_plain = len(prompt) - len(shares) + 1
-        for token in prompt[:n_plain]:
-            self.show_token(token)
-        for token, share in zip(prompt[n_plain:], shares):
-            self.show_token(token, share)
-
-    def end(self):
-        show(self.decoder.decode(b"", final=True) + "\n")
-
-# --------------------------------------------------------------------------------------- a terminal
-
-# Of a terminal's 256 colours: background and text, from pale to dark
+# Of a terminal's 256 colours: background and text, from pale (half of the sublayers) to dark (all)
 SHADES = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
 
 def show(text, share=None):
-    """Prints text at once. share: for a colour; None: without. A terminal gets no characters that
-    could do something to it, whatever a model says."""
+    """Prints text at once. share: of the sublayers that ran, for a colour; None: without. A
+    terminal gets no characters that could do something to it, whatever a model says."""
     if sys.stdout.isatty():
         text = "".join(c if c == "\t" else printable(c) for c in text)
     if share is not None and text.strip():
-        text = painted(text, share)
+        shade = round((2 * share - 1) * (len(SHADES) - 1))
+        background, foreground = SHADES[max(0, shade)]
+        text = f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
     print(text, end="", flush=True)
 
-def painted(text, share):
-    """share: of the sublayers that ran, pale up to a half, and dark if it is 1"""
-    shade = round((2 * share - 1) * (len(SHADES) - 1))
-    background, foreground = SHADES[max(0, shade)]
-    return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
+# ---------------------------------------------------------------------------------------- --inside
+
+def show_inside(model, data, line):
+    """Prints what a probe reads in the stream, block by block, and then the answer. line: such as
+    f314159265358. SystemExit if that can't be"""
+    # Here, because it loads matplotlib, and who only samples needs none
+    from analyze import WINDOWS, NotHere, in_words, look_inside
+    puzzle = prepare.load_meta(data).get("steps")
+    if not puzzle:
+        refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
+    letter, digit, cells = chr(ord("a") + puzzle["most"]), len(puzzle["table"]) - 1, puzzle["cells"]
+    if not re.fullmatch(f"[a-{letter}][0-{digit}]{{{cells}}}", line):
+        refuse(f"--inside: needs a --prompt of one line: a letter from a to {letter}, and {cells} "
+               f"digits from 0 to {digit}")
+    k = ord(line[0]) - ord("a")   # how many steps it asks for
+    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
+    try:
+        [example] = look_inside(model, puzzle, windows, k, [line])["examples"]
+    except NotHere as why:
+        refuse(f"--inside: {why}")
+    # Where no step or one is asked for, nothing is between.
+    between = " The text never shows what is between." if k > 1 else ""
+    print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}.{between}")
+    print("A probe reads in the stream (%: how often it is right, on other lines):\n")
+    answer, true = example["answer"], example["true"]
+    for block, row in enumerate(example["blocks"][1:], 1):   # without the embedding
+        digits, says = ". " * cells, "nothing to be read yet"
+        if row:
+            digits = marked(row["digits"], row["true"])
+            says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
+        print(f"  after block {block:<3} {digits} {says}")
+    n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
+    verdict = f"{n_wrong} of {cells} digits are wrong" if n_wrong else f"right, all {cells} digits"
+    print(f"\n  the answer      {marked(answer, true)} {verdict}\n")
+
+def printable(text):
+    """A model may write characters that do something to a terminal. Each of them becomes a question
+    mark. Only the ends of lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+def marked(digits, true):
+    """314 -> "3 1 4 ". A wrong digit has a ! behind it."""
+    return "".join(digit + (" " if digit == wanted else "!") for digit, wanted in zip(digits, true))
 
 if __name__ == "__main__":
     start(main)

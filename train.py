@@ -7,48 +7,42 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
-# Read this as nanoGPT's train.py: settings, data, evaluation, learning rate, model and optimizers,
-# and the loop, `train`. Its words, of which the first four are explained in model.py:
-#
-#     residual    the rule by which a sublayer, attention or MLP, changes the stream
-#     decider     says which tokens skip which sublayers
-#     gain        how much a sublayer will change a token; some residuals know it beforehand
-#     Runner      runs one forward pass, and notes who skipped, the loss, and the gains
-#     gate        a parameter with a learning rate of its own, --gate_lr. Residuals list theirs in
-#                 own_lr.
-#     processes   processes.mean(x) is the mean of the x of all processes, and .wait() waits until
-#                 all are here; .device and .rank are those of this one, .count is that of all
-#     part        1 of the grad_accum x processes parts of a batch
-#     say         prints in the first process
-#     refuse      ends the program with a sentence
+# Read this as nanoGPT's train.py, from top to bottom. What residuals, deciders, gains and a Runner
+# are is explained in model.py. A gate is a parameter with a learning rate of its own, --gate_lr: a
+# residual lists its gates in own_lr.
 
+import atexit
 import contextlib
+import difflib
+import json
 import math
+import os
 import re
-import shlex
+import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import packages   # first: it says if one is missing
-
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import dataset
 import prepare
-from flags import flag, make_configs, read_command_line
-from model import (GPT, GPTConfig, RESIDUALS, Runner, checkpoint_blocks, compile_blocks,
-                   constrain_weights, flops_per_token, num_params)
-from muon import Muon
-from options import list_options
-from processes import join_processes, noted_signals, set_threads, torch_as_it_was
-from runs import RunFolder, read_model, settings_now
-from sentences import refuse, say, start
-from settings import gather_settings, of_the_run
-from trial import look_for_mistakes
+from flags import (Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start)
+from model import (DECIDERS, GPT, Decider, GPTConfig, RESIDUALS, Residual, Runner,
+                   checkpoint_blocks, choose, compile_blocks, flops_per_token,
+                   num_params, residual_kind)
+
+# torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
+RANK = int(os.environ.get("RANK", 0))
+N_PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+
+def say(text):
+    if RANK == 0:
+        print(text, flush=True)
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -102,71 +96,177 @@ class TrainConfig:
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
+# They say nothing about a run: where it goes, how it is started, and what the data say.
+NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
+MODEL_FLAGS = [name for name in asdict(GPTConfig()) if name not in NOT_OF_THE_RUN]
+
+def of_the_run(settings):
+    return {name: settings[name] for name in settings if name not in NOT_OF_THE_RUN}
+
 def read_configs(argv=None):
-    """The command line -> model_config, config. What isn't typed may come from an earlier run, and
-    else from the defaults: see settings.py."""
+    """The command line -> model_config, config"""
     classes = GPTConfig, TrainConfig
-    epilog = "residuals, with their options:\n" + list_options(RESIDUALS)
+    epilog = f"residuals, with their options:\n{residuals_in_words()}"
     typed = read_command_line(classes, argv, __doc__, epilog=epilog)
     if "vocab_size" in typed:   # `main` sets it.
         refuse("--vocab_size: the data say it; leave it out")
     defaults = asdict(GPTConfig()) | asdict(TrainConfig())
-    model_config, config = make_configs(classes, gather_settings(typed, defaults))
+    if typed.get("resume"):
+        earlier = of_the_run(read_checkpoint(typed["out"])["settings"])
+    elif "config" in typed:
+        earlier = of_the_run(read_settings(typed["config"]))
+    else:
+        earlier = {}
+    model_config, config = make_configs(classes, defaults | earlier | typed)
     config.lr = config.lr or RATES[config.optimizer]
+    if not config.out:   # attnres:group=4 -> runs/attnres-group4
+        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
     return model_config, config
+
+def residuals_in_words():
+    lines = []
+    for name, kind in RESIDUALS.items():
+        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
+        lines.append(f"  {name}:{options}" if options else f"  {name}")
+    return "\n".join(lines)
+
+# --------------------------------------------------------------------------------------- run folder
+
+# A run is a folder:
+#
+#     config.json      the settings it began with: the flags, and the tokenizer
+#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too.
+#     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments),
+#                      step, flops, data (a fingerprint), settings (those now in force)
+#
+# People pass such folders on, so no code in one is run.
+
+def read_settings(path):
+    """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
+
+def read_metrics(run):
+    """-> {step: all that metrics.jsonl says about it}"""
+    path, metrics = Path(run) / "metrics.jsonl", {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):   # A crash may have cut a line short.
+            entry = json.loads(line)
+            metrics.setdefault(entry["step"], {}).update(entry)
+    return metrics
+
+def read_checkpoint(run):
+    """-> what a run's ckpt.pt holds, a dict"""
+    path = Path(run) / "ckpt.pt"
+    if not path.exists():
+        refuse(f"{path}: no checkpoint there; train that run first")
+    try:
+        # weights_only: no code in the file is run.
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        GPTConfig(**ckpt["model_config"])   # That it can be made is a check.
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(str(error).split())[:200]   # torch writes many lines.
+        refuse(f"{path}: is broken, or no checkpoint of this train.py ({what})")
+    if "settings" not in ckpt:   # an older one
+        ckpt["settings"] = read_settings(run)
+    return ckpt
+
+def load_weights(model, ckpt, run):
+    try:
+        model.load_state_dict(ckpt["model"])
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:300]
+        refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
+               f"was trained ({what})")
+
+def open_run(run, device="auto"):
+    """Run folder -> its model in eval mode, and its settings, a dict. For sample.py and analyze.py,
+    and for you: nothing is written. device: auto, cpu or cuda"""
+    ckpt = read_checkpoint(run)
+    # --kernels on was right for the machine that trained. Without Triton, it would be refused.
+    config = GPTConfig(**ckpt["model_config"] | dict(kernels="auto"))
+    for problem in config.problems():   # A class of yours may be gone from model.py.
+        refuse(f"{run}: {problem}")
+    model = GPT(config)
+    load_weights(model, ckpt, run)
+    model.to(pick_device(device, config.n_embd)).eval()
+    return model, ckpt["settings"] | asdict(config)
+
+def refuse_if_taken(out, overwrite):
+    """A new run would replace these files of the folder. All others stay."""
+    found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
+    # Other programs have a config.json or a ckpt.pt, too. The config of a run has a residual.
+    if found and (found[0] != "config.json" or "residual" not in read_settings(out)):
+        refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
+    if found and not overwrite:
+        refuse(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
+               f"another --out keeps it")
+
+def log(out, **values):
+    """Adds a line to metrics.jsonl."""
+    if RANK == 0:
+        with open(out / "metrics.jsonl", "a") as f:
+            f.write(json.dumps(values) + "\n")
+
+def save(out, state):
+    if RANK == 0:
+        with prepare.whole_file(out / "ckpt.pt") as f:
+            torch.save(state, f)
+
+def begin(out, settings):
+    """The first files of a new run"""
+    if RANK == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        for name in "ckpt.pt", "metrics.jsonl":   # of the run that this one replaces
+            (out / name).unlink(missing_ok=True)
+        with prepare.whole_file(out / "config.json") as f:
+            f.write(json.dumps(settings, indent=2).encode())
+
+def begin_again(out, settings, ckpt):
+    """What was logged after the checkpoint goes: the run takes those steps again. What this start
+    changes is logged, and stands in the checkpoint from now on."""
+    if RANK == 0:
+        kept = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
+        with prepare.whole_file(out / "metrics.jsonl") as f:
+            f.writelines(json.dumps(entry).encode() + b"\n" for entry in kept)
+    changed = dict(sorted(settings.items() - ckpt["settings"].items()))
+    if changed:
+        say(f"from iteration {ckpt['step']} on: {changed}")
+        log(out, step=ckpt["step"], changed=changed)
+        save(out, ckpt | dict(settings=settings))
 
 # --------------------------------------------------------------------------------------------- data
 
-@dataclass
 class Data:
-    """What a run reads"""
-    tokenizer: str
-    vocab_size: int
-    token_bytes: torch.Tensor   # how many bytes of text each token stands for, (vocab_size,)
-    shards: list                # the training tokens, an array a shard
-    val: tuple                  # windows for validation: x, y, (eval_windows, block_size) each
-    fingerprint: str            # --resume refuses if meta.json, a shard's name or size is another
-
-def open_data(config, block_size, processes):
-    """-> Data. (The default data set is made if it is not there.)"""
-    folder = config.data
-    if processes.rank == 0 and folder == TrainConfig.data and not Path(folder).exists():
-        say(f"{folder} is not there yet: making it from the Python standard library")
-        prepare.main(["stdlib", "--out", folder])
-    processes.wait()   # The first one may still be writing.
-    meta = dataset.load_meta(folder)
-    tokenizer, vocab_size = meta["tokenizer"], meta["vocab_size"]
-    # This reads windows from all over the training text, and refuses tokens of another tokenizer.
-    dataset.windows_of(folder, "train", block_size, config.eval_windows)
-    return Data(tokenizer, vocab_size, dataset.token_bytes(tokenizer, vocab_size),
-                shards=dataset.open_split(folder, "train", block_size),
-                val=dataset.windows_of(folder, "val", block_size, config.eval_windows),
-                fingerprint=dataset.fingerprint(folder, meta))
-
-def count_parts(config, processes):
-    """-> of how many parts a batch is: each process takes --grad_accum of them. SystemExit if they
-    would not be equal"""
-    n_parts = config.grad_accum * processes.count
-    if config.batch_size % n_parts:
-        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes = "
-               f"{n_parts}")
-    return n_parts
-
-def seed_draws(seed, step, part):
-    """Seeds torch's random numbers. So if the decider draws who skips, that depends on nothing but
-    seed, step and part."""
-    state = np.random.SeedSequence((seed, step, part)).generate_state(1)
-    torch.manual_seed(int(state[0]))
+    """What a run reads. (The default data set is made if it is not there.)"""
+    def __init__(self, config, block_size):
+        folder = config.data
+        if RANK == 0 and folder == TrainConfig.data and not Path(folder).exists():
+            say(f"{folder} is not there yet: making it from the Python standard library")
+            prepare.main(["stdlib", "--out", folder])
+        wait()   # The first process may still be writing.
+        meta = prepare.load_meta(folder)
+        self.tokenizer, self.vocab_size = meta["tokenizer"], meta["vocab_size"]
+        self.token_bytes = prepare.token_bytes(self.tokenizer, self.vocab_size)   # of each token
+        # This reads windows from all over the text, and refuses tokens of another tokenizer.
+        prepare.windows_of(folder, "train", block_size, config.eval_windows)
+        self.shards = prepare.open_split(folder, "train", block_size)
+        self.val = prepare.windows_of(folder, "val", block_size, config.eval_windows)   # x, y
+        # --resume refuses if meta.json, a shard's name or size is another.
+        self.fingerprint = prepare.fingerprint(folder, meta)
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). The batch depends on seed,
     step and batch_size only, so there is no random state to save: any number of processes, and a
-    run that is resumed, see the same batches. device: its name"""
+    run that is resumed, see the same batches."""
     T = model_config.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
-    x, y = dataset.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
-    if device != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
+    x, y = prepare.read_windows(data.shards, starts.reshape(n_parts, -1)[part], T)
+    if str(device) != "cpu":   # Copying from pinned memory doesn't wait for the GPU.
         x, y = (tokens.pin_memory().to(device, non_blocking=True) for tokens in (x, y))
     return x, y
 
@@ -174,39 +274,26 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes, batch_size):
-    """x, y (n, T) -> nats per token, bits per byte of text, and the share of the sublayer runs that
-    was skipped. token_bytes (V,): how many bytes each token stands for. batch_size: windows at a
-    time"""
+    """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that was
+    skipped. token_bytes (V,): how many bytes each token is. batch_size: windows at a time"""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
-    with torch_as_it_was(str(model.device)):   # This gives the random numbers back.
-        torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
-        for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-            runner = Runner(model)
-            model(xi.to(model.device), yi.to(model.device), runner=runner)
-            share = len(xi) / len(x)
-            nats += runner.cross_entropy.item() * share   # the loss, without what flags add
-            skipped += runner.skipped() * share
+    torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
+    for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
+        runner = Runner(model)
+        model(xi.to(model.device), yi.to(model.device), runner=runner)
+        share = len(xi) / len(x)
+        nats += runner.cross_entropy.item() * share   # the loss, without what flags add
+        skipped += runner.skipped() * share
     model.train(was_training)
-    n_bytes = max(1, token_bytes[y].sum().item())   # 0 if all windows were ends of texts
-    bytes_per_token = n_bytes / y.numel()
+    bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
-def evaluate_and_report(model, part_size, data, step, folder):
-    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
-    refuse_if_not_finite("validation loss", loss, step, folder)
-    folder.log(step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
-    say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
-        f"{skipped:.1%} skipped")
-
-def refuse_if_not_finite(what, number, step, folder):
-    """Ends the run before weights are saved that are good for nothing."""
-    if math.isfinite(number):
-        return
-    if step == 0:
-        refuse(f"iteration 0: the {what} is not finite, before any step; look at the model")
-    refuse(f"iteration {step}: the {what} is not finite; {folder.out}/ckpt.pt, if it is there, is "
-           f"from before: go on from there with --resume and a lower --lr")
+def refuse_if_not_finite(what, number, step, out):
+    """Ends the run before it saves weights that are good for nothing."""
+    if not math.isfinite(number):
+        refuse(f"iteration {step}: the {what} is not finite; {out}/ckpt.pt, if it is there, "
+               f"is from before: go on from there with --resume and a lower --lr")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 
@@ -241,60 +328,50 @@ def equalize(grads, norms):
         for grad in block_grads:
             grad.mul_(wanted / norm.clamp_min(1e-30))
 
-# ---------------------------------------------------------------------------- model and optimizers
+# --------------------------------------------------------------------------------------- optimizers
 
-# Settings that may differ from those of the run in --init_from: its weights fit all the same.
-MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+class Muon(torch.optim.Optimizer):
+    """For matrices (Jordan et al. 2024): the momentum of the gradient is made orthogonal, so that a
+    step is equally large in every direction, not just where gradients are large. (torch.optim.Muon
+    does the same, but always in bfloat16, which is very slow on many CPUs.)"""
+    def __init__(self, groups, lr, momentum=0.95):
+        super().__init__(groups, dict(lr=lr, momentum=momentum))
 
-def refuse_other_tokens(source, data, tokenizer):
-    """source: the run in --init_from; tokenizer: that of the data"""
-    its_tokenizer = settings_now(source).get("tokenizer")
-    if its_tokenizer != tokenizer:
-        refuse(f"--init_from {source}: its tokens are those of {its_tokenizer}, and --data {data} "
-               f"has {tokenizer}; prepare the text with --tokenizer {its_tokenizer}")
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            momentum = group["momentum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if p not in self.state:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                update = orthogonal(p.grad.lerp(mean, momentum))   # one step ahead: Nesterov's way
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                # Its entries have the rms 1 / sqrt(longer side). Those of AdamW's are near 0.2.
+                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
-def begin_or_resume(model_config, config, data, out):
-    """-> the checkpoint to go on from, or None if this is a new run; and the model"""
-    if config.resume:
-        path = out / "ckpt.pt"
-        # Kernels change how a model is computed, and not what.
-        ckpt, model = read_model(path, model_config, may_differ=["kernels"])
-        if ckpt["data"] != data.fingerprint:
-            refuse(f"{path}: is of other data than --data has now; put that back, or start a new "
-                   f"run")
-        return ckpt, model
-    if config.init_from:
-        refuse_other_tokens(config.init_from, config.data, data.tokenizer)
-        path = Path(config.init_from) / "ckpt.pt"
-        _, model = read_model(path, model_config, may_differ=MAY_DIFFER)
-        return None, model
-    return None, GPT(model_config)
+def orthogonal(x):
+    """A matrix with the directions of x, and singular values of about 1 (0.7 to 1.2). Five steps of
+    a polynomial bring them there (Newton-Schulz). It is fast, and need not be exact."""
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
+    if x.is_cuda:
+        x = x.bfloat16()
+    x = x / x.norm().clamp_min(1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if is_tall else x
 
-def make_ready(model, config, processes):
-    """Brings the model to its device, sets the type of its products, and compiles it, if need be ->
-    what is called in training: the model itself, or its DDP wrapper if there are several processes
-    """
-    model.to(processes.device)
-    if processes.device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
-        # The model computes its products in this type, as autocast would. Weights stay float32.
-        model.dtype = torch.bfloat16
-    if config.compile:
-        compile_blocks(model)
-    if config.checkpoint_blocks:
-        checkpoint_blocks(model)
-    if processes.count == 1:
-        return model
-    # Where tokens skip, it may be that a sublayer is run by no token of this process.
-    return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
-
-def sort_parameters(model, with_muon):
-    """-> four lists: gates, vectors, matrices, and the matrices of blocks if Muon trains these.
-    Gates are what residuals list in own_lr."""
-    in_own_lr = set()
-    for residual in model.residuals():
-        for name, p in residual.named_parameters():
-            if name in residual.own_lr:
-                in_own_lr.add(p)
+def make_optimizers(model, config):
+    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
+    of blocks. Only matrices have weight decay. One --lr is for all: with muon, AdamW has 0.02, too.
+    One of your own needs a name in --optimizer, a rate in RATES, and lines here. A resumed run gets
+    back what it has in self.state[p]."""
+    in_own_lr = {p for residual in model.residuals() for name, p in residual.named_parameters()
+                 if name in residual.own_lr}
     in_blocks = set(model.blocks.parameters())
     gates, vectors, matrices, for_muon = [], [], [], []
     for p in model.parameters():
@@ -302,19 +379,10 @@ def sort_parameters(model, with_muon):
             gates.append(p)
         elif p.dim() < 2:
             vectors.append(p)
-        elif with_muon and p in in_blocks and p.dim() == 2:
+        elif config.optimizer == "muon" and p in in_blocks and p.dim() == 2:
             for_muon.append(p)
         else:
             matrices.append(p)
-    return gates, vectors, matrices, for_muon
-
-def make_optimizers(model, config):
-    """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
-    of blocks. Only matrices have weight decay. One --lr is for all: with muon, AdamW has 0.02, too.
-
-    One of your own needs a name in --optimizer, a rate in RATES, and lines here. A resumed run gets
-    back what it has in self.state[p]."""
-    gates, vectors, matrices, for_muon = sort_parameters(model, config.optimizer == "muon")
     betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
     groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
@@ -328,96 +396,208 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
+# ------------------------------------------------------------------- device, processes, signals
+
+def pick_device(name, n_embd):
+    """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
+    if name == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: torch sees no CUDA device; use --device cpu")
+    if name != "cpu" and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"   # torchrun sets it.
+        torch.cuda.set_device(device)
+        return device
+    # Small models are faster with one thread of the CPU, much so if other programs are busy.
+    # OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)
+    if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
+        torch.set_num_threads(1)
+    return "cpu"
+
+def wait():
+    """Until all processes are here. All call it, and `mean`, at the same time."""
+    if N_PROCESSES > 1:
+        dist.barrier()
+
+def mean(number):
+    """Each process gives a number, such as a loss -> their mean"""
+    if N_PROCESSES == 1:
+        return number
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / N_PROCESSES
+
+@contextlib.contextmanager
+def noted_signals():
+    """with noted_signals() as signals: Ctrl-C or a kill only adds its number to this list, so that
+    a training can save and stop. The same one again acts as usual."""
+    signals = []
+    usual = {number: signal.getsignal(number)
+             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def note(number, frame):
+        signals.append(number)
+        signal.signal(number, usual[number])
+
+    for number, handler in usual.items():
+        if handler is not signal.SIG_IGN:   # nohup has SIGHUP ignored.
+            signal.signal(number, note)
+    try:
+        yield signals
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+# ----------------------------------------------------------------- a trial of your own classes
+
+@torch.no_grad()
+def look_for_mistakes(config):
+    """Tries the residual and the decider of a config on a few tokens, so that a mistake in a class
+    of yours costs you a second, and not an hour. Mistake, with a sentence, if there is one"""
+    kind, decider_kind = residual_kind(config), choose("--mod", DECIDERS, config.mod)[0]
+    look_at_names(kind, Residual)
+    look_at_names(decider_kind, Decider)
+    # The depth and the width are yours, and all else is small.
+    model = GPT(GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd,
+                          block_size=4, vocab_size=8, mlp_ratio=0.1, mod=config.mod)).eval()
+    idx = torch.arange(4).view(2, 2)
+    for place, stream in model.walk(idx, runner=Runner(model, Decider())):   # All tokens run.
+        found = shape_of(stream)
+        wanted = found if place == 0 else wanted
+        if found != wanted and not model.ends.stream_grows:
+            raise Mistake(f"{kind.__name__}.forward got {wanted} and returned {found}; is a return "
+                          f"missing? (A stream of its own form needs a method start, too.)")
+    look_at_other_tokens(model, kind.__name__, Decider())
+    look_at_other_tokens(model, decider_kind.__name__, model.decider)
+
+def look_at_names(kind, base):
+    """Is a method misspelt, or forgotten, in this class, which is derived from base?"""
+    known = [name for name in dir(base) if not name.startswith("_")
+             and getattr(base, name) is not getattr(torch.nn.Module, name, None)]
+    for name in vars(kind):
+        near = difflib.get_close_matches(name, known, 1, 0.85)
+        if near and name not in known and not name.startswith(near[0]):
+            raise Mistake(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
+    changed = [name for name in [*known, "__init__"] if getattr(kind, name) != getattr(base, name)]
+    if not changed and kind is not base:
+        raise Mistake(f"{kind.__name__} changes nothing; write its forward (a decider's decide)")
+
+def shape_of(stream):
+    """That of a stream's tensor, or of each, as text"""
+    if isinstance(stream, tuple):
+        return "(" + ", ".join(shape_of(part) for part in stream) + ")"
+    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__
+
+def look_at_other_tokens(model, name, decider):
+    """Compares passes in which only a later token, or only another sequence, is another one."""
+    def logits(idx):
+        torch.manual_seed(0)   # All passes draw the same random numbers.
+        return model(torch.tensor(idx), runner=Runner(model, decider))[0]
+    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
+    last = logits([[0, 1, 2, 7], [4, 5, 6, 7]])
+    other = logits([[0, 1, 2, 3], [7, 6, 5, 4]])
+    small = 1e-5 * max(1.0, usual.abs().max().item())
+    if (usual - last)[0, :3].abs().max() > small:
+        raise Mistake(f"{name} looks at later tokens; only f may look at other tokens")
+    if (usual - other)[0].abs().max() > small:
+        raise Mistake(f"{name} looks at other sequences; only f may look at other tokens")
+
 # ----------------------------------------------------------------------------------------- the loop
 
-class Clock:
-    """Starts when it is made, at this step."""
-    def __init__(self, step):
-        self.step, self.time = step, time.perf_counter()
+def make_ready(model, config, device):
+    """Brings the model to its device, and compiles it, if need be -> what is called in training:
+    the model itself, or its DDP wrapper if there are several processes"""
+    model.to(device)
+    if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
+        # The model computes its products in this type, as autocast would. Weights stay float32.
+        model.dtype = torch.bfloat16
+    if config.compile:
+        compile_blocks(model)
+    if config.checkpoint_blocks:
+        checkpoint_blocks(model)
+    if N_PROCESSES == 1:
+        return model
+    # Where tokens skip, it may be that a sublayer is run by no token of this process.
+    return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-    def steps_per_second(self, step):
-        return (step - self.step) / (time.perf_counter() - self.time)
-
-def record(runner):
-    """What is reported of a forward pass, a dict. The loss is the cross entropy, without what flags
-    of GPTConfig (--mod, --gain_cost, --deep_supervision) make of it."""
-    found = dict(loss=runner.cross_entropy, skip_rate=runner.skipped())
-    gain = runner.mean_gain()
-    if gain is not None:   # It is None if neither --mod nor --gain_cost needs gains.
-        found["mean_gain"] = gain.detach()
-    return found
-
-def forward_and_backward(model, wrapped, config, data, step, processes):
+def forward_and_backward(model, wrapped, config, data, step):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> the means of what `record` finds, and the FLOPs per token of the forward pass,
-    fewer where tokens skip. wrapped: see make_ready"""
+    the parameters -> means over the parts, a dict of what is reported, and the FLOPs per token of
+    the forward pass, fewer where tokens skip. wrapped: see make_ready"""
     records, token_flops = [], 0.0
-    n_parts = count_parts(config, processes)
-    parts = range(processes.rank, n_parts, processes.count)   # those of this process
+    n_parts = config.grad_accum * N_PROCESSES
+    parts = range(RANK, n_parts, N_PROCESSES)   # those of this process
     for part in parts:
-        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts,
-                         processes.device)
-        seed_draws(model.config.seed, step, part)
-        if processes.count > 1:   # They exchange gradients once a step, in the last part.
+        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts, model.device)
+        # If the decider draws who skips, that depends on nothing but seed, step and part.
+        [seed] = np.random.SeedSequence((model.config.seed, step, part)).generate_state(1)
+        torch.manual_seed(int(seed))
+        if N_PROCESSES > 1:   # They exchange gradients once a step, in the last part.
             wrapped.require_backward_grad_sync = part == parts[-1]
         runner = Runner(model)
         _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
-        records.append(record(runner))
+        # What is reported is the cross entropy, without what --gain_cost, say, adds to it.
+        record = dict(loss=runner.cross_entropy, skip_rate=runner.skipped())
+        if (gain := runner.mean_gain()) is not None:   # Somebody has asked for gains.
+            record["mean_gain"] = gain.detach()
+        records.append(record)
         token_flops += flops_per_token(model, runner=runner) / config.grad_accum
     means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
     return means, token_flops
 
-def say_report(step, report):
-    about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
-    say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {report['lr']:.2e} | gradient "
-        f"{report['grad_norm']:.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
-        f"{report['tok_s']:,.0f} tokens/s")
-
-def train(model_config, config, data, folder, processes, signals):
-    """A whole run -> exit status: 0, or 1 if a signal has stopped it.
-
-    model_config, config: the settings of the model and of its training; data: a Data;
-    folder: a RunFolder; signals: a list, empty until Ctrl-C or a kill comes"""
-    ckpt, model = begin_or_resume(model_config, config, data, folder.out)
-    wrapped = make_ready(model, config, processes)
+def train(model_config, config, data, settings, device, signals):
+    """A whole run -> exit status: 0, or 1 if a signal has stopped it. settings: what is kept in its
+    folder; signals: a list, empty until Ctrl-C or a kill comes"""
+    out, source = Path(config.out), config.out if config.resume else config.init_from
+    model, step, flops = GPT(model_config), 0, 0.0
+    if source:
+        ckpt = read_checkpoint(source)
+        load_weights(model, ckpt, source)
+    wrapped = make_ready(model, config, device)
     optimizers = make_optimizers(model, config)
-    step, flops = 0, 0.0
-    if ckpt:
+    if config.resume:
+        if ckpt["data"] != data.fingerprint:
+            refuse(f"{out}: is of other data than --data has now; put that back, or start anew")
         step, flops = ckpt["step"], ckpt["flops"]
         for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
             # Rates and decay stay as the flags say.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
+        begin_again(out, settings, ckpt)
+    else:
+        begin(out, settings)   # Only now, after all checks, a run that it replaces is deleted.
     tokens_per_step = config.batch_size * model_config.block_size
-    part_size = config.batch_size // count_parts(config, processes)   # sequences at a time
-    goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
+    part_size = config.batch_size // (config.grad_accum * N_PROCESSES)   # sequences at a time
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
-        f"{tokens_per_step:,} tokens on {processes.count} x {model.device.type}")
-    folder.begin(step)   # The first files are written. A run that is replaced is deleted only now.
-    clock = Clock(step)
+        f"{num_params(model) / 1e6:.2f}M parameters; from iteration {step} on, {tokens_per_step:,} "
+        f"tokens a step on {N_PROCESSES} x {model.device.type}")
+    timed_from, start_time = step, time.perf_counter()
 
     while True:
         # If any process has got a signal, all of them stop at this step.
-        is_stopped = processes.mean(len(signals)) > 0
+        is_stopped = mean(len(signals)) > 0
         is_last = is_stopped or progress_of(config, step, flops) >= 1
 
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
             if not is_stopped:
-                evaluate_and_report(model, part_size, data, step, folder)
+                loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
+                refuse_if_not_finite("validation loss", loss, step, out)
+                log(out, step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
+                say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
+                    f"{skipped:.1%} skipped")
             weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
-            refuse_if_not_finite("norm of the weights", weight_norm, step, folder)
+            refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
-            folder.save(dict(model=model.state_dict(), model_config=asdict(model_config),
-                             optimizers=moments, step=step, flops=flops, data=data.fingerprint))
-            clock = Clock(step)   # Speed is measured without these pauses.
+            save(out, dict(model=model.state_dict(), model_config=asdict(model_config),
+                           settings=settings, optimizers=moments, step=step, flops=flops,
+                           data=data.fingerprint))
+            # Speed is measured without these pauses.
+            timed_from, start_time = step, time.perf_counter()
         if is_last:
             break
 
         # --- From a batch to gradients
-        means, token_flops = forward_and_backward(model, wrapped, config, data, step, processes)
+        means, token_flops = forward_and_backward(model, wrapped, config, data, step)
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
@@ -428,59 +608,57 @@ def train(model_config, config, data, folder, processes, signals):
 
         # --- From gradients to weights
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * processes.mean(token_flops)
+        flops += 3 * tokens_per_step * mean(token_flops)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        constrain_weights(model)   # nGPT normalises its weights.
+        model.ends.constrain(model)   # nGPT normalises its weights.
 
         # --- Report
         if is_logged:
-            refuse_if_not_finite("norm of the gradients", norm.item(), step, folder)
-            report = {name: processes.mean(float(mean)) for name, mean in means.items()}
-            report |= dict(lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
-                           tok_s=clock.steps_per_second(step) * tokens_per_step,
-                           tokens=step * tokens_per_step, grad_norms=block_norms.tolist())
-            folder.log(step=step, **report)
-            say_report(step, report)
-            clock = Clock(step)
+            refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
+            report = {name: mean(float(value)) for name, value in means.items()}
+            speed = (step - timed_from) * tokens_per_step / (time.perf_counter() - start_time)
+            log(out, step=step, **report, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
+                tok_s=speed, tokens=step * tokens_per_step, grad_norms=block_norms.tolist())
+            about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
+            say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {config.lr * factor:.2e} | "
+                f"gradient {norm.item():.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
+                f"{speed:,.0f} tokens/s")
+            timed_from, start_time = step, time.perf_counter()
 
-    processes.wait()   # Nobody leaves while another one is still writing.
-    out = shlex.quote(str(folder.out))
+    wait()   # Nobody leaves while another one is still writing.
     if is_stopped:
-        say(f"stopped at iteration {step}, all is saved; go on with: "
-            f"python train.py --out {out} --resume")
+        say(f"stopped at iteration {step}; go on with: python train.py --out {out} --resume")
         return 1
-    say(f"done: {out} holds the run\n"
-        f"next: python sample.py {out}   or: python analyze.py {out}")
+    say(f"done; next: python sample.py {out}   or: python analyze.py {out}")
     return 0
 
 # --------------------------------------------------------------------------------------------- main
 
-def default_out(residual):
-    """attnres:group=4 -> runs/attnres-group4"""
-    return "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
-
 def main(argv=None):
     """The command line, then `train` -> its exit status"""
     model_config, config = read_configs(argv)
-    look_for_mistakes(model_config)   # A mistake in a class of yours is told now, not later.
-    processes = join_processes(config.device)
-    count_parts(config, processes)   # It refuses a batch that can't be divided.
-    with torch_as_it_was(processes.device):   # so a notebook that calls this can go on
-        set_threads(model_config.n_embd, processes.device)
-        data = open_data(config, model_config.block_size, processes)
-        # The rows of embedding and head: multiples of 64 are fast.
-        model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
-        settings = of_the_run(asdict(model_config) | asdict(config))
-        settings |= dict(tokenizer=data.tokenizer)   # It is no flag.
-        folder = RunFolder(config.out or default_out(model_config.residual), settings,
-                           config.resume, config.overwrite, is_first=processes.rank == 0)
-        with contextlib.closing(folder), noted_signals() as signals:
-            return train(model_config, config, data, folder, processes, signals)
+    if not config.resume:
+        refuse_if_taken(Path(config.out), config.overwrite)
+    look_for_mistakes(model_config)
+    if config.batch_size % (config.grad_accum * N_PROCESSES):
+        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes, "
+               f"{config.grad_accum} x {N_PROCESSES}")
+    device = pick_device(config.device, model_config.n_embd)
+    if N_PROCESSES > 1:   # gloo is for numbers on the CPU (see `mean`), nccl for gradients on GPUs.
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
+    data = Data(config, model_config.block_size)
+    # The rows of embedding and head: multiples of 64 are fast.
+    model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
+    settings = of_the_run(asdict(model_config) | asdict(config))
+    settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
+    with noted_signals() as signals:
+        return train(model_config, config, data, settings, device, signals)
 
 if __name__ == "__main__":
-    start(main)   # It makes sentences of errors that you can mend, such as a full disk.
+    start(main)
