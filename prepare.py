@@ -394,9 +394,8 @@ def whole_file(path):
 def lock_folder(folder):
     """Makes a folder, if it isn't there, and locks it -> a file. Until that is closed, or this
     process ends, however it ends, nobody else can lock it. SystemExit if somebody has it now"""
-    folder = Path(folder)
-    folder.resolve().mkdir(parents=True, exist_ok=True)   # resolve: it may be a link.
-    file = open(folder / "lock", "ab")
+    os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
+    file = open(Path(folder, "lock"), "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -404,7 +403,7 @@ def lock_folder(folder):
                f"--out")
     except OSError:   # Some network disks have no locks. There, don't use two terminals.
         return file
-    for path in folder.glob(UNFINISHED + "*"):   # of a process that was killed
+    for path in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
         if path.is_dir():
             shutil.rmtree(path)
         else:
