@@ -45,8 +45,8 @@ from flags import flag, make_configs, read_command_line, refuse, start
 # ================================================================== part 1: where texts come from
 
 # A source is a dataclass. Its fields are flags of its own, and texts() returns two lists of texts,
-# for training and for validation. A text is a document, which is read as one whole. This is a whole
-# source, whose documents are the lines of a file:
+# for training and for validation. (out is the folder that they are for.) A text is a document,
+# which is read as one whole. Here is all of a source whose documents are the lines of a file:
 #
 #     @dataclass
 #     class Songs(Source):
@@ -69,7 +69,7 @@ class Source:
 
 def read_text(path, must_be_text=True):
     """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
-    stays, line ends too. If it is no text, or empty: SystemExit, or None if it need be none"""
+    stays, line ends too. SystemExit if it is empty, or no text; but None without must_be_text"""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -162,7 +162,7 @@ class Text(Source):
     jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
 
     def problems(self):
-        """The command line is refused with these sentences."""
+        """-> sentences with which the command line is refused"""
         if not self.input:
             yield "text: needs files or folders; name them with --input"
         for path in self.input or []:
@@ -176,7 +176,7 @@ class Text(Source):
         seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
         for named in map(Path, self.input):
             for file in files_in(named, seen):
-                # A file that is named must be text. In a folder there may be pictures, too.
+                # A file that is named must be text. In a folder may be pictures, too.
                 text = read_text(file, must_be_text=file == named)
                 if text is None:
                     passed_over.append(file)
@@ -485,7 +485,7 @@ def fingerprint(data, content=True):
             found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
     return found.hexdigest()
 
-# =============================================================== part 4: windows, for who reads it
+# ==================================================================== part 4: windows of a data set
 
 # A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
 # T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
