@@ -390,21 +390,27 @@ def whole_file(path):
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError if the disk is full.
         refuse(f"{path}: can't be written ({error}); make room, or take another --out")
 
-def lock_folder(folder):
-    """Makes a folder, if it isn't there, and locks it -> a file. Until that is closed, or this
-    process ends, however it ends, nobody else can lock it. SystemExit if somebody has it now"""
+@contextlib.contextmanager
+def locked(folder):
+    """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
+    if one is there now. The folder is made if it isn't there, and goes again if it stays empty."""
     os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
-    file = open(Path(folder, "lock"), "ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:   # The system unlocks it when this process ends, however it ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
                f"--out")
     except OSError:   # Some network disks have no locks. There, don't use two terminals.
-        return file
+        pass
     for unfinished in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
         shutil.rmtree(unfinished, ignore_errors=True)
-    return file
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)   # It works if the folder is empty.
 
 # ------------------------------------------------------------------------------- writing a data set
 
@@ -575,7 +581,7 @@ def main(argv=None):
         train, val = (encode(texts, tokenizer) for texts in source.texts(out))
         if not train or not val:
             refuse(f"{config.name}: needs a text to train on, and another one to validate with")
-    with lock_folder(out):
+    with locked(out):
         refuse_other_data_set(out, meta)   # and now, when no other prepare.py can make one there
         if comes_as_shards:
             source.download_shards(out, meta)

@@ -39,11 +39,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from flags import Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start
+from flags import (Mistake, flag, make_configs, mute, option_defaults, read_command_line, refuse,
+                   start)
 from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Runner,
                    checkpoint_blocks, choose, compile_model, constrain_weights, flops_per_token,
                    num_params)
-from prepare import lock_folder, whole_file
+from prepare import locked, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
 RANK = int(os.environ.get("RANK", 0))
@@ -51,8 +52,10 @@ N_PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 
 def say(text):
     if RANK == 0:
-        with contextlib.suppress(OSError):   # A training goes on when its terminal is closed.
+        try:
             print(text, flush=True)
+        except OSError:   # Its terminal is closed. The training goes on.
+            mute()
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -421,7 +424,8 @@ def report(out, step, **found):
 # A run is a folder:
 #
 #     config.json      the settings it began with: the flags, and the tokenizer
-#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too.
+#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too, with its flag:
+#                      {"step": 200, "--lr": 0.01}
 #     ckpt.pt          the last checkpoint: model (weights), model_config, settings (those in force
 #                      now), optimizers (moments), step, flops, data (a fingerprint)
 #
@@ -509,10 +513,6 @@ def data_of_run(run, settings, data=""):
         return folder, f"{folder} is not as it was when {run} was trained: losses may differ"
     return folder, ""
 
-def lock(out):
-    """with lock(out): no other training, and no prepare.py, is at work in that folder."""
-    return lock_folder(out) if RANK == 0 else contextlib.nullcontext()
-
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
     if (out / "meta.json").exists():
@@ -552,12 +552,12 @@ def begin_again(out, settings, ckpt):
         kept = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
         with whole_file(out / "metrics.jsonl") as file:
             file.writelines(json.dumps(entry).encode() + b"\n" for entry in kept)
-    changed = {name: value for name, value in settings.items()
+    changed = {f"--{name}": value for name, value in settings.items()
                if value != ckpt["settings"].get(name, DEFAULTS.get(name))}
     if changed:
-        words = " ".join(f"--{name} {value}" for name, value in changed.items())
+        words = " ".join(f"{flag} {value}" for flag, value in changed.items())
         say(f"from iteration {ckpt['step']} on: {words}")
-        log(out, step=ckpt["step"], changed=changed)
+        log(out, step=ckpt["step"], **changed)
 
 # --------------------------------------------------------------- device, processes, and signals
 
@@ -795,15 +795,19 @@ def main(argv=None):
         out = Path(typed["out"])
         if not out.is_dir():
             refuse(f"--out {out}: no run there to be resumed")
-        with lock(out):   # Only then it is read, so nobody changes it meanwhile.
+        with only_here(out):   # Only then it is read, so nobody changes it meanwhile.
             ckpt = read_checkpoint(out)
             model_config, config = configs_of(settings_to_resume(typed, ckpt))
             return begin_training(model_config, config, ckpt)
     settings, ckpt = settings_of_new_run(typed)
     model_config, config = configs_of(settings)
-    with lock(Path(config.out)):
+    with only_here(config.out):
         refuse_if_taken(Path(config.out), config.overwrite)
         return begin_training(model_config, config, ckpt)
+
+def only_here(out):
+    """with only_here(out): no other run, and no prepare.py, writes to that folder."""
+    return locked(out) if RANK == 0 else contextlib.nullcontext()
 
 def begin_training(model_config, config, ckpt):
     """What is needed before `train`: a trial of the model, the device, the processes, the data"""

@@ -1,10 +1,10 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import fcntl, hashlib, json, os, re, resource, shlex, shutil, signal, stat, sys, types
+import hashlib, json, os, re, resource, shlex, shutil, signal, stat, sys, types
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch
 from conftest import refused
-from prepare import fingerprint, hold_out, load_meta, lock_folder, open_split, whole_file
+from prepare import fingerprint, hold_out, load_meta, locked, open_split, whole_file
 
 PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} "
                 "<|endoftext|> 🙂\n" for i in range(600))
@@ -305,16 +305,19 @@ def test_whole_file(tmp_path, monkeypatch):
     os.umask(before)
     assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
 
-def test_lock_folder(tmp_path):
+def test_locked(tmp_path):
     """One process has it. What others left unfinished is deleted, and nothing else."""
     folder = tmp_path / "new" / "folder"
-    with lock_folder(folder):
+    with locked(folder):
         write(folder / ".unfinished-x" / "train_000000.bin", "half")
         write(folder / ".mine", "whole")
-        assert "another process" in refused(lock_folder, str(folder))
+        assert "another process" in refused(locked(str(folder)).__enter__)
         assert (folder / ".unfinished-x").exists()   # It may be in use.
-    lock_folder(str(folder)).close()
-    assert sorted(os.listdir(folder)) == [".mine", "lock"]
+    with locked(str(folder)):
+        assert os.listdir(folder) == [".mine"]
+    with locked(tmp_path / "stays" / "empty"):
+        pass
+    assert os.listdir(tmp_path / "stays") == []
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 
@@ -347,7 +350,7 @@ def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
         assert "isn't whole" in refused(open_split, out, "val")
     run(line)
     assert contents(out) != before and contents(out).keys() == before.keys()
-    assert sorted(os.listdir(out)) == ["lock", "meta.json", "train_000000.bin", "val_000000.bin"]
+    assert sorted(os.listdir(out)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
 def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
     """Another prepare.py, a full disk, Ctrl-C, a folder of another data set"""
@@ -361,8 +364,7 @@ def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
     for command in (f"stdlib --out {out}", f"fineweb --out {out}", f"{line} --tokenizer gpt2",
                     f"{line} --out {tmp_path}/theirs"):
         assert "another data set" in refused(run, command)
-    with open(out / "lock") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
+    with locked(out):
         assert "another process" in refused(run, line)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
