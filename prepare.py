@@ -7,19 +7,26 @@ Makes a data set of text: a folder of shards, files of tokens. (train.py reads i
     python prepare.py fineweb --shards 10      # GPT-2 tokens of web text, 100M (200 MB) per shard
     python prepare.py text --input PATH...     # your own files and folders; they must fit in memory
 
-Your own files have to be UTF-8 text. Each file is a document. (With --jsonl FIELD, each line is
-one: a JSON object with that field.) One in 20 documents is for validation; of a long one, the last
-5 %.
+Your own files have to be UTF-8 text. Each file is a document, whatever separators it holds. (With
+--jsonl FIELD, each line is one: a JSON object with that field.) One in 20 documents is for
+validation; of a long one, the last 5 %.
 """
-# The order of this file is the way of a text: its source (1), its tokens (2), the shards that are
-# written and read (3), and the windows that a model sees (4). At the end (5) is the command.
+# The way of a text, which is the order of this file, too:
+#
+#     1  texts()            a source, such as Shakespeare: two lists of texts, train and val
+#     2  encode             all texts of a list, one after the other, as tokens: numbers below 2**16
+#     3  write_data_set     a folder with these tokens, in files called shards
+#     4  read_windows       T + 1 tokens from anywhere in the shards: what a model sees
+#     5  main               the command goes from 1 to 3. train.py does 4.
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -37,25 +44,26 @@ from flags import flag, make_configs, read_command_line, refuse, start
 
 # ================================================================== part 1: where texts come from
 
-# A source is a dataclass: its fields are flags of its own, and texts() returns two lists of texts,
-# for training and for validation. A text is a document, which is read as one whole. For one more
-# source, write such a class, and name it in SOURCES (part 5).
+# A source is a dataclass. Its fields are flags of its own, and texts() returns two lists of texts,
+# for training and for validation. A text is a document, which is read as one whole. This is a whole
+# source, whose documents are the lines of a file:
+#
+#     @dataclass
+#     class Songs(Source):
+#         songs: str = flag("songs.txt", "a file with a song in each line", group="songs only")
+#
+#         def texts(self, out):
+#             lines = read_text(self.songs).splitlines()
+#             return lines[20:], lines[:20]
+#
+# With songs=Songs in SOURCES (part 5), python prepare.py songs --songs FILE makes its data set. Name
+# its flags otherwise than those of all other sources.
 
+@dataclass
 class Source:
+    """What a source has if it says nothing else. (It may also have problems(): see Text, below.)"""
     tokenizers = "bytes", "gpt2"   # those it can have; the first one is the usual one
     about = {}                     # what meta.json says of it, besides its name and its tokenizer
-
-    def write(self, out, meta):
-        """Makes the data set in the folder `out`, in place of an older one. meta: for meta.json"""
-        train, val = (encode(texts, meta["tokenizer"]) for texts in self.texts(out))
-        out.resolve().mkdir(parents=True, exist_ok=True)   # resolve: it may be a link
-        # Without a validation shard, open_split refuses a folder. So the old one goes first, and
-        # the new one comes last: who is stopped in between leaves no data set that is half old.
-        (out / "val_000000.bin").unlink(missing_ok=True)
-        with whole_file(out / "meta.json") as file:
-            file.write(json.dumps(meta).encode())
-        write_shard(out / "train_000000.bin", train)
-        write_shard(out / "val_000000.bin", val)
 
 # ------------------------------------------------------------------------------------ what text is
 
@@ -129,22 +137,20 @@ FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main
 
 @dataclass
 class Fineweb(Source):
-    """It comes as shards, as modded-nanogpt takes them: one for validation, the others to train"""
+    """It has no texts(): it comes as shards, as modded-nanogpt takes them."""
     shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
     tokenizers = ("gpt2",)
 
-    def write(self, out, meta):
-        out.resolve().mkdir(parents=True, exist_ok=True)
-        names = ["val_000000", *(f"train_{i:06d}" for i in range(1, self.shards + 1))]
-        for name in names:
-            path = out / f"fineweb_{name}.bin"
-            if not path.exists():   # What an earlier run has downloaded stays.
-                unfinished = out / f"{path.name}.unfinished"
-                download(FINEWEB_URL + path.name, unfinished)
-                read_shard(unfinished)   # SystemExit if the download is cut short
-                os.replace(unfinished, path)
-        with whole_file(out / "meta.json") as file:
-            file.write(json.dumps(meta).encode())
+    def download_shards(self, out, meta):
+        numbered = [f"fineweb_train_{number:06d}.bin" for number in range(1, self.shards + 1)]
+        for name in ["fineweb_val_000000.bin", *numbered]:
+            if not (out / name).exists():   # What an earlier run has downloaded stays.
+                with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
+                    path = Path(unfinished, name)
+                    download(FINEWEB_URL + name, path)
+                    read_shard(path)   # SystemExit if the download is cut short
+                    os.replace(path, out / name)
+        write_meta(out, meta)
         print("The lengths of the shards are right. Their sha256, not known, was not checked.")
 
 # ------------------------------------------------------------------------------- your own documents
@@ -180,7 +186,7 @@ class Text(Source):
                     documents.append(text)
         if passed_over:
             print(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
-                f"{passed_over[0]}")
+                  f"{passed_over[0]}")
         return hold_out(documents)
 
 def files_in(path, seen):
@@ -224,16 +230,15 @@ def hold_out(documents):
         refuse("--input: has too little text (the folder of --out isn't read); name several "
                "documents, or one of more than 1,000 characters")
     print(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
-        f"at 95 % for both")
+          f"at 95 % for both")
     return train + [head for head, tail in long], val + [tail for head, tail in long]
 
 # ----------------------------------------------------------------------------------- the steps text
 
-# Each line of it follows from the one before, in none, one, two or more steps. Its letter says how
-# many steps lead to the next line. A digit's place in its line is called its cell, from 0 on.
+# Each line of it follows from the one before, in none, one, two or more steps.
 #
-#     c314159265358     two steps (a: 0, b: 1)
-#     d108515848740     three steps
+#     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
+#     d108515848740     asks for three steps
 #     c954006051092
 #
 # In a step, all digits are replaced at once. By which? That depends on the digit and on its left
@@ -243,8 +248,12 @@ def hold_out(documents):
 #     after an even one         0 7 4 5 6 1 3 8 9 2
 #     after an odd one          9 8 1 4 7 2 6 5 0 3
 #
-# So 314159265358 becomes 587723131420, and this becomes 108515848740: it is the answer to the first
-# line. We know how many steps lead to each digit, and so we see how many a model has learned.
+# So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line: it is the
+# answer to the first. We know how many steps lead to each digit, and so we see how many steps a
+# model has learned.
+#
+# The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
+# character, and its number is that of the byte; 256 comes after each document.
 
 LINES = 16   # of a document
 SPLITS = dict(train=(24_000, 5), val=(1_200, 3))   # how many documents, and a seed of their lines
@@ -360,49 +369,81 @@ def token_bytes(tokenizer_name, n_tokens):
 # Such folders are also made by llm.c and modded-nanogpt, without meta.json. A shard is as llm.c has
 # it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
-# train.py, too, writes its files in these two ways.
+# train.py writes its files in these two ways, too.
+
+UNFINISHED = ".unfinished-"   # So begin the names of files and folders that aren't whole yet.
 
 @contextlib.contextmanager
 def whole_file(path):
-    """with whole_file(path) as file: a new file, open to write bytes. It takes the place of an
-    older one only when all is written and on the disk. So a kill or a full disk leaves the older
-    one as it was. SystemExit, with a sentence, if it can't be written"""
-    with tempfile.NamedTemporaryFile(prefix=".unfinished-", dir=path.parent, delete=False) as file:
-        try:
+    """with whole_file(path) as file: a new file, open to write bytes. Only when all is written and
+    on the disk, it takes the place of an older one. So a kill or a full disk leaves that as it was.
+    SystemExit if it can't be written"""
+    unfinished = Path(path).with_name(UNFINISHED + os.urandom(4).hex())   # nobody else's
+    try:
+        with open(unfinished, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except (OSError, RuntimeError) as error:   # torch.save says RuntimeError.
-            refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-        finally:
-            Path(file.name).unlink(missing_ok=True)   # Nothing, if it has its name now.
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError if the disk is full.
+        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
+    finally:
+        with contextlib.suppress(OSError):   # It isn't there if it has its right name now.
+            unfinished.unlink()
 
 def lock_folder(folder):
-    """Until what is returned is closed, or this process ends, however that may be, no other process
-    can lock the folder. SystemExit if one holds it now"""
-    file = open(folder / "lock", "ab")
+    """Makes a folder, if it isn't there, and locks it -> a file. Until that is closed, or this
+    process ends, however it ends, nobody else can lock it. SystemExit if somebody has it now"""
+    os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
+    file = open(Path(folder, "lock"), "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
                f"--out")
+    except OSError:   # Some network disks have no locks. There, don't use two terminals.
+        return file
+    for path in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     return file
 
-MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+def write_data_set(out, meta, train, val):
+    """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
+        write_meta(unfinished, meta)
+        write_shards(unfinished, "train", train)
+        write_shards(unfinished, "val", val)
+        # All is whole, so the old shards can go. Who is stopped from here on, or reads meanwhile,
+        # finds no validation shard, and open_split says so: the new one comes last.
+        for old in [*out.glob("val_??????.bin"), *out.glob("train_??????.bin")]:
+            old.unlink()
+        for new in sorted(os.listdir(unfinished)):   # meta.json, train_.., val_..
+            os.replace(Path(unfinished, new), out / new)
 
-def write_shard(path, tokens):
-    """tokens: numbers below 2**16, less than 2**31 of them"""
-    header = np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4")
-    with whole_file(path) as file:
-        file.write(header.tobytes())
-        file.write(np.array(tokens, "<u2").tobytes())
+def write_meta(folder, meta):
+    with whole_file(Path(folder, "meta.json")) as file:
+        file.write(json.dumps(meta).encode())
+
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
+MOST_TOKENS = 2**31 - 1   # of a shard, because the header says how many by an int32
+
+def write_shards(folder, split, tokens):
+    """tokens: a sequence of numbers below 2**16. They fill one shard, or as many as they need."""
+    tokens = np.asarray(tokens, "<u2")
+    for number, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
+        part = tokens[begin:begin + MOST_TOKENS]
+        with whole_file(Path(folder, f"{split}_{number:06d}.bin")) as file:
+            file.write(np.array([MAGIC, VERSION, len(part)] + 253 * [0], "<i4"))
+            file.write(part)
 
 def read_shard(path):
     """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
     if it has another format, or is cut short"""
     header = np.fromfile(path, "<i4", 3).tolist()
-    if header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, say, or llm.c's of Llama 3
+    if len(header) < 3 or header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, or llm.c's of Llama 3
         refuse(f"{path}: is no shard of llm.c's version {VERSION}, which has 256 int32 ({MAGIC}, "
                f"{VERSION}, number of tokens, zeros), and then the tokens as uint16")
     n = header[2]
@@ -412,27 +453,37 @@ def read_shard(path):
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
 
 def shard_paths(data):
-    """In order. (What begins with a dot is unfinished.)"""
-    return sorted(Path(data).glob("[!.]*.bin"))
+    return sorted(Path(data).glob("*.bin"))
 
 def load_meta(data):
     """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
     vocab_size=). The steps text has steps=, too, the puzzle. SystemExit if none is there"""
-    folder = Path(data)
-    if (folder / "meta.json").exists():
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    elif shard_paths(data):   # of llm.c or of modded-nanogpt: These are GPT-2's tokens.
-        name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
+    path = Path(data, "meta.json")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        if not shard_paths(data):
+            refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; go where the data "
+                   f"are, or make them with prepare.py")
+        # Other programs write no meta.json. These shards hold GPT-2's tokens.
+        name = "fineweb" if any(Path(data).glob("fineweb_*.bin")) else "llm.c"
         meta = dict(name=name, tokenizer="gpt2")
-    else:
-        refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; go where the data are, "
-               f"or make them with prepare.py")
+    except ValueError:   # It is no JSON, or no text.
+        meta = None
+    if not isinstance(meta, dict) or meta.get("tokenizer") not in list(VOCABULARIES):
+        refuse(f"{path}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; correct it, or "
+               f"make the data set anew, in another folder")
     return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
 
-def fingerprint(data, meta):
-    """A hash of meta.json, and of the shards' names and sizes. A resumed run wants the same."""
+def fingerprint(data, content=True):
+    """A hash of meta.json, of the shards' names and sizes, and of some of their content. A resumed
+    run wants the same. content=False: the fourth edition's, which looks at no content"""
     sizes = [(path.name, path.stat().st_size) for path in shard_paths(data)]
-    return hashlib.sha256(json.dumps([meta, sizes], sort_keys=True).encode()).hexdigest()
+    found = hashlib.sha256(json.dumps([load_meta(data), sizes], sort_keys=True).encode())
+    for name, size in sizes if content else []:
+        for begin in 0, size // 2, max(0, size - 2**16):   # 64 kB each
+            found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
+    return found.hexdigest()
 
 # =============================================================== part 4: windows, for who reads it
 
@@ -442,7 +493,13 @@ def fingerprint(data, meta):
 def open_split(data, split, T=0):
     """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token).
     The split is a word of a shard's name. (festival_train_000000.bin is of train.)"""
-    paths = [path for path in shard_paths(data) if split in re.split("[^A-Za-z]+", path.stem)]
+    paths = []
+    for path in shard_paths(data):
+        words = re.split("[^A-Za-z]+", path.stem)
+        if "train" in words and "val" in words:
+            refuse(f"{path}: is it of train or of val? its name has both; rename it")
+        if split in words:
+            paths.append(path)
     if not paths:
         refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
     shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
@@ -485,27 +542,48 @@ class PrepareConfig:
     out: str = flag("", "folder of the shards; without it data/NAME")
     tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
 
-def main(argv=None):
-    # --help shows the flags of all sources. Of those that are typed, only the named one's count.
-    classes = [PrepareConfig, *SOURCES.values()]
-    typed = read_command_line(classes, argv, __doc__, positional=("name",))
+def read_configs(argv):
+    """Command line -> PrepareConfig, and the source that it names, with its flags"""
+    typed = read_command_line([PrepareConfig, *SOURCES.values()], argv, __doc__, ("name",))
+    for owner, source in SOURCES.items():
+        for field in dataclasses.fields(source):
+            if field.name in typed and owner != typed["name"]:
+                refuse(f"--{field.name}: is for {owner} only; leave it out")
     config, source = make_configs([PrepareConfig, SOURCES[typed["name"]]], typed)
     if config.tokenizer not in ("auto", *source.tokenizers):
         refuse(f"--tokenizer {config.tokenizer}: {config.name} has other tokens; leave it out")
-    tokenizer = source.tokenizers[0] if config.tokenizer == "auto" else config.tokenizer
-    meta = dict(name=config.name, tokenizer=tokenizer) | source.about
-    out = Path(config.out or f"data/{config.name}")
-    # The same data set may come anew, and your own text, too, after you have edited it.
+    return config, source
+
+def refuse_other_data_set(out, meta):
+    """SystemExit if the folder holds another data set than that of meta. (The same one may come
+    anew, and your own text, too, after you have edited it.)"""
     if (out / "meta.json").exists() or shard_paths(out):
         there = load_meta(out)
         differ = [key for key in meta if there.get(key) != meta[key]]
         if differ:
             refuse(f"--out {out}: holds another data set, which differs in {' and '.join(differ)}; "
                    f"choose another folder")
-    source.write(out, meta)
+
+def main(argv=None):
+    config, source = read_configs(argv)
+    tokenizer = source.tokenizers[0] if config.tokenizer == "auto" else config.tokenizer
+    meta = dict(name=config.name, tokenizer=tokenizer) | source.about
+    out = Path(config.out or f"data/{config.name}")
+    refuse_other_data_set(out, meta)   # now, before the work
+    comes_as_shards = isinstance(source, Fineweb)
+    if not comes_as_shards:
+        train, val = (encode(texts, tokenizer) for texts in source.texts(out))
+        if not train or not val:
+            refuse(f"{config.name}: needs a text to train on, and another one to validate with")
+    with lock_folder(out):
+        refuse_other_data_set(out, meta)   # and now, when no other prepare.py can make one there
+        if comes_as_shards:
+            source.download_shards(out, meta)
+        else:
+            write_data_set(out, meta, train, val)
     n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     print(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "
-        f"python train.py --data {shlex.quote(str(out))}")
+          f"python train.py --data {shlex.quote(str(out))}")
 
 if __name__ == "__main__":
     start(main)   # It makes sentences of errors that you can mend, such as a full disk.

@@ -7,9 +7,16 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
-# Read this as nanoGPT's train.py, from top to bottom. What residuals, deciders, gains and a Runner
-# are is explained in model.py. A gate is a parameter with a learning rate of its own, --gate_lr: a
-# residual lists its gates in own_lr.
+# Read this as nanoGPT's train.py. First comes the training itself: settings, data, evaluation,
+# rates, optimizers, and the loop, `train`. Then what it stands on: the run's folder, processes and
+# signals, a trial of classes of your own. The end is `main`, where a run begins. Our words:
+#
+#     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
+#     decider     says which tokens skip which sublayers (model.py, part 3)
+#     Runner      runs one pass of tokens through the model, and notes what happened: who skipped,
+#                 the loss, the gains (how much sublayers change a token; some residuals know it)
+#     gate        a parameter that trains with --gate_lr. Residuals list theirs in own_lr.
+#     part        a batch has grad_accum x processes parts. Each process takes its own in turn.
 
 import atexit
 import contextlib
@@ -18,8 +25,9 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
-import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,10 +39,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from flags import (Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start)
-from model import (DECIDERS, GPT, Decider, GPTConfig, RESIDUALS, Residual, Runner,
-                   checkpoint_blocks, choose, compile_blocks, flops_per_token,
-                   num_params, residual_kind)
+from flags import Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start
+from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Runner,
+                   checkpoint_blocks, choose, compile_model, constrain_weights, flops_per_token,
+                   num_params)
+from prepare import lock_folder, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
 RANK = int(os.environ.get("RANK", 0))
@@ -42,7 +51,8 @@ N_PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 
 def say(text):
     if RANK == 0:
-        print(text, flush=True)
+        with contextlib.suppress(OSError):   # A training goes on when its terminal is closed.
+            print(text, flush=True)
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -92,151 +102,95 @@ class TrainConfig:
             yield "--resume and --overwrite: contradict each other; give one"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
+        if self.batch_size % (self.grad_accum * N_PROCESSES):
+            yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes, "
+                   f"{self.grad_accum} x {N_PROCESSES}")
 
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
 # They say nothing about a run: where it goes, how it is started, and what the data say.
 NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
-MODEL_FLAGS = [name for name in asdict(GPTConfig()) if name not in NOT_OF_THE_RUN]
 
 def of_the_run(settings):
-    return {name: settings[name] for name in settings if name not in NOT_OF_THE_RUN}
+    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
 
-def read_configs(argv=None):
-    """The command line -> model_config, config"""
-    classes = GPTConfig, TrainConfig
-    epilog = f"residuals, with their options:\n{residuals_in_words()}"
-    typed = read_command_line(classes, argv, __doc__, epilog=epilog)
-    if "vocab_size" in typed:   # `main` sets it.
+DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
+MODEL_FLAGS = of_the_run(asdict(GPTConfig()))
+
+# What a run can't change when it goes on, and why. (Kernels change how a model is computed, and not
+# what it computes.)
+FIXED_IN_RUN = {name: "its weights are of that model" for name in MODEL_FLAGS if name != "kernels"}
+FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
+                     batch_size="the order of its data depends on it",
+                     optimizer="the moments that are saved are of that optimizer",
+                     eval_windows="losses on other windows can't be compared")
+
+# What --init_from can't change. These may differ:
+MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
+                    if name not in MAY_DIFFER}
+
+def read_flags(argv=None):
+    """The command line -> what is typed, a dict"""
+    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:   # `begin_training` sets it.
         refuse("--vocab_size: the data say it; leave it out")
-    defaults = asdict(GPTConfig()) | asdict(TrainConfig())
-    if typed.get("resume"):
-        earlier = of_the_run(read_checkpoint(typed["out"])["settings"])
-    elif "config" in typed:
-        earlier = of_the_run(read_settings(typed["config"]))
-    else:
-        earlier = {}
-    model_config, config = make_configs(classes, defaults | earlier | typed)
+    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    return typed
+
+def refuse_changes(settings, earlier, fixed, run):
+    """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
+    """
+    for name, reason in fixed.items():
+        if settings[name] != earlier[name]:
+            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
+                   f"{reason}; leave the flag out, or start a new run")
+
+def settings_to_resume(typed, ckpt):
+    """What is typed (a dict) and the checkpoint to go on from -> a value for each flag, a dict"""
+    earlier = DEFAULTS | of_the_run(ckpt["settings"])
+    settings = earlier | typed
+    refuse_changes(settings, earlier, FIXED_IN_RUN, typed["out"])
+    return settings
+
+def settings_of_new_run(typed):
+    """What is typed, a dict -> a value for each flag, a dict, and the checkpoint of --init_from, or
+    None. What isn't typed comes from --config, then from the model of --init_from, then from the
+    defaults."""
+    from_config, from_model, ckpt = {}, {}, None
+    if "config" in typed:
+        from_config = of_the_run(read_settings(typed["config"]))
+    # --config repeats a run, and so the --init_from that it began with.
+    source = typed.get("init_from", from_config.get("init_from"))
+    if source:
+        ckpt = read_checkpoint(source)
+        from_model = of_the_run(ckpt["model_config"])
+    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
+    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
+    settings |= typed
+    if source:
+        refuse_changes(settings, from_model, FIXED_IN_WEIGHTS, source)
+    return settings, ckpt
+
+def configs_of(settings):
+    """A dict -> model_config, config. SystemExit, with a sentence, if a value is impossible"""
+    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
     config.lr = config.lr or RATES[config.optimizer]
     if not config.out:   # attnres:group=4 -> runs/attnres-group4
         config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
     return model_config, config
 
 def residuals_in_words():
+    """For --help"""
     lines = []
     for name, kind in RESIDUALS.items():
         options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
         lines.append(f"  {name}:{options}" if options else f"  {name}")
-    return "\n".join(lines)
-
-# --------------------------------------------------------------------------------------- run folder
-
-# A run is a folder:
-#
-#     config.json      the settings it began with: the flags, and the tokenizer
-#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too.
-#     ckpt.pt          the last checkpoint: model (weights), model_config, optimizers (moments),
-#                      step, flops, data (a fingerprint), settings (those now in force)
-#
-# People pass such folders on, so no code in one is run.
-
-def read_settings(path):
-    """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
-    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, TypeError, ValueError) as error:
-        refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
-
-def read_metrics(run):
-    """-> {step: all that metrics.jsonl says about it}"""
-    path, metrics = Path(run) / "metrics.jsonl", {}
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):   # A crash may have cut a line short.
-            entry = json.loads(line)
-            metrics.setdefault(entry["step"], {}).update(entry)
-    return metrics
-
-def read_checkpoint(run):
-    """-> what a run's ckpt.pt holds, a dict"""
-    path = Path(run) / "ckpt.pt"
-    if not path.exists():
-        refuse(f"{path}: no checkpoint there; train that run first")
-    try:
-        # weights_only: no code in the file is run.
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        GPTConfig(**ckpt["model_config"])   # That it can be made is a check.
-    except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(str(error).split())[:200]   # torch writes many lines.
-        refuse(f"{path}: is broken, or no checkpoint of this train.py ({what})")
-    if "settings" not in ckpt:   # an older one
-        ckpt["settings"] = read_settings(run)
-    return ckpt
-
-def load_weights(model, ckpt, run):
-    try:
-        model.load_state_dict(ckpt["model"])
-    except RuntimeError as error:
-        what = " ".join(str(error).split())[:300]
-        refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
-               f"was trained ({what})")
-
-def open_run(run, device="auto"):
-    """Run folder -> its model in eval mode, and its settings, a dict. For sample.py and analyze.py,
-    and for you: nothing is written. device: auto, cpu or cuda"""
-    ckpt = read_checkpoint(run)
-    # --kernels on was right for the machine that trained. Without Triton, it would be refused.
-    config = GPTConfig(**ckpt["model_config"] | dict(kernels="auto"))
-    for problem in config.problems():   # A class of yours may be gone from model.py.
-        refuse(f"{run}: {problem}")
-    model = GPT(config)
-    load_weights(model, ckpt, run)
-    model.to(pick_device(device, config.n_embd)).eval()
-    return model, ckpt["settings"] | asdict(config)
-
-def refuse_if_taken(out, overwrite):
-    """A new run would replace these files of the folder. All others stay."""
-    found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
-    # Other programs have a config.json or a ckpt.pt, too. The config of a run has a residual.
-    if found and (found[0] != "config.json" or "residual" not in read_settings(out)):
-        refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
-    if found and not overwrite:
-        refuse(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
-               f"another --out keeps it")
-
-def log(out, **values):
-    """Adds a line to metrics.jsonl."""
-    if RANK == 0:
-        with open(out / "metrics.jsonl", "a") as f:
-            f.write(json.dumps(values) + "\n")
-
-def save(out, state):
-    if RANK == 0:
-        with prepare.whole_file(out / "ckpt.pt") as f:
-            torch.save(state, f)
-
-def begin(out, settings):
-    """The first files of a new run"""
-    if RANK == 0:
-        out.mkdir(parents=True, exist_ok=True)
-        for name in "ckpt.pt", "metrics.jsonl":   # of the run that this one replaces
-            (out / name).unlink(missing_ok=True)
-        with prepare.whole_file(out / "config.json") as f:
-            f.write(json.dumps(settings, indent=2).encode())
-
-def begin_again(out, settings, ckpt):
-    """What was logged after the checkpoint goes: the run takes those steps again. What this start
-    changes is logged, and stands in the checkpoint from now on."""
-    if RANK == 0:
-        kept = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
-        with prepare.whole_file(out / "metrics.jsonl") as f:
-            f.writelines(json.dumps(entry).encode() + b"\n" for entry in kept)
-    changed = dict(sorted(settings.items() - ckpt["settings"].items()))
-    if changed:
-        say(f"from iteration {ckpt['step']} on: {changed}")
-        log(out, step=ckpt["step"], changed=changed)
-        save(out, ckpt | dict(settings=settings))
+    return "residuals, with their options:\n" + "\n".join(lines)
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -255,8 +209,7 @@ class Data:
         prepare.windows_of(folder, "train", block_size, config.eval_windows)
         self.shards = prepare.open_split(folder, "train", block_size)
         self.val = prepare.windows_of(folder, "val", block_size, config.eval_windows)   # x, y
-        # --resume refuses if meta.json, a shard's name or size is another.
-        self.fingerprint = prepare.fingerprint(folder, meta)
+        self.fingerprint = prepare.fingerprint(folder)   # --resume wants the same data.
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). The batch depends on seed,
@@ -281,19 +234,30 @@ def evaluate(model, x, y, token_bytes, batch_size):
     torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
         runner = Runner(model)
-        model(xi.to(model.device), yi.to(model.device), runner=runner)
+        _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
         share = len(xi) / len(x)
-        nats += runner.cross_entropy.item() * share   # the loss, without what flags add
+        nats += loss.item() * share
         skipped += runner.skipped() * share
     model.train(was_training)
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
+def evaluate_and_report(model, data, batch_size, step, out):
+    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, batch_size)
+    refuse_if_not_finite("validation loss", loss, step, out)
+    log(out, step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
+    say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | {skipped:.1%} "
+        f"skipped")
+
 def refuse_if_not_finite(what, number, step, out):
     """Ends the run before it saves weights that are good for nothing."""
-    if not math.isfinite(number):
-        refuse(f"iteration {step}: the {what} is not finite; {out}/ckpt.pt, if it is there, "
-               f"is from before: go on from there with --resume and a lower --lr")
+    if math.isfinite(number):
+        return
+    if step == 0:
+        refuse(f"iteration 0: the {what} is not finite, before anything is learned; look at the "
+               f"model")
+    refuse(f"iteration {step}: the {what} is not finite; {out}/ckpt.pt, if it is there, is from "
+           f"before: go on from there with --resume and a lower --lr")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 
@@ -396,110 +360,6 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
-# ------------------------------------------------------------------- device, processes, signals
-
-def pick_device(name, n_embd):
-    """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
-    if name == "cuda" and not torch.cuda.is_available():
-        refuse("--device cuda: torch sees no CUDA device; use --device cpu")
-    if name != "cpu" and torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"   # torchrun sets it.
-        torch.cuda.set_device(device)
-        return device
-    # Small models are faster with one thread of the CPU, much so if other programs are busy.
-    # OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)
-    if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
-        torch.set_num_threads(1)
-    return "cpu"
-
-def wait():
-    """Until all processes are here. All call it, and `mean`, at the same time."""
-    if N_PROCESSES > 1:
-        dist.barrier()
-
-def mean(number):
-    """Each process gives a number, such as a loss -> their mean"""
-    if N_PROCESSES == 1:
-        return number
-    total = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / N_PROCESSES
-
-@contextlib.contextmanager
-def noted_signals():
-    """with noted_signals() as signals: Ctrl-C or a kill only adds its number to this list, so that
-    a training can save and stop. The same one again acts as usual."""
-    signals = []
-    usual = {number: signal.getsignal(number)
-             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-
-    def note(number, frame):
-        signals.append(number)
-        signal.signal(number, usual[number])
-
-    for number, handler in usual.items():
-        if handler is not signal.SIG_IGN:   # nohup has SIGHUP ignored.
-            signal.signal(number, note)
-    try:
-        yield signals
-    finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
-
-# ----------------------------------------------------------------- a trial of your own classes
-
-@torch.no_grad()
-def look_for_mistakes(config):
-    """Tries the residual and the decider of a config on a few tokens, so that a mistake in a class
-    of yours costs you a second, and not an hour. Mistake, with a sentence, if there is one"""
-    kind, decider_kind = residual_kind(config), choose("--mod", DECIDERS, config.mod)[0]
-    look_at_names(kind, Residual)
-    look_at_names(decider_kind, Decider)
-    # The depth and the width are yours, and all else is small.
-    model = GPT(GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd,
-                          block_size=4, vocab_size=8, mlp_ratio=0.1, mod=config.mod)).eval()
-    idx = torch.arange(4).view(2, 2)
-    for place, stream in model.walk(idx, runner=Runner(model, Decider())):   # All tokens run.
-        found = shape_of(stream)
-        wanted = found if place == 0 else wanted
-        if found != wanted and not model.ends.stream_grows:
-            raise Mistake(f"{kind.__name__}.forward got {wanted} and returned {found}; is a return "
-                          f"missing? (A stream of its own form needs a method start, too.)")
-    look_at_other_tokens(model, kind.__name__, Decider())
-    look_at_other_tokens(model, decider_kind.__name__, model.decider)
-
-def look_at_names(kind, base):
-    """Is a method misspelt, or forgotten, in this class, which is derived from base?"""
-    known = [name for name in dir(base) if not name.startswith("_")
-             and getattr(base, name) is not getattr(torch.nn.Module, name, None)]
-    for name in vars(kind):
-        near = difflib.get_close_matches(name, known, 1, 0.85)
-        if near and name not in known and not name.startswith(near[0]):
-            raise Mistake(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
-    changed = [name for name in [*known, "__init__"] if getattr(kind, name) != getattr(base, name)]
-    if not changed and kind is not base:
-        raise Mistake(f"{kind.__name__} changes nothing; write its forward (a decider's decide)")
-
-def shape_of(stream):
-    """That of a stream's tensor, or of each, as text"""
-    if isinstance(stream, tuple):
-        return "(" + ", ".join(shape_of(part) for part in stream) + ")"
-    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__
-
-def look_at_other_tokens(model, name, decider):
-    """Compares passes in which only a later token, or only another sequence, is another one."""
-    def logits(idx):
-        torch.manual_seed(0)   # All passes draw the same random numbers.
-        return model(torch.tensor(idx), runner=Runner(model, decider))[0]
-    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
-    last = logits([[0, 1, 2, 7], [4, 5, 6, 7]])
-    other = logits([[0, 1, 2, 3], [7, 6, 5, 4]])
-    small = 1e-5 * max(1.0, usual.abs().max().item())
-    if (usual - last)[0, :3].abs().max() > small:
-        raise Mistake(f"{name} looks at later tokens; only f may look at other tokens")
-    if (usual - other)[0].abs().max() > small:
-        raise Mistake(f"{name} looks at other sequences; only f may look at other tokens")
-
 # ----------------------------------------------------------------------------------------- the loop
 
 def make_ready(model, config, device):
@@ -508,9 +368,9 @@ def make_ready(model, config, device):
     model.to(device)
     if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
-        model.dtype = torch.bfloat16
+        model.compute_in(torch.bfloat16)
     if config.compile:
-        compile_blocks(model)
+        compile_model(model)
     if config.checkpoint_blocks:
         checkpoint_blocks(model)
     if N_PROCESSES == 1:
@@ -544,19 +404,17 @@ def forward_and_backward(model, wrapped, config, data, step):
     means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
     return means, token_flops
 
-def train(model_config, config, data, settings, device, signals):
-    """A whole run -> exit status: 0, or 1 if a signal has stopped it. settings: what is kept in its
-    folder; signals: a list, empty until Ctrl-C or a kill comes"""
-    out, source = Path(config.out), config.out if config.resume else config.init_from
-    model, step, flops = GPT(model_config), 0, 0.0
-    if source:
-        ckpt = read_checkpoint(source)
-        load_weights(model, ckpt, source)
+def train(model_config, config, ckpt, data, device, signals):
+    """A whole run -> exit status: 0, or 1 if a signal has stopped it. ckpt: the checkpoint to begin
+    with, or None; signals: a list, empty until Ctrl-C or a kill comes"""
+    out, model, step, flops = Path(config.out), GPT(model_config), 0, 0.0
+    if ckpt:
+        load_weights(model, ckpt, config.out if config.resume else config.init_from)
     wrapped = make_ready(model, config, device)
     optimizers = make_optimizers(model, config)
+    settings = of_the_run(asdict(model_config) | asdict(config))
+    settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
     if config.resume:
-        if ckpt["data"] != data.fingerprint:
-            refuse(f"{out}: is of other data than --data has now; put that back, or start anew")
         step, flops = ckpt["step"], ckpt["flops"]
         for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
             # Rates and decay stay as the flags say.
@@ -566,9 +424,10 @@ def train(model_config, config, data, settings, device, signals):
         begin(out, settings)   # Only now, after all checks, a run that it replaces is deleted.
     tokens_per_step = config.batch_size * model_config.block_size
     part_size = config.batch_size // (config.grad_accum * N_PROCESSES)   # sequences at a time
+    goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; from iteration {step} on, {tokens_per_step:,} "
-        f"tokens a step on {N_PROCESSES} x {model.device.type}")
+        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
+        f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
     timed_from, start_time = step, time.perf_counter()
 
     while True:
@@ -579,11 +438,7 @@ def train(model_config, config, data, settings, device, signals):
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
             if not is_stopped:
-                loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, part_size)
-                refuse_if_not_finite("validation loss", loss, step, out)
-                log(out, step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
-                say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{skipped:.1%} skipped")
+                evaluate_and_report(model, data, part_size, step, out)
             weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
             refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
@@ -591,8 +446,7 @@ def train(model_config, config, data, settings, device, signals):
             save(out, dict(model=model.state_dict(), model_config=asdict(model_config),
                            settings=settings, optimizers=moments, step=step, flops=flops,
                            data=data.fingerprint))
-            # Speed is measured without these pauses.
-            timed_from, start_time = step, time.perf_counter()
+            timed_from, start_time = step, time.perf_counter()   # Speed is that without pauses.
         if is_last:
             break
 
@@ -615,50 +469,348 @@ def train(model_config, config, data, settings, device, signals):
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        model.ends.constrain(model)   # nGPT normalises its weights.
+        constrain_weights(model)   # nGPT normalises its weights.
 
         # --- Report
         if is_logged:
             refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
-            report = {name: mean(float(value)) for name, value in means.items()}
             speed = (step - timed_from) * tokens_per_step / (time.perf_counter() - start_time)
-            log(out, step=step, **report, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
-                tok_s=speed, tokens=step * tokens_per_step, grad_norms=block_norms.tolist())
-            about_gain = f"mean gain {report['mean_gain']:.3f} | " if "mean_gain" in report else ""
-            say(f"iter {step:5d} | loss {report['loss']:.4f} | lr {config.lr * factor:.2e} | "
-                f"gradient {norm.item():.2f} | {about_gain}{report['skip_rate']:.1%} skipped | "
-                f"{speed:,.0f} tokens/s")
+            means = {name: mean(float(value)) for name, value in means.items()}
+            report(out, step, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
+                   tok_s=speed, tokens=step * tokens_per_step, grad_norms=block_norms.tolist(),
+                   **means)
             timed_from, start_time = step, time.perf_counter()
 
     wait()   # Nobody leaves while another one is still writing.
+    folder = shlex.quote(config.out)
     if is_stopped:
-        say(f"stopped at iteration {step}; go on with: python train.py --out {out} --resume")
+        say(f"stopped at iteration {step}, all is saved; go on with: "
+            f"python train.py --out {folder} --resume")
         return 1
-    say(f"done; next: python sample.py {out}   or: python analyze.py {out}")
+    say(f"done: {folder} holds the run\n"
+        f"next: python sample.py {folder}   or: python analyze.py {folder}")
     return 0
+
+def report(out, step, **found):
+    """A line of metrics.jsonl, and a line for people"""
+    log(out, step=step, **found)
+    about_gain = f"mean gain {found['mean_gain']:.3f} | " if "mean_gain" in found else ""
+    say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
+        f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | "
+        f"{found['tok_s']:,.0f} tokens/s")
+
+# --------------------------------------------------------------------------------------- run folder
+
+# A run is a folder:
+#
+#     config.json      the settings it began with: the flags, and the tokenizer
+#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too.
+#     ckpt.pt          the last checkpoint: model (weights), model_config, settings (those in force
+#                      now), optimizers (moments), step, flops, data (a fingerprint)
+#
+# People pass such folders on, so no code in one is run.
+
+def read_settings(path):
+    """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        return without_old_flags(dict(settings), file)
+    except (OSError, TypeError, ValueError) as error:
+        refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
+
+def without_old_flags(settings, path):
+    """--tie was a flag of the fourth edition."""
+    if settings.pop("tie", False):
+        refuse(f"{path}: has the flag --tie, which is gone; git checkout e690699 reads it")
+    return settings
+
+def read_metrics(run):
+    """-> {step: all that metrics.jsonl says about it}"""
+    path, metrics = Path(run) / "metrics.jsonl", {}
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):   # A crash may have cut a line short.
+            entry = json.loads(line)
+            metrics.setdefault(entry["step"], {}).update(entry)
+    return metrics
+
+def read_checkpoint(run):
+    """-> what a run's ckpt.pt holds, a dict"""
+    path = Path(run) / "ckpt.pt"
+    if not path.exists():
+        refuse(f"{path}: no checkpoint there; train that run first")
+    try:
+        # weights_only: no code in the file is run.
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        GPTConfig(**without_old_flags(ckpt["model_config"], path))   # that it can be made
+    except Exception as error:   # There are many ways in which a file can be broken.
+        what = " ".join(str(error).split())[:200]   # torch writes many lines.
+        refuse(f"{path}: is broken, or no checkpoint of this train.py ({what})")
+    if "settings" not in ckpt:   # It is of the fourth edition, whose log has what --resume changed.
+        ckpt["settings"] = read_settings(run)
+        for entry in read_metrics(run).values():
+            ckpt["settings"] |= {name.removeprefix("--"): value for name, value in entry.items()
+                                 if name.startswith("--")}
+    return ckpt
+
+def load_weights(model, ckpt, run):
+    try:
+        model.load_state_dict(ckpt["model"])
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:300]
+        refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
+               f"was trained ({what})")
+
+def open_run(run, device="auto"):
+    """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
+    settings, a dict: the flags, the tokenizer, and the fingerprint of its data. Nothing is written.
+    device: auto, cpu or cuda"""
+    ckpt = read_checkpoint(run)
+    # --kernels on was right for the machine that trained. Without Triton, it would be refused.
+    config = GPTConfig(**ckpt["model_config"] | dict(kernels="auto"))
+    for problem in config.problems():
+        refuse(f"{run}: {problem}. (Is a class of yours gone from model.py? Older runs can be read "
+               f"by git checkout e690699.)")
+    model = GPT(config)
+    load_weights(model, ckpt, run)
+    model.to(pick_device(device, config.n_embd)).eval()
+    return model, ckpt["settings"] | asdict(config) | dict(fingerprint=ckpt["data"])
+
+def is_same_data(folder, fingerprint):
+    """fingerprint: that of a checkpoint. (The fourth edition had one without content.)"""
+    return fingerprint in (prepare.fingerprint(folder),
+                           prepare.fingerprint(folder, content=False))
+
+def data_of_run(run, settings, data=""):
+    """-> the folder of the data on which a run was trained, and a sentence if they have changed
+    since, else "". settings: as open_run returns them; data: where they are now, if they moved"""
+    folder = data or settings["data"]
+    if not Path(folder).exists():
+        refuse(f"{run}: was trained on {settings['data']}, and {folder} is not here; say where "
+               f"these data are, with --data")
+    if not is_same_data(folder, settings["fingerprint"]):
+        return folder, f"{folder} is not as it was when {run} was trained: losses may differ"
+    return folder, ""
+
+def lock(out):
+    """with lock(out): no other training, and no prepare.py, is at work in that folder."""
+    return lock_folder(out) if RANK == 0 else contextlib.nullcontext()
+
+def refuse_if_taken(out, overwrite):
+    """A new run would replace these files of the folder. All others stay."""
+    if (out / "meta.json").exists():
+        refuse(f"--out {out}: is a data set; take another --out")
+    found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
+    # Other programs have a config.json or a ckpt.pt, too. The config of a run has a residual.
+    if found and (found[0] != "config.json" or "residual" not in read_settings(out)):
+        refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
+    if found and not overwrite:
+        refuse(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
+               f"another --out keeps it")
+
+def log(out, **values):
+    """Adds a line to metrics.jsonl."""
+    if RANK == 0:
+        with open(out / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+def save(out, state):
+    """state: what ckpt.pt is to hold, a dict"""
+    if RANK == 0:
+        with whole_file(out / "ckpt.pt") as file:
+            torch.save(state, file)
+
+def begin(out, settings):
+    """The first files of a new run"""
+    if RANK == 0:
+        for name in "ckpt.pt", "metrics.jsonl":   # of the run that this one replaces
+            (out / name).unlink(missing_ok=True)
+        with whole_file(out / "config.json") as file:
+            file.write(json.dumps(settings, indent=2).encode())
+
+def begin_again(out, settings, ckpt):
+    """What was logged after the checkpoint goes: the run takes those steps again. What this start
+    changes is logged."""
+    if RANK == 0:
+        kept = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
+        with whole_file(out / "metrics.jsonl") as file:
+            file.writelines(json.dumps(entry).encode() + b"\n" for entry in kept)
+    changed = {name: value for name, value in settings.items()
+               if value != ckpt["settings"].get(name, DEFAULTS.get(name))}
+    if changed:
+        words = " ".join(f"--{name} {value}" for name, value in changed.items())
+        say(f"from iteration {ckpt['step']} on: {words}")
+        log(out, step=ckpt["step"], changed=changed)
+
+# --------------------------------------------------------------- device, processes, and signals
+
+def pick_device(name, n_embd):
+    """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
+    if name == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: torch sees no CUDA device; use --device cpu")
+    if name != "cpu" and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"   # torchrun sets it.
+        torch.cuda.set_device(device)
+        return device
+    # Small models are faster with one thread of the CPU, much so if other programs are busy.
+    # OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)
+    if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
+        torch.set_num_threads(1)
+    return "cpu"
+
+def wait():
+    """Until all processes are here. All call it, and `mean`, at the same time."""
+    if N_PROCESSES > 1:
+        dist.barrier()
+
+def mean(number):
+    """Each process gives a number, such as a loss -> their mean"""
+    if N_PROCESSES == 1:
+        return number
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / N_PROCESSES
+
+@contextlib.contextmanager
+def noted_signals():
+    """with noted_signals() as signals: Ctrl-C or a kill only adds its number to this list, so that
+    a training can save and stop. The same one again acts as usual."""
+    signals, usual = [], {}
+
+    def note(number, frame):
+        signals.append(number)
+        signal.signal(number, usual[number])
+
+    if threading.current_thread() is threading.main_thread():   # No other one gets signals.
+        for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+            if signal.getsignal(number) is not signal.SIG_IGN:   # nohup has SIGHUP ignored.
+                usual[number] = signal.signal(number, note)   # It returns what was before.
+    try:
+        yield signals
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+# ----------------------------------------------------------------- a trial of your own classes
+
+# A mistake in a class of yours is to cost you a second, and not an hour. So, first of all, train.py
+# runs the residual and the decider of a config on a few tokens. (tests/test_model.py -k NAME takes
+# longer, and finds more.)
+
+@torch.no_grad()
+def look_for_mistakes(config):
+    """Mistake, with a sentence, if the class that --residual or --mod names has one of these: a
+    misspelt or missing method, a forgotten return, a wrong shape, a look at other tokens"""
+    kind, _ = choose("--residual", RESIDUALS, config.residual)
+    decider_kind, _ = choose("--mod", DECIDERS, config.mod)
+    look_at_names(kind, Residual, "forward")
+    look_at_names(decider_kind, Decider, "decide")
+    # The depth and the width are yours, and all else is small.
+    model = GPT(GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd,
+                          block_size=4, vocab_size=8, mlp_ratio=0.1, mod=config.mod)).eval()
+    parameters = {name for residual in model.residuals() for name, _ in residual.named_parameters()}
+    for name in kind.own_lr:
+        if name not in parameters:
+            raise Mistake(f"{kind.__name__}.own_lr names {name!r}, and its parameters are "
+                          f"{', '.join(sorted(parameters)) or 'none'}")
+    model(torch.zeros(2, 3, dtype=torch.long), runner=LooksAtShapes(model, Decider()))
+    look_at_other_tokens(model, kind.__name__, Decider())   # All tokens run.
+    look_at_other_tokens(model, decider_kind.__name__, model.decider)
+    look_at_sampling(model, kind.__name__)
+
+def look_at_names(kind, base, method):
+    """kind: a class that is derived from base; method: what it has to replace, most of the time"""
+    known = [name for name in dir(base) if not name.startswith("_")
+             and getattr(base, name) is not getattr(torch.nn.Module, name, None)]
+    for name in vars(kind):
+        near = difflib.get_close_matches(name, known, 1, 0.85)
+        if near and name not in known and not name.startswith(near[0]):
+            raise Mistake(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
+    changed = [name for name in [*known, "__init__"] if getattr(kind, name) != getattr(base, name)]
+    if not changed and kind is not base:
+        raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its {method}")
+
+class LooksAtShapes(Runner):
+    """A stream keeps its form from sublayer to sublayer, unless it grows by design."""
+    def run(self, stream, residual, f):
+        after = super().run(stream, residual, f)
+        if shape_of(after) != shape_of(stream) and not residual.stream_grows:
+            raise Mistake(f"{type(residual).__name__}.forward got {shape_of(stream)} and returned "
+                          f"{shape_of(after)}. Is a return missing? (A stream of its own form "
+                          f"needs a method start, too.)")
+        return after
+
+def shape_of(stream):
+    """That of a stream's tensor, or of each, as text"""
+    if isinstance(stream, tuple):
+        return "(" + ", ".join(shape_of(part) for part in stream) + ")"
+    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__
+
+def look_at_other_tokens(model, name, decider):
+    """Compares passes in which only a later token, or only another sequence, is another one."""
+    def logits(idx):
+        torch.manual_seed(0)   # All passes draw the same random numbers.
+        return model(torch.tensor(idx), runner=Runner(model, decider))[0]
+    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
+    last = logits([[0, 1, 2, 7], [4, 5, 6, 7]])
+    other = logits([[0, 1, 2, 3], [7, 6, 5, 4]])
+    small = 1e-5 * max(1.0, usual.abs().max().item())
+    if (usual - last)[0, :3].abs().max() > small:
+        raise Mistake(f"{name} looks at later tokens; only f may look at other tokens")
+    if (usual - other)[0].abs().max() > small:
+        raise Mistake(f"{name} looks at other sequences; only f may look at other tokens")
+
+def look_at_sampling(model, name):
+    """There a residual gets the newest token alone. So it can't look at earlier ones."""
+    def logits(idx, cache=None):
+        return model(idx, cache=cache, runner=Runner(model, Decider()))[0][:, -1]
+    idx, cache = torch.tensor([[0, 1, 2, 3]]), KVCache(4)
+    usual, again = logits(idx), logits(idx)
+    for token in idx.split(1, dim=1):
+        newest = logits(token, cache)
+    small = 1e-4 * max(1.0, usual.abs().max().item())
+    # If it draws random numbers, the two usual ones differ, and nothing can be said.
+    if (usual - again).abs().max() < small < (usual - newest).abs().max():
+        raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
+                      f"something else; only f may look at other tokens")
 
 # --------------------------------------------------------------------------------------------- main
 
 def main(argv=None):
-    """The command line, then `train` -> its exit status"""
-    model_config, config = read_configs(argv)
-    if not config.resume:
+    """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
+    typed = read_flags(argv)
+    if typed.get("resume"):
+        out = Path(typed["out"])
+        if not out.is_dir():
+            refuse(f"--out {out}: no run there to be resumed")
+        with lock(out):   # Only then it is read, so nobody changes it meanwhile.
+            ckpt = read_checkpoint(out)
+            model_config, config = configs_of(settings_to_resume(typed, ckpt))
+            return begin_training(model_config, config, ckpt)
+    settings, ckpt = settings_of_new_run(typed)
+    model_config, config = configs_of(settings)
+    with lock(Path(config.out)):
         refuse_if_taken(Path(config.out), config.overwrite)
+        return begin_training(model_config, config, ckpt)
+
+def begin_training(model_config, config, ckpt):
+    """What is needed before `train`: a trial of the model, the device, the processes, the data"""
     look_for_mistakes(model_config)
-    if config.batch_size % (config.grad_accum * N_PROCESSES):
-        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes, "
-               f"{config.grad_accum} x {N_PROCESSES}")
     device = pick_device(config.device, model_config.n_embd)
     if N_PROCESSES > 1:   # gloo is for numbers on the CPU (see `mean`), nccl for gradients on GPUs.
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     data = Data(config, model_config.block_size)
+    if config.resume and not is_same_data(config.data, ckpt["data"]):
+        refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
+               f"run")
+    if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
+        refuse(f"--init_from {config.init_from}: its tokens are those of "
+               f"{ckpt['settings']['tokenizer']}, and {config.data} has {data.tokenizer}")
     # The rows of embedding and head: multiples of 64 are fast.
     model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
-    settings = of_the_run(asdict(model_config) | asdict(config))
-    settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
     with noted_signals() as signals:
-        return train(model_config, config, data, settings, device, signals)
+        return train(model_config, config, ckpt, data, device, signals)
 
 if __name__ == "__main__":
-    start(main)
+    start(main)   # It makes sentences of errors that you can mend, such as a full disk.

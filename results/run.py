@@ -5,14 +5,15 @@ The runs behind results/README.md: each is a command of train.py, and a line of 
     python results/run.py staircase --out mine --dry   # only prints the commands
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
-validation windows; cost.py says what else is measured in `cost` and `price`, and ill.py what in
-`ill` and `fanin`. Then its folder, below runs/results, can be deleted. Until then, if you delete
-its lines, it is measured anew. Seed 1 chooses learning rates; the others decide, see summarize.py.
-On a GPU, give --workers 1.
+validation windows; rules.py says what else is measured in `cost`, `price`, `ill` and `fanin`. Then
+its folder, below runs/results, can be deleted. Until then, if you delete its lines, it is measured
+anew. Seed 1 chooses learning rates; the others decide, see summarize.py. On a GPU, give
+--workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands. Two kinds are left out. Those with --mod_rate are of the third edition: git checkout
-7cf98d5 repeats them. Those with --device cuda need a GPU.
+the commands, each with the commit that ran it. All that are here ran in earlier editions, the last
+of which is e690699. Two kinds are left out: those with --mod_rate are of the third edition, and git
+checkout 7cf98d5 repeats them; those with --device cuda need a GPU.
 """
 import collections
 import concurrent.futures
@@ -30,15 +31,11 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
 import analyze
-import cost
-import ill
-import dataset
 import prepare
-from flags import flag, parse
+import rules
+from flags import flag, parse, refuse, start
 from model import num_params
-from processes import pick_device
-from runs import open_run, read_checkpoint, read_metrics
-from sentences import refuse, say, start
+from train import open_run, read_checkpoint, read_metrics, read_settings, say
 
 # -------------------------------------------------------------------------------------- the plans
 
@@ -93,17 +90,16 @@ def train(run):
 
 def inspect(folder, n_windows=512):
     """Run folder -> what the statistics of analyze.py take, with so many validation windows"""
-    model, config = open_run(folder)
-    model.to(pick_device(config["device"]))
-    windows = dataset.windows_of(config["data"], "val", config["block_size"], n_windows)
-    puzzle = dataset.load_meta(config["data"]).get("steps")
+    model, config = open_run(folder, read_settings(folder)["device"])
+    windows = prepare.windows_of(config["data"], "val", config["block_size"], n_windows)
+    puzzle = prepare.load_meta(config["data"]).get("steps")
     return analyze.Run(model, config, windows, puzzle)
 
 def columns_of(folder, inspected):
     """Run folder -> the columns of runs.csv that are not in its plan"""
     model, config = inspected.model, inspected.config
     ran = inspected.mean(lambda idx: inspected.forward(idx)[1].float().mean()).item()
-    ckpt, _ = read_checkpoint(folder / "ckpt.pt")   # The last log may be from some steps before.
+    ckpt = read_checkpoint(folder)   # The last log may be from some iterations before.
     tokens = ckpt["step"] * config["batch_size"] * config["block_size"]
     speeds = [entry["tok_s"] for entry in read_metrics(folder).values() if "tok_s" in entry]
     seconds = tokens / statistics.median(speeds[1:] or speeds)   # without the evaluations
@@ -111,7 +107,7 @@ def columns_of(folder, inspected):
                  flops=f"{ckpt['flops']:.4g}", bits=f"{inspected.bits:.5f}",
                  skipped=f"{1 - ran:.3f}", steps="", right="")
     if inspected.puzzle:
-        found |= cost.as_columns(inspected.right, inspected)
+        found |= rules.as_columns(inspected.right, inspected)
     return found
 
 @torch.no_grad()
@@ -127,11 +123,11 @@ def measure(run, out):
     same["command"] = f"results/run.py {run['experiment']}"
     decides = run["seed"] != "1"
     if decides and run["experiment"] in ("cost", "price") and inspected.model.config.gain_cost:
-        for what, columns in cost.measure(inspected):
+        for what, columns in rules.measure_skipping(inspected):
             lines.append(same | columns | dict(variant=f"{run['variant']}, {what}"))
     if decides and run["experiment"] in ("ill", "fanin"):
-        found = ill.measure(inspect(folder, 64), read_metrics(folder))
-        append(out / "ill.csv", [same | line for line in found], ill.COLUMNS)
+        found = rules.measure_blocks(inspect(folder, 64), read_metrics(folder))
+        append(out / "ill.csv", [same | line for line in found], rules.ILL_COLUMNS)
     append(out / "runs.csv", lines)
     return row
 
@@ -169,7 +165,7 @@ class ResultsConfig:
     out: str = flag("results", "folder of runs.csv and ill.csv; what it has is not repeated")
 
 def main(argv=None):
-    args, = parse((ResultsConfig,), argv, __doc__, positional=("names",))
+    [args] = parse([ResultsConfig], argv, __doc__, positional=["names"])
     os.chdir(ROOT)
     known = list(dict.fromkeys(run["experiment"] for run in all_runs()))
     for name in {*args.names} - {*known}:

@@ -27,12 +27,12 @@ from matplotlib.ticker import LogLocator
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
-import ill
-from cost import ASKED, BELOW, CONTROLLED
-from draw import COLORS
-from flags import parse
+import rules
+from analyze import COLORS
+from flags import parse, refuse, start
+from rules import ASKED, BELOW, CONTROLLED
 from run import read_runs
-from sentences import refuse, say, start
+from train import say
 
 UNITS = dict(steps="steps", bits="bits per byte", skipped="of the sublayer runs")
 # What a sure gap is called, if A has more, and if A has less
@@ -146,12 +146,13 @@ def comparisons_table(found):
                                  "could have found", "A is"], rows)
 
 ILL = {   # what is told of a measure of ill.csv: a name, and a function of a number a block
-    "stream": {"slope": ill.slope, "Spearman": ill.spearman,
+    "stream": {"slope": rules.slope, "Spearman": rules.spearman,
                "largest / smallest": lambda numbers: max(numbers) / min(numbers)},
-    "change": {"late / early": ill.late_by_early},
+    "change": {"late / early": rules.late_by_early},
     "gradient": {"largest / median": lambda numbers: max(numbers) / statistics.median(numbers),
-                 "Spearman": ill.spearman},
-    "worth": {"first block": lambda numbers: numbers[0], "share of the last third": ill.late_share,
+                 "Spearman": rules.spearman},
+    "worth": {"first block": lambda numbers: numbers[0],
+              "share of the last third": rules.late_share,
               "median of the others": lambda numbers: statistics.median(numbers[1:])}}
 
 def of_seeds(numbers):
@@ -168,7 +169,7 @@ def ill_table(measured):
             rows.append([variant, when, f"{measure}, {name}", *of_seeds(found)])
     for variant in dict.fromkeys(variant for variant, _, _ in measured):
         gradients, worths = (measured[variant, "trained", name] for name in ("gradient", "worth"))
-        found = [ill.rank_correlation(gradients[seed], worths[seed]) for seed in gradients]
+        found = [rules.rank_correlation(gradients[seed], worths[seed]) for seed in gradients]
         rows.append([variant, "trained", "gradient with worth, Spearman", *of_seeds(found)])
     columns = ["variant", "when", "measure", "mean", "of the seeds"]
     return table("Is PreNorm diluted?", columns, rows)
@@ -317,13 +318,13 @@ def draw_all(rows, found, measured):
 # ------------------------------------------------------------------------------------------- main
 
 def main(argv=None):
-    parse([], argv, __doc__)
+    parse([], argv, __doc__)   # It knows --help only.
     rows = read_runs(HERE / "runs.csv")
     decide = [row for row in rows if row["seed"] != "1"]
     chooses_rates = [row for row in rows if row["seed"] == "1"]
     comparisons = read_comparisons(HERE / "comparisons.csv")
     found = compare(decide, comparisons)
-    measured = ill.read_lines(HERE / "ill.csv")
+    measured = rules.read_ill(HERE / "ill.csv")
     tables = ["# Tables, made by summarize.py", "", *comparisons_table(found), *ill_table(measured),
               *variants_table(decide), *sweeps_table(chooses_rates)]
     (HERE / "tables.md").write_text("\n".join(tables))
