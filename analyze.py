@@ -73,8 +73,8 @@ from train import data_of_run, evaluate, open_run, say
 # paragraph, how it is defined, opens if one clicks. Without a sentence, return what is drawn alone.
 #
 # Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list or a tensor
-# of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat" it is {panel: matrix}.
-# All drawings, and what can be said to them in @stat(...), are in part 5.
+# of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat", numbers are shown as
+# colours: {panel: matrix}. Part 5 has all drawings, and their keywords, such as x.
 
 @dataclass
 class Statistic:
@@ -172,14 +172,6 @@ def mean_loss(model, batches, decider=None):
         total += loss.item()
     return total / len(batches)
 
-def streams_of(model, idx, runner=None):
-    """-> a list of 2L + 1 streams: that of the embedding, and that after each sublayer"""
-    return [stream for _, stream in model.walk(idx, runner=runner)]
-
-def after_blocks(model, idx):
-    """-> a list of L + 1 streams: that of the embedding, and that after each block"""
-    return streams_of(model, idx)[::2]   # A block is two sublayers.
-
 def angles(x, y):
     """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
@@ -226,9 +218,9 @@ class Run:
         """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
         ran each sublayer, bools (2L, B, T)"""
         runner = Runner(self.model, decider)
+        streams = self.model.walk(idx, runner)
         # A stream may be several tensors. as_tensor makes one of them.
-        vectors = [self.model.ends.as_tensor(stream)
-                   for stream in streams_of(self.model, idx, runner)]
+        vectors = [self.model.ends.as_tensor(stream) for stream in streams]
         return torch.stack(vectors), runner.who_ran()
 
     def degrees(self, idx, decider=None):
@@ -331,10 +323,9 @@ def skipping(run):
 # -------------------------------------------------------------------- what it answers, and how well
 
 def some_digits(puzzle):
-    """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
-    if len(puzzle["table"]) == 10:
-        return ("3141592653589793" * 7)[:puzzle["cells"]]
-    return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
+    """Those of pi, the first sixteen again and again. (With 6 symbols, a 9 becomes 9 % 6.)"""
+    of_pi = ("3141592653589793" * 7)[:puzzle["cells"]]
+    return "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
 
 def lines_after(digits, steps, table):
     """digits (..., cells) -> a tensor (steps + 1, ..., cells): the digits after 0, 1, .. steps"""
@@ -400,7 +391,7 @@ def right_digits(run):
 #
 #     k        how many steps a line asks for; `steps` counts from 0 to k
 #     where    "line" or "answer": in which columns we look (there is a picture in part 2)
-#     block    after which block we look; 0: at the embedding. Each run of a block counts (--repeat).
+#     block    after which block we look; 0: at the embedding. Each run of one counts (--repeat).
 #     vector   what a probe reads: the stream of one token, divided by its rms
 #     share    which part of some digits is right, from 0 to 1
 #     true     the right digits, by the table (`answer` is what the model says)
@@ -443,7 +434,8 @@ def vectors_and_digits(model, puzzle, windows, k):
         window, column, written = find_lines(idx, k, cells)   # written: the lines' digits
         window, column = window[:, None], column[:, None]
         columns = {"line": column - line_length(cells) + 1 + cell, "answer": column + cell}
-        for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
+        streams = model.walk(idx.to(model.device))
+        for block, stream in enumerate(streams[::2]):   # A block is two sublayers.
             of_tokens = unit(model.ends.as_tensor(stream)).cpu()   # (64, T, C)
             for where in columns:
                 of_cells = of_tokens[window, columns[where]]       # (lines, cells, C)
@@ -550,10 +542,10 @@ class PatchingRunner(Runner):
         super().__init__(model)
         self.block, self.columns = block, columns
 
-    def run(self, place, stream, residual, f):
-        """The model calls it for each sublayer, at the places 1, 2, 3, .. -> the stream after it"""
-        stream = super().run(place, stream, residual, f)
-        block_ends_here = place == 2 * self.block   # A block is two sublayers.
+    def run(self, stream, residual, f):
+        """The model calls it for each sublayer, at self.place 1, 2, 3, .. -> the stream after it"""
+        stream = super().run(stream, residual, f)
+        block_ends_here = self.place == 2 * self.block   # A block is two sublayers.
         return self.patched(stream) if block_ends_here else stream
 
     def patched(self, stream):
@@ -779,7 +771,7 @@ def logit_lens(run):
     logit lens, as in arXiv:2505.13898."""
     losses = torch.zeros(len(run.model.order) + 1)
     for idx, targets in run.batches:
-        for block, stream in enumerate(after_blocks(run.model, idx)):
+        for block, stream in enumerate(run.model.walk(idx)[::2]):   # A block is two sublayers.
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[block] += loss.item() / len(run.batches)
     panels = {"loss (nats per token)": {"after each block": losses}}
@@ -1006,23 +998,18 @@ def measure_all(runs, wanted):
             print(f"{run_name}: measuring {name}", file=sys.stderr)
             torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
             try:
-                result, sentence = measured(STATS[name], run)
+                if STATS[name].needs_puzzle and not run.puzzle:
+                    raise NotHere("it is for the steps text (prepare.py steps), whose depth is "
+                                  "known")
+                returned = STATS[name].measure(run)
             except NotHere as why:
                 print(f"{run_name}: no {name}, because {why}", file=sys.stderr)
                 of_runs["missing"][run_name] = str(why)
                 continue
-            of_runs["results"][run_name] = as_json(result)
-            if sentence:
-                of_runs["sentences"][run_name] = sentence
+            if isinstance(returned, tuple):
+                returned, of_runs["sentences"][run_name] = returned
+            of_runs["results"][run_name] = as_json(returned)
     return found
-
-def measured(statistic, run):
-    """-> what is drawn, and the sentence, or None if there is none. NotHere says why this run can't
-    have it."""
-    if statistic.needs_puzzle and not run.puzzle:
-        raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
-    returned = statistic.measure(run)
-    return returned if isinstance(returned, tuple) else (returned, None)
 
 def as_json(value):
     """As numbers.json has it: lists for tensors, and None for what is no number"""
