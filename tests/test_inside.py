@@ -159,41 +159,33 @@ def says_digits(model):
 def patch(model, text):
     return analyze.patched(SimpleNamespace(model=model, puzzle=text, most_known=2))
 
-@torch.no_grad()
-def test_whose_answer(text):
-    """After the last block, all hangs on the place where the answer is predicted. The right half counts."""
-    model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=2 * CELLS + 2, mod="gain:below=0.3"))
-    idx, answer = analyze.random_windows(text, 2, 400)
-    for window, right in zip(idx.tolist(), answer.tolist()):
+def test_random_windows(text):
+    for window, right in zip(*(each.tolist() for each in analyze.random_windows(text, 2, 40))):
         line, begun = bytes(window).decode().split("\n")
         assert line[0] == "c" and solve(line, text)[-1] == bytes(right).decode()
         assert begun == "a" + bytes(right[:-1]).decode()
-    half = CELLS // 2
-    said = model(idx)[0][:, -half:].argmax(-1)
-    own, of_the_one_before, of_the_next = ((said == answer.roll(by, 0)[:, -half:]).double().mean().item()
-                                           for by in (0, 1, -1))
-    panels, sentence = patch(model, text)
-    assert {len(shares) for each in panels.values() for shares in each.values()} == {L}
-    last = [shares[-1] for panel in panels.values() for shares in panel.values()]
-    assert last == pytest.approx([own, of_the_one_before, of_the_next, own], abs=1e-6) and min(last) > 0
-    assert sentence.startswith("It doesn't know these answers")
 
-def test_which_block_fetches_the_line(text):
-    """A model that knows all answers. Until block 3, it looks for the line where that stands."""
-    def model(idx, runner):
+class Fetches(SimpleNamespace):
+    """Until block 3, it looks for the line where that stands. It says the right half of its answer."""
+    order, device, training, decider = range(4), "cpu", False, None
+    ends, config = SimpleNamespace(stream_grows=False), SimpleNamespace(block_size=32)
+    knows = True
+
+    def __call__(self, idx, runner):
+        assert runner.columns in (slice(0, CELLS + 2), slice(CELLS + 2, None))
         is_at_line = runner.columns.start == 0
         whose = idx.roll(1, 0) if is_at_line == (runner.block < 3) else idx
-        right = [solve(bytes(row[:CELLS + 1]).decode(), text)[-1] for row in whose.tolist()]
-        said = torch.tensor([[*line.encode()] for line in right])
+        right = [solve(bytes(row[:CELLS + 1]).decode(), self.text)[-1] for row in whose.tolist()]
+        said = torch.tensor([[*b"??", *(line[2:] if self.knows else "??").encode()] for line in right])
         return F.pad(F.one_hot(said, 257), (0, 0, CELLS + 2, 0)), None
-    known = SimpleNamespace(order=range(4), ends=SimpleNamespace(stream_grows=False), decider=None, device="cpu",
-                            config=SimpleNamespace(block_size=32), training=False)
-    fetches = type("Fetches", (SimpleNamespace,), dict(__call__=lambda self, idx, runner: model(idx, runner)))
-    panels, sentence = patch(fetches(**vars(known)), text)
+
+def test_which_block_fetches_the_line(text):
+    panels, sentence = patch(Fetches(text=text), text)
     assert sentence.startswith("Block 3 fetches the line.")
-    for own in panels["where the line stands"]["its own answer"], \
-            panels["where the answer is predicted"]["the other line's answer"]:
-        assert max(own[:2]) < 0.3 and own[2:] == [1, 1]
+    (own, other), (own_there, other_there) = (panel.values() for panel in panels.values())
+    assert own == other_there and max(own[:2]) < 0.3 and own[2:] == [1, 1]
+    assert other == own_there and max(other[2:]) < 0.3 and other[:2] == [1, 1]
+    assert patch(Fetches(text=text, knows=False), text)[1].startswith("It doesn't know these answers")
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "siamese"])   # The stream of both is a tuple.
