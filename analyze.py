@@ -104,6 +104,8 @@ class NotHere(Exception):
 
 # =================================================================== part 2: what a statistic gets
 
+# It gets a Run. Half of a Run is for the steps text, so we begin with how to find answers there.
+
 # ---------------------------------------------------------------- answers in windows of steps text
 
 # A window is a row of T tokens, idx, and of their targets: each token is to predict the next one.
@@ -171,6 +173,10 @@ def mean_loss(model, batches, decider=None):
         _, loss = model(idx, targets, runner=Runner(model, decider))
         total += loss.item()
     return total / len(batches)
+
+def after_blocks(model, idx):
+    """-> L + 1 streams: that of the embedding, and that after each block, which is two sublayers"""
+    return model.walk(idx)[::2]
 
 def angles(x, y):
     """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
@@ -323,7 +329,7 @@ def skipping(run):
 # -------------------------------------------------------------------- what it answers, and how well
 
 def some_digits(puzzle):
-    """Those of pi, the first sixteen again and again. (With 6 symbols, a 9 becomes 9 % 6.)"""
+    """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
     of_pi = ("3141592653589793" * 7)[:puzzle["cells"]]
     return "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
 
@@ -405,9 +411,10 @@ class Probes:
         """Fits them. vectors (N, C); digits (N, k + 1): those that they should read there, after 0,
         1, .. k steps, from 0 to symbols - 1"""
         inputs = with_one(vectors)
-        wanted = F.one_hot(digits, symbols).double().flatten(1)   # the scores: one 1, else 0
+        # The scores, side by side for 0, 1, .. k steps: for each number of steps one 1, else 0
+        wanted = F.one_hot(digits, symbols).double().flatten(1)   # (N, (k + 1) * symbols)
         # Ridge regression: |inputs @ weights - wanted|² + |weights|² shall be as small as can be.
-        # There its gradient is 0, and that is a linear system. It is the same for all digits.
+        # There its gradient is 0. That is a linear system, and all these maps are its solution.
         system = inputs.T @ inputs + torch.eye(inputs.shape[1])
         self.weights = torch.linalg.solve(system, inputs.T @ wanted)   # (C + 1, (k + 1) * symbols)
         self.symbols = symbols
@@ -434,8 +441,7 @@ def vectors_and_digits(model, puzzle, windows, k):
         window, column, written = find_lines(idx, k, cells)   # written: the lines' digits
         window, column = window[:, None], column[:, None]
         columns = {"line": column - line_length(cells) + 1 + cell, "answer": column + cell}
-        streams = model.walk(idx.to(model.device))
-        for block, stream in enumerate(streams[::2]):   # A block is two sublayers.
+        for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
             of_tokens = unit(model.ends.as_tensor(stream)).cpu()   # (64, T, C)
             for where in columns:
                 of_cells = of_tokens[window, columns[where]]       # (lines, cells, C)
@@ -771,7 +777,7 @@ def logit_lens(run):
     logit lens, as in arXiv:2505.13898."""
     losses = torch.zeros(len(run.model.order) + 1)
     for idx, targets in run.batches:
-        for block, stream in enumerate(run.model.walk(idx)[::2]):   # A block is two sublayers.
+        for block, stream in enumerate(after_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
             losses[block] += loss.item() / len(run.batches)
     panels = {"loss (nats per token)": {"after each block": losses}}
