@@ -72,6 +72,8 @@ def test_depth(main):
     assert re.sub(PAINT, r"\2", shown) == main(*flags).out
     long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
     assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
+    read = SimpleNamespace(who_ran=lambda: torch.tensor([[[True, True, False]], [[True, False, False]]]))
+    assert sample.shares_of_prompt("abcd", read) == [None, None, 1, 0.5]   # It has read b, c and d.
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
