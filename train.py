@@ -109,89 +109,6 @@ class TrainConfig:
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
-# They say nothing about a run: where it goes, how it is started, and what the data say.
-NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
-
-def of_the_run(settings):
-    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
-
-DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
-MODEL_FLAGS = of_the_run(asdict(GPTConfig()))
-
-# What a run can't change when it goes on, and why. (Kernels change how a model is computed, and not
-# what it computes.)
-FIXED_IN_RUN = {name: "its weights are of that model" for name in MODEL_FLAGS if name != "kernels"}
-FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
-                     batch_size="the order of its data depends on it",
-                     optimizer="the moments that are saved are of that optimizer",
-                     eval_windows="losses on other windows can't be compared")
-
-# What --init_from can't change. These may differ:
-MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
-                    if name not in MAY_DIFFER}
-
-def read_flags(argv=None):
-    """The command line -> what is typed, a dict"""
-    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `begin_training` sets it.
-        refuse("--vocab_size: the data say it; leave it out")
-    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
-        refuse("--resume: continues the run in --out with its own settings; give --out, and "
-               "neither --config nor --init_from")
-    return typed
-
-def refuse_changes(settings, earlier, fixed, run):
-    """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
-    """
-    for name, reason in fixed.items():
-        if settings[name] != earlier[name]:
-            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
-                   f"{reason}; leave the flag out, or start a new run")
-
-def settings_to_resume(typed, ckpt):
-    """What is typed (a dict) and the checkpoint to go on from -> a value for each flag, a dict"""
-    earlier = DEFAULTS | of_the_run(ckpt["settings"])
-    settings = earlier | typed
-    refuse_changes(settings, earlier, FIXED_IN_RUN, typed["out"])
-    return settings
-
-def settings_of_new_run(typed):
-    """What is typed, a dict -> a value for each flag, a dict, and the checkpoint of --init_from, or
-    None. What isn't typed comes from --config, then from the model of --init_from, then from the
-    defaults."""
-    from_config, from_model, ckpt = {}, {}, None
-    if "config" in typed:
-        from_config = of_the_run(read_settings(typed["config"]))
-    # --config repeats a run, and so the --init_from that it began with.
-    source = typed.get("init_from", from_config.get("init_from"))
-    if source:
-        ckpt = read_checkpoint(source)
-        from_model = of_the_run(ckpt["model_config"])
-    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
-    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
-    settings |= typed
-    if source:
-        refuse_changes(settings, from_model, FIXED_IN_WEIGHTS, source)
-    return settings, ckpt
-
-def configs_of(settings):
-    """A dict -> model_config, config. SystemExit, with a sentence, if a value is impossible"""
-    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
-    config.lr = config.lr or RATES[config.optimizer]
-    if not config.out:   # attnres:group=4 -> runs/attnres-group4
-        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
-    return model_config, config
-
-def residuals_in_words():
-    """For --help"""
-    lines = []
-    for name, kind in RESIDUALS.items():
-        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
-        lines.append(f"  {name}:{options}" if options else f"  {name}")
-    return "residuals, with their options:\n" + "\n".join(lines)
-
 # --------------------------------------------------------------------------------------------- data
 
 class Data:
@@ -773,6 +690,101 @@ def look_at_sampling(model, name):
     if (usual - again).abs().max() < small < (usual - newest).abs().max():
         raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
                       f"something else; only f may look at other tokens")
+
+# -------------------------------------------------------------------- where settings come from
+
+# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
+#
+#     --resume                the run in --out, as its checkpoint says
+#     --config RUN or FILE    the settings with which that run began, or those that a file names
+#     --init_from RUN         the model of that run
+#     the defaults
+#
+# typed, settings, earlier: dicts of flags and their values
+
+def read_flags(argv=None):
+    """The command line -> what is typed, a dict"""
+    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:   # `begin_training` sets it.
+        refuse("--vocab_size: the data say it; leave it out")
+    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    return typed
+
+def residuals_in_words():
+    """For --help"""
+    lines = []
+    for name, kind in RESIDUALS.items():
+        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
+        lines.append(f"  {name}:{options}" if options else f"  {name}")
+    return "residuals, with their options:\n" + "\n".join(lines)
+
+# Flags that say where a run goes and how it is started are no settings of the run. Nor is what the
+# data say.
+NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
+
+def of_the_run(settings):
+    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
+
+DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
+MODEL_FLAGS = of_the_run(asdict(GPTConfig()))
+
+# What a run can't change when it goes on, and why. (Kernels change how a model is computed, and not
+# what it computes.)
+FIXED_IN_RUN = {name: "its weights are of that model" for name in MODEL_FLAGS if name != "kernels"}
+FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
+                     batch_size="the order of its data depends on it",
+                     optimizer="the moments that are saved are of that optimizer",
+                     eval_windows="losses on other windows can't be compared")
+
+# What --init_from can't change. These may differ:
+MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
+                    if name not in MAY_DIFFER}
+
+def refuse_changes(settings, earlier, fixed, run):
+    """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
+    """
+    for name, reason in fixed.items():
+        if settings[name] != earlier[name]:
+            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
+                   f"{reason}; leave the flag out, or start a new run")
+
+def settings_to_resume(typed, ckpt):
+    """What is typed (a dict) and the checkpoint to go on from -> a value for each flag, a dict"""
+    earlier = DEFAULTS | of_the_run(ckpt["settings"])
+    settings = earlier | typed
+    refuse_changes(settings, earlier, FIXED_IN_RUN, typed["out"])
+    return settings
+
+def settings_of_new_run(typed):
+    """What is typed, a dict -> a value for each flag, a dict, and the checkpoint of --init_from, or
+    None. What isn't typed comes from --config, then from the model of --init_from, then from the
+    defaults."""
+    from_config, from_model, ckpt = {}, {}, None
+    if "config" in typed:
+        from_config = of_the_run(read_settings(typed["config"]))
+    # --config repeats a run, and so the --init_from that it began with.
+    source = typed.get("init_from", from_config.get("init_from"))
+    if source:
+        ckpt = read_checkpoint(source)
+        from_model = of_the_run(ckpt["model_config"])
+    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
+    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
+    settings |= typed
+    if source:
+        refuse_changes(settings, from_model, FIXED_IN_WEIGHTS, source)
+    return settings, ckpt
+
+def configs_of(settings):
+    """A dict -> model_config, config. SystemExit, with a sentence, if a value is impossible"""
+    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
+    config.lr = config.lr or RATES[config.optimizer]
+    if not config.out:   # attnres:group=4 -> runs/attnres-group4
+        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+    return model_config, config
 
 # --------------------------------------------------------------------------------------------- main
 
