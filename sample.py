@@ -111,6 +111,21 @@ def show_samples(model, tokenizer, config):
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
 
+# With --depth, a token has the colour of its share: how many of the sublayers ran to predict it. It
+# was predicted where the token before it was read. If a pass reads a, b and c, say:
+#
+#     it reads                    a      b      c
+#     of 12 sublayers, these ran  6      9     12
+#     so it predicts              b      c     the first new token
+#     with the share            0.5   0.75      1         (a has none: nobody predicted it)
+
+def shares_of_prompt(prompt, runner):
+    """-> for each token of the prompt its share, or None. runner: that of the pass that has read
+    the prompt, or its end, if it is longer than the model's context"""
+    ran = runner.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
+    shares = ran[:-1]   # The last one is for the first new token.
+    return [None] * (len(prompt) - len(shares)) + shares
+
 def sample(model, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
     prompt = tokenizer.encode_ordinary(config.prompt)
@@ -137,21 +152,6 @@ def sample(model, tokenizer, config):
     finally:   # also after Ctrl-C
         show(decoder.decode(b"", final=True) + "\n")
     return skipped
-
-# With --depth, a token has the colour of its share: how many of the sublayers ran to predict it. It
-# was predicted where the token before it was read. If a pass reads a, b and c, say:
-#
-#     it reads                    a      b      c
-#     of 12 sublayers, these ran  6      9     12
-#     so it predicts              b      c     the first new token
-#     with the share            0.5   0.75      1         (a has none: nobody predicted it)
-
-def shares_of_prompt(prompt, runner):
-    """-> for each token of the prompt its share, or None. runner: that of the pass that has read
-    the prompt, or its end, if it is longer than the model's context"""
-    ran = runner.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
-    shares = ran[:-1]   # The last one is for the first new token.
-    return [None] * (len(prompt) - len(shares)) + shares
 
 # Of a terminal's 256 colours: background and text, from pale (half of the sublayers) to dark (all)
 SHADES = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
