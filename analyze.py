@@ -15,10 +15,22 @@ train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in
 # text (3) and of any text (4), the drawings (5), the page and the command (6). Its words:
 #
 #     L         how many blocks run; one that --repeat runs twice counts twice
-#     place     the number of a sublayer, from 1 to 2L; places_of(model, block) are those of a block
-#     decider   says which tokens run a sublayer; the others skip it (model.py, part 3)
+#     place     the number of a sublayer, from 1 to 2L
+#     Runner    runs the sublayers of one pass, and notes which tokens ran which
+#     decider   says which tokens run a sublayer; the others skip it. From model.py, part 3:
+#               Decider()                 all tokens run all sublayers
+#               ByGain(config, below)     a token skips where its gain is lower than that
+#               Without(places, decider)  nobody runs these; of the others, that decider decides
+#               (places_of(model, block) are those of a block: attention, MLP)
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
-#     puzzle    what meta.json says of the steps text (prepare.py, part 1): its table, cells, most
+#
+# And of the steps text, the puzzle that prepare.py explains, part 1:
+#
+#     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
+#     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
+#     answer    a line after another one, with the digits that this one asks for
+#     asked     how many steps lead to an answer, as the letter of the line before says
+#     known     at least 90 % of the digits are right
 import base64
 import codecs
 import functools
@@ -33,20 +45,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import matplotlib
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure   # not pyplot: a notebook keeps the backend that it has chosen
-from matplotlib.ticker import MaxNLocator
 
 import prepare
 from flags import flag, parse, refuse, start
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
                    places_of, unit, why_not)
-from prepare import whole_file
-from train import evaluate, open_run, say
+from train import data_of_run, evaluate, open_run, say
 
 # ===================================================================== part 1: what a statistic is
 
@@ -66,7 +73,8 @@ from train import evaluate, open_run, say
 # paragraph, how it is defined, opens if one clicks. Without a sentence, return what is drawn alone.
 #
 # Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list or a tensor
-# of numbers, here one for each sublayer, or of pairs [x, y]. The other drawings are in part 5.
+# of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat", numbers are shown as
+# colours: {panel: matrix}. Part 5 has all drawings, and their keywords, such as x.
 
 @dataclass
 class Statistic:
@@ -96,31 +104,103 @@ class NotHere(Exception):
 
 # =================================================================== part 2: what a statistic gets
 
-KNOWN = 0.9   # From this share of right digits on, a model knows them, and a probe can read them.
+# It gets a Run. Half of a Run is for the steps text, so we begin with how to find answers there.
+
+# ---------------------------------------------------------------- answers in windows of steps text
+
+# A window is a row of T tokens, idx, and of their targets: each token is to predict the next one.
+# A token's place in its window is its column. If lines had four digits only, c3141 and its answer
+# would stand like this:
+#
+#     column      0  1  2  3  4  5  6  7  8  9 10
+#     token       c  3  1  4  1  ↵  a  1  0  8  5
+#     "line"         0  1  2  3                      cells, where the line's digits stand
+#     "answer"                      0  1  2  3       cells, where the answer's are predicted
+#
+# So the answer's cell 0 is predicted where its letter is.
+
+def line_length(cells):
+    """How many columns a line takes: its letter, its digits, its newline"""
+    return 1 + cells + 1
+
+def find_answers(idx, cells):
+    """Windows idx (n, T) -> all N answers in them. (The whole line before is in the window, too, or
+    nobody could know them.) Their ends may lie beyond it. Returns three tensors (N,):
+
+    window, column   the answer's letter is idx[window, column]
+    asked            how many steps lead to it, as the letter of the line before says"""
+    is_letter = (idx >= ord("a")) & (idx <= ord("z"))
+    # The first line of a document is no answer. In front of it stands a 256, and no newline.
+    after_newline = idx.roll(1, dims=1) == ord("\n")   # Each column gets the token left of it.
+    is_answer = is_letter & after_newline
+    # There the line before is not all in the window. (And column 0 got the window's last token.)
+    is_answer[:, :line_length(cells)] = False
+    window, column = is_answer.nonzero().T
+    asked = idx[window, column - line_length(cells)] - ord("a")
+    return window, column, asked
+
+def find_lines(idx, k, cells):
+    """All N lines that ask for k steps, and whose whole answer is in the window. (Its last digit
+    may be the last target.) Returns three tensors:
+
+    window, column (N,)   the answer's letter is idx[window, column]
+    digits (N, cells)     those of the line"""
+    window, column, asked = find_answers(idx, cells)
+    chosen = (asked == k) & (column + cells <= idx.shape[1])
+    window, column = window[chosen], column[chosen]
+    of_line = column[:, None] - line_length(cells) + 1 + torch.arange(cells, device=idx.device)
+    return window, column, idx[window[:, None], of_line] - ord("0")
+
+def in_words(n):
+    """2 -> two steps"""
+    words = "no one two three four five six seven eight nine ten".split()
+    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
+
+# ------------------------------------------------------------------------------------------- a Run
+
+KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
 
 def in_batches(x, y):
-    """Windows x, y (n, T) -> [(idx, targets), ...], all of one size, so that means are fair"""
+    """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
+    means can be averaged."""
     size = math.gcd(len(x), 8)
     return list(zip(x.split(size), y.split(size)))
 
 def mean_loss(model, batches, decider=None):
     """Nats per token. decider: says who runs what, in place of the model's own"""
-    losses = [model(idx, targets, runner=Runner(model, decider))[1].item()
-              for idx, targets in batches]
-    return sum(losses) / len(losses)
+    total = 0.0
+    for idx, targets in batches:
+        _, loss = model(idx, targets, runner=Runner(model, decider))
+        total += loss.item()
+    return total / len(batches)
+
+def after_blocks(model, idx):
+    """-> L + 1 streams: that of the embedding, and that after each block, which is two sublayers"""
+    return model.walk(idx)[::2]
 
 def angles(x, y):
     """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
+def steps_learned(right, guess):
+    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
+    digits are right, and 0 if no more are right than by guessing.
+
+    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
+    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
+
 class Run:
     """A trained model, and validation windows to measure it on"""
-    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05):
-        """model: in eval mode; config: of the run folder; windows: x, y (n, T); puzzle: None, if it
-        is a run on another text; text, skip_below: the flags"""
-        self.model, self.config, self.puzzle = model, config, puzzle
-        self.text, self.skip_below = text, skip_below
+    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05,
+                 warning=""):
+        """windows: x, y (n, T)"""
+        self.model = model             # in eval mode
+        self.config = config           # of the run folder
+        self.puzzle = puzzle           # None, if it is a run on another text
+        self.text = text               # --text
+        self.skip_below = skip_below   # --skip_below
+        self.warning = warning         # a sentence, if its data have changed since
         x, y = (part.to(model.device) for part in windows)
         self.batches = in_batches(x, y)
         self.quarter = in_batches(x[::4], y[::4])           # for what is slow
@@ -144,10 +224,10 @@ class Run:
         """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
         ran each sublayer, bools (2L, B, T)"""
         runner = Runner(self.model, decider)
+        streams = self.model.walk(idx, runner)
         # A stream may be several tensors. as_tensor makes one of them.
-        streams = [self.model.ends.as_tensor(stream)
-                   for _, stream in self.model.walk(idx, runner=runner)]
-        return torch.stack(streams), runner.who_ran()
+        vectors = [self.model.ends.as_tensor(stream) for stream in streams]
+        return torch.stack(vectors), runner.who_ran()
 
     def degrees(self, idx, decider=None):
         """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
@@ -156,28 +236,37 @@ class Run:
 
     def share_that_ran(self, decider, batches=None):
         """-> the share of the tokens that ran each sublayer (2L,)"""
-        return self.mean(lambda idx: self.forward(idx, decider)[1].float().mean((1, 2)), batches)
+        def share(idx):
+            _, ran = self.forward(idx, decider)
+            return ran.float().mean((1, 2))
+        return self.mean(share, batches)
 
     @functools.cached_property
     def loss_of_quarter(self):
         return mean_loss(self.model, self.quarter)
 
     def loss_rise(self, decider):
-        """By how much the loss rises with this decider, on a quarter of the windows"""
+        """By how much the loss rises if this decider says who runs what, on a quarter of the
+        windows"""
         return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
 
     # --- On the steps text: what is right, and so what it has learned
 
     def by_steps(self, measure):
         """measure(idx, targets) -> values (rows, B, T) of all targets, such as a row a sublayer.
-        Returns for each row a list: its means over the digits that are 0, 1, .. steps away from the
-        line before. Only the second half of a line counts: see right_digits."""
+        Returns for each row a list: its means over the digits to which 0, 1, .. steps lead.
+
+        Only the second half of a line counts. Digits of the first half depend on few others, so a
+        model may have learned them by heart."""
         cells = self.puzzle["cells"]
         values, asked = [], []
         for idx, targets in self.batches:
-            steps, cell = steps_of_targets(idx, targets, cells)
-            asked.append(torch.where(cell >= cells // 2, steps, -1))   # -1: It doesn't count.
-            values.append(measure(idx, targets).double())
+            of_targets = measure(idx, targets).double()
+            window, column, steps = find_answers(idx, cells)
+            for cell in range(cells // 2, cells):
+                inside = column + cell < idx.shape[1]   # An answer's end may lie beyond its window.
+                values.append(of_targets[:, window[inside], column[inside] + cell])
+                asked.append(steps[inside])
         values, asked = torch.cat(values, 1), torch.cat(asked)
         means = []
         for k in range(self.puzzle["most"] + 1):
@@ -213,6 +302,10 @@ class Run:
                 return max(1, k - 1)
         return len(self.right) - 1
 
+    def steps_with(self, decider):
+        """How many steps it has learned if this decider says who runs what"""
+        return steps_learned(self.right_by_steps(decider), self.guess)
+
 # ------------------------------------------------------------------------------------ who runs what
 
 ALL_RUN = Decider()   # All tokens run all sublayers.
@@ -231,26 +324,14 @@ def skipping(run):
         return run.model.decider
     return by_gain(run, run.skip_below)
 
-# ---------------------------------------------------------------------- lines of the steps text
+# ============================================================= part 3: statistics of the steps text
 
-def in_words(n):
-    """2 -> two steps"""
-    words = "no one two three four five six seven eight nine ten".split()
-    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
-
-def tokens_of(text):
-    """A token is a byte. "a0" -> tensor([97, 48])"""
-    return torch.tensor(list(text.encode()))
-
-def spelled(digits):
-    """A tensor of digits -> a text. What is no digit becomes a question mark."""
-    return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
+# -------------------------------------------------------------------- what it answers, and how well
 
 def some_digits(puzzle):
-    """The first sixteen of pi, again and again; without all ten digits, 0, 1, .. again and again"""
-    if len(puzzle["table"]) == 10:
-        return ("3141592653589793" * 7)[:puzzle["cells"]]
-    return "".join(str(i % len(puzzle["table"])) for i in range(puzzle["cells"]))
+    """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
+    of_pi = ("3141592653589793" * 7)[:puzzle["cells"]]
+    return "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
 
 def lines_after(digits, steps, table):
     """digits (..., cells) -> a tensor (steps + 1, ..., cells): the digits after 0, 1, .. steps"""
@@ -272,47 +353,13 @@ def answers(model, lines, puzzle):
     tokens = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
     return [spelled(answer - ord("0")) for answer in tokens]
 
-# A window is a row of T + 1 tokens, and a token's place in it is its column. A model reads idx, all
-# but the last, and predicts targets, all but the first. If lines had four digits only, c3141 and
-# its answer would stand like this:
-#
-#     column     0  1  2  3  4  5  6  7  8  9 10
-#     token      c  3  1  4  1  ↵  a  1  0  8  5
-#     "line"        0  1  2  3                      cells, where the line's digits stand
-#     "answer"                     0  1  2  3       cells, where the answer's are predicted
-#
-# A token predicts the next one: so the answer's cell 0 is predicted where its letter is.
+def tokens_of(text):
+    """A token is a byte. "a0" -> tensor([97, 48])"""
+    return torch.tensor(list(text.encode()))
 
-def steps_of_targets(idx, targets, cells):
-    """Windows (n, T) -> two tensors (n, T). How many steps lead to each target, as the letter of
-    the line before says; -1 where nobody can know: it is no digit, or that line is not in the
-    window. And the target's cell, which is only of use where the steps are known"""
-    tokens = torch.cat((idx[:, :1], targets), 1)
-    column = torch.arange(tokens.shape[1], device=tokens.device)
-    # Of each token: the last newline up to here. Behind it stand the letter, and then cell 0.
-    newline = torch.where(tokens == ord("\n"), column, -1).cummax(1).values
-    cell = column - newline - 2
-    letter = tokens.gather(1, (newline + 1).clamp(max=idx.shape[1]))
-    line_before = newline - cells - 1   # the column of its letter
-    steps = tokens.gather(1, line_before.clamp(min=0)) - ord("a")
-    # Between documents stands a 256. The first line of a document is no answer.
-    is_known = (line_before >= 0) & (0 <= cell) & (cell < cells) & (letter != 256)
-    return torch.where(is_known, steps, -1)[:, 1:], cell[:, 1:]   # Targets begin in column 1.
-
-def find_lines(idx, targets, k, puzzle):
-    """Windows (n, T) -> all N lines that ask for k steps, and whose whole answer is in the window:
-
-    window, column (N,)   cell 0 of the answer is predicted at idx[window, column]
-    digits (N, cells)     those of the line"""
-    cells = puzzle["cells"]
-    steps, cell = steps_of_targets(idx, targets, cells)
-    begins = (steps == k) & (cell == 0)
-    begins[:, idx.shape[1] - cells + 1:] = False   # There the answer goes on beyond the window.
-    window, column = begins.nonzero().T
-    columns = column[:, None] + torch.arange(cells, device=idx.device) - (cells + 1)   # of the line
-    return window, column, idx[window[:, None], columns] - ord("0")
-
-# ============================================================= part 3: statistics of the steps text
+def spelled(digits):
+    """A tensor of digits -> a text. What is no digit becomes a question mark."""
+    return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
 
 @stat("The puzzle", draw=None, needs_puzzle=True)
 def written(run):
@@ -325,11 +372,6 @@ def written(run):
     lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
     return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
             "true": [solve(line, run.puzzle)[-1] for line in lines]}   # its last line
-
-def steps_learned(right, guess):
-    """A sum over 1, 2, .. steps. Each counts 1 if all of its digits are right, and 0 if no more are
-    than by guessing. right: shares of right digits by steps asked: 0, 1, ..; guess: by guessing"""
-    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
       share_y=True)
@@ -346,103 +388,127 @@ def right_digits(run):
 
 # --------------------------------------------------------------------------------- the lines inside
 
-# A line that asks for two steps or more has lines between it and its answer, which the text never
-# shows. Are they inside of the model? A probe looks for them: a linear map from a vector, the
-# stream of one token after a block, to a digit. Block 0 is the embedding; each run of a block
-# counts (--repeat). We look in two places, `where`: "line" and "answer", as drawn in part 2.
+# A line that asks for two steps, such as c3141, has a line between it and its answer, which the
+# text never shows. Is it inside of the model? A probe looks for it, in a model that is trained. It
+# is a linear map from the stream of one token, after a block, to a digit. Cell 0 of c3141 is a 3
+# after no step, a 5 after one, which nobody wrote, and a 1 after two. We look for all three in two
+# places: where the line's 3 stands, and where the answer's 1 is predicted. The words, besides those
+# at the top of this file:
+#
+#     k        how many steps a line asks for; `steps` counts from 0 to k
+#     where    "line" or "answer": in which columns we look (there is a picture in part 2)
+#     block    after which block we look; 0: at the embedding. Each run of one counts (--repeat).
+#     vector   what a probe reads: the stream of one token, divided by its rms
+#     share    which part of some digits is right, from 0 to 1
+#     true     the right digits, by the table (`answer` is what the model says)
 
 WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
 
-def fit_probes(vectors, digits, symbols):
-    """vectors (N, C + 1); digits (k + 1, N), from 0 to symbols - 1. A probe for each row of digits
-    -> weights (k + 1, C + 1, symbols), which give each symbol a score"""
-    wanted = F.one_hot(digits, symbols).double()   # the scores (k + 1, N, symbols): one 1, else 0
-    # Ridge regression: |vectors @ weights - wanted|² + |weights|² shall be as small as can be.
-    # There its gradient is 0, and that is a linear system for the weights.
-    system = vectors.T @ vectors + torch.eye(vectors.shape[1])
-    return torch.linalg.solve(system, vectors.T @ wanted)
+class Probes:
+    """For each number of steps a linear map, from a vector to a score for each symbol. The symbol
+    with the highest score is what it reads."""
+    def __init__(self, vectors, digits, symbols):
+        """Fits them. vectors (N, C); digits (N, k + 1): those that they should read there, after 0,
+        1, .. k steps, from 0 to symbols - 1"""
+        inputs = with_one(vectors)
+        # The scores, side by side for 0, 1, .. k steps: for each number of steps one 1, else 0
+        wanted = F.one_hot(digits, symbols).double().flatten(1)   # (N, (k + 1) * symbols)
+        # Ridge regression: |inputs @ weights - wanted|² + |weights|² shall be as small as can be.
+        # There its gradient is 0. That is a linear system, and all these maps are its solution.
+        system = inputs.T @ inputs + torch.eye(inputs.shape[1])
+        self.weights = torch.linalg.solve(system, inputs.T @ wanted)   # (C + 1, (k + 1) * symbols)
+        self.symbols = symbols
 
-def read(vectors, weights):
-    """What probes read: vectors (N, C + 1) -> digits (k + 1, N), those with the highest score"""
-    return (vectors @ weights).argmax(-1)
+    def read(self, vectors):
+        """vectors (N, C) -> digits (N, k + 1)"""
+        scores = with_one(vectors) @ self.weights
+        return scores.unflatten(1, (-1, self.symbols)).argmax(-1)
 
-def after_blocks(model, idx):
-    """-> L + 1 streams: of the embedding, and after each block. (A walk yields those after 0, 1, 2,
-    .. sublayers, and a block is two of them.)"""
-    return [stream for _, stream in model.walk(idx)][::2]
+def with_one(vectors):
+    """(N, C) -> (N, C + 1). The 1 is for the constant of the map."""
+    return F.pad(vectors.double(), (0, 1), value=1.0)
 
 @torch.no_grad()
-def vectors_of(model, idx, window, column, cells):
-    """For probes: {(where, block): vectors of all cells of some lines, (lines * cells, C + 1)}. A
-    vector is the stream of a token, divided by its rms, and a 1, for the constant of the map.
-    window, column: as find_lines returns them"""
-    vectors = {}
-    for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
-        # A stream may be several tensors: as_tensor makes one of them, (n, T, C).
-        of_tokens = unit(model.ends.as_tensor(stream)).cpu().double()
-        of_tokens = F.pad(of_tokens, (0, 1), value=1.0)
-        for where, begin in dict(line=column - (cells + 1), answer=column).items():
-            columns = begin[:, None] + torch.arange(cells)
-            vectors[where, block] = of_tokens[window[:, None], columns].flatten(0, 1)
-    return vectors
+def vectors_and_digits(model, puzzle, windows, k):
+    """Of all N cells of the lines in windows (n, T) that ask for k steps. Returns two things:
 
-def vectors_and_digits(model, puzzle, x, y, k):
-    """Of all cells of the lines that ask for k steps, in windows x, y (n, T): their vectors, and
-    their digits (k + 1, lines * cells) after 0, 1, .. k steps"""
-    vectors, digits = [], []   # 64 windows at a time
-    for idx, targets in zip(x.split(64), y.split(64)):
-        window, column, written = find_lines(idx, targets, k, puzzle)
-        vectors.append(vectors_of(model, idx, window, column, puzzle["cells"]))
-        digits.append(lines_after(written, k, puzzle["table"]).flatten(1))
-    digits = torch.cat(digits, 1)
-    if digits.shape[1] < 200:
-        raise NotHere(f"its validation text has too few lines that ask for {in_words(k)}: fewer "
-                      f"than 200 digits")
-    return {key: torch.cat([each[key] for each in vectors]) for key in vectors[0]}, digits
+    vectors   {(where, block): (N, C)}, on the CPU, wherever the model is
+    digits    (N, k + 1): those of these cells after 0, 1, .. k steps"""
+    cells = puzzle["cells"]
+    cell = torch.arange(cells)
+    vectors, digits = {}, []   # lists of parts, of 64 windows each
+    for idx in windows.split(64):
+        window, column, written = find_lines(idx, k, cells)   # written: the lines' digits
+        window, column = window[:, None], column[:, None]
+        columns = {"line": column - line_length(cells) + 1 + cell, "answer": column + cell}
+        for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
+            of_tokens = unit(model.ends.as_tensor(stream)).cpu()   # (64, T, C)
+            for where in columns:
+                of_cells = of_tokens[window, columns[where]]       # (lines, cells, C)
+                vectors.setdefault((where, block), []).append(of_cells.flatten(0, 1))
+        lines = lines_after(written, k, puzzle["table"])           # (k + 1, lines, cells)
+        digits.append(lines.flatten(1).T)
+    return {key: torch.cat(parts) for key, parts in vectors.items()}, torch.cat(digits)
 
-def look_inside(model, puzzle, windows, k, lines):
-    """Fits probes to half of the windows, for lines that ask for k steps. Returns a dict:
+class Inside:
+    """What probes read of lines that ask for k steps
 
-    line, answer   for each block, from 0 on: which share of the digits after 0, 1, .. k steps they
-                   read right in the other half of the windows, where the line or the answer stands
-    examples       what they read in each of these lines: see read_line"""
-    x, y = windows
-    half = len(x) // 2
-    vectors, digits = vectors_and_digits(model, puzzle, x[:half], y[:half], k)
-    other_vectors, other_digits = vectors_and_digits(model, puzzle, x[half:], y[half:], k)
-    probes, share = {}, {}
-    for key in vectors:   # Each is (where, block).
-        probes[key] = fit_probes(vectors[key], digits, symbols=len(puzzle["table"]))
-        is_right = read(other_vectors[key], probes[key]) == other_digits
-        share[key] = is_right.double().mean(1).tolist()
-    blocks = range(len(model.order) + 1)
-    return dict(asked=k, line=[share["line", block] for block in blocks],
-                answer=[share["answer", block] for block in blocks],
-                examples=[read_line(model, puzzle, line, probes, share) for line in lines])
+    probes[where, block]          fitted to one half of the windows
+    share[where, block][steps]    of the digits in the other half, as they read them"""
+    def __init__(self, model, puzzle, windows, k):
+        """windows (n, T): tokens of validation text. NotHere if they have too few such lines"""
+        self.model, self.puzzle, self.k = model, puzzle, k
+        self.blocks = range(len(model.order) + 1)
+        self.probes, self.share = {}, {}
+        half = len(windows) // 2
+        vectors, digits = vectors_and_digits(model, puzzle, windows[:half], k)
+        other_vectors, other_digits = vectors_and_digits(model, puzzle, windows[half:], k)
+        if min(len(digits), len(other_digits)) < 200:
+            raise NotHere(f"its validation text has too few lines that ask for {in_words(k)}: "
+                          f"fewer than 200 digits")
+        for key in vectors:   # Each is (where, block).
+            self.probes[key] = Probes(vectors[key], digits, symbols=len(puzzle["table"]))
+            is_right = self.probes[key].read(other_vectors[key]) == other_digits
+            self.share[key] = is_right.double().mean(0).tolist()
 
-def read_line(model, puzzle, line, probes, share):
-    """-> dict(line=, answer= (of the model), true=, blocks=): for each block None, or the furthest
-    digits that a probe can read: dict(steps=1, where="line", share=.99, digits="58", true="58")"""
-    [answer] = answers(model, [line], puzzle)
-    lines = solve(line, puzzle)   # the digits after 0, 1, .. k steps
-    # One window, and the line is at its beginning. The answer's last digit predicts no cell.
-    idx = tokens_of(f"{line}\na{answer[:-1]}")[None]
-    window, column = torch.tensor([0]), torch.tensor([len(line) + 1])
-    vectors = vectors_of(model, idx, window, column, puzzle["cells"])
-    rows = []
-    for block in range(len(model.order) + 1):
-        row = None
-        for steps, true in enumerate(lines):
-            for where in "line", "answer":   # A later one takes the place of an earlier one.
-                if share[where, block][steps] >= KNOWN:
-                    digits = read(vectors[where, block], probes[where, block])[steps]
-                    row = dict(steps=steps, where=where, share=share[where, block][steps],
-                               digits=spelled(digits), true=true)
-        rows.append(row)
-    return dict(line=line, answer=answer, true=lines[-1], blocks=rows)
+    def share_by_block(self, where):
+        """-> for each block, from 0 on, the list of the shares after 0, 1, .. k steps"""
+        return [self.share[where, block] for block in self.blocks]
 
-@stat("The lines inside, which nobody wrote", draw="heat", needs_puzzle=True,
-      panels=dict(line="where the line stands", answer="where the answer is predicted"),
+    def furthest(self, block):
+        """-> (steps, where) of the furthest digits that can be read after a block, or None"""
+        for steps in range(self.k, -1, -1):
+            for where in "answer", "line":   # If both have them: in the answer they are of use.
+                if self.share[where, block][steps] >= KNOWN:
+                    return steps, where
+        return None
+
+    def example(self, line):
+        """What can be read while the model answers a line that asks for k steps -> a dict, such as
+
+            dict(line="c3141", answer="1085", true="1085", blocks=[row, row, ..])
+
+        blocks: for each block, from 0 on, None if nothing can be read, or the furthest digits, as
+
+            dict(steps=1, where="line", share=0.99, digits="5877", true="5877")
+
+        share: how often these probes are right, on other lines; digits: what they read here"""
+        [answer] = answers(self.model, [line], self.puzzle)
+        # Here the line is the only one of its window. The answer's last digit predicts no cell.
+        idx = tokens_of(f"{line}\na{answer[:-1]}")[None]
+        vectors, digits = vectors_and_digits(self.model, self.puzzle, idx, self.k)
+        rows = []
+        for block in self.blocks:
+            row, furthest = None, self.furthest(block)
+            if furthest:
+                steps, where = furthest
+                read = self.probes[where, block].read(vectors[where, block])
+                row = dict(steps=steps, where=where, share=self.share[where, block][steps],
+                           digits=spelled(read[:, steps]), true=spelled(digits[:, steps]))
+            rows.append(row)
+        return dict(line=line, answer=answer, true=spelled(digits[:, self.k]), blocks=rows)
+
+@stat("The lines inside, which nobody wrote", draw="lines_inside", needs_puzzle=True,
       x="the line after so many steps", first_x=0, y="blocks run", first_y=0,
       label="share of digits read", share=True)
 def lines_inside(run):
@@ -455,34 +521,38 @@ def lines_inside(run):
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.
     Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
     reads no such line in an untrained model, nor shuffled digits."""
-    k = run.most_known
+    k, T = run.most_known, run.model.config.block_size
     # To fit probes takes many windows, whatever --windows says.
-    T = run.model.config.block_size
-    windows = prepare.windows_of(run.config["data"], "val", T, WINDOWS)
-    idx, targets = run.batches[0]
-    _, _, in_text = find_lines(idx.cpu(), targets.cpu(), k, run.puzzle)   # digits (N, cells)
-    digits = [some_digits(run.puzzle)] + [spelled(each) for each in in_text[:4]]
-    lines = [chr(ord("a") + k) + each for each in digits]
-    found = look_inside(run.model, run.puzzle, windows, k, lines)
-    blocks = found["examples"][0]["blocks"]
-    steps = ", ".join(str(row["steps"]) if row else "none" for row in blocks)
-    return found, f"After block 0, 1, .. a probe reads up to step {steps}, of {k}."
+    windows, _ = prepare.windows_of(run.config["data"], "val", T, WINDOWS)
+    inside = Inside(run.model, run.puzzle, windows, k)
+    idx, _ = run.batches[0]
+    _, _, in_text = find_lines(idx.cpu(), k, run.puzzle["cells"])   # digits (N, cells)
+    examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in in_text[:4]]
+    letter = chr(ord("a") + k)
+    found = dict(asked=k, line=inside.share_by_block("line"),
+                 answer=inside.share_by_block("answer"),
+                 examples=[inside.example(letter + digits) for digits in examples])
+    furthest = [inside.furthest(block) for block in inside.blocks]
+    steps = ["none" if each is None else str(each[0]) for each in furthest]
+    return found, f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}."
 
 # ------------------------------------------------------------------------ does the answer need it?
 
 # A probe sees that digits are there, but not that the model uses them. So we change what is there:
-# after one block, the stream of another line takes the place of this one's.
+# after one block, the stream of another line takes the place of this one's. Whose answer comes out?
 
 class PatchingRunner(Runner):
-    """After one block, some columns of each window get the stream of the window before, and those
-    of the first window that of the last."""
+    """Runs the sublayers of a pass. After one block, some columns of window i get the stream of
+    window i - 1, and those of the first window that of the last."""
     def __init__(self, model, block, columns):
         super().__init__(model)
-        self.last_place, self.columns = 2 * block, columns   # A block is two sublayers.
+        self.block, self.columns = block, columns
 
-    def run(self, place, stream, residual, f):
-        stream = super().run(place, stream, residual, f)
-        return self.patched(stream) if place == self.last_place else stream
+    def run(self, stream, residual, f):
+        """The model calls it for each sublayer, at self.place 1, 2, 3, .. -> the stream after it"""
+        stream = super().run(stream, residual, f)
+        block_ends_here = self.place == 2 * self.block   # A block is two sublayers.
+        return self.patched(stream) if block_ends_here else stream
 
     def patched(self, stream):
         """stream: (n, T, ...), or a tuple of such tensors, as with --residual nag"""
@@ -494,14 +564,18 @@ class PatchingRunner(Runner):
 
 def random_windows(puzzle, k, n):
     """n windows: in each a line of random digits, and its right answer. Returns idx (n, T), without
-    the answer's last digit, and the answers (n, cells), as tokens. So a model says each digit after
-    the right ones before it, as in training."""
+    the answer's last digit, which nobody reads, and the answers (n, cells), as tokens. So a model
+    says each digit after the right ones before it, as in training. (Only the stream is patched, not
+    these tokens.)"""
     cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
     answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
-    letter = torch.full((n, 1), ord("a") + k)
-    between = tokens_of("\na").expand(n, 2)
-    return torch.cat((letter, digits + ord("0"), between, answer[:, :-1]), 1), answer
+    parts = [torch.full((n, 1), ord("a") + k),   # the line's letter
+             digits + ord("0"),
+             torch.full((n, 1), ord("\n")),
+             torch.full((n, 1), ord("a")),       # the answer's; the text draws it at random
+             answer[:, :-1]]
+    return torch.cat(parts, 1), answer
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
@@ -516,21 +590,24 @@ def patched(run):
     model, cells = run.model, run.puzzle["cells"]
     if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    if 2 * cells + 2 > model.config.block_size:
+    begin = line_length(cells)   # of the answer: the column of its letter
+    if begin + cells > model.config.block_size:
         raise NotHere("a line and its answer don't fit into its --block_size")
     idx, answer = random_windows(run.puzzle, run.most_known, 400)
     idx, answer = idx.to(model.device), answer.to(model.device)
-    def share_of(whose, said):
-        return (said == whose)[:, cells // 2:].float().mean().item()
+
+    def share_said(said, answer):   # in its second half: see by_steps
+        return (said == answer)[:, cells // 2:].float().mean().item()
+
     panels = {}
-    for where, columns in [("where the line stands", slice(cells + 2)),
-                           ("where the answer is predicted", slice(cells + 2, None))]:
-        own, other = [], []
+    for where, columns in [("where the line stands", slice(0, begin)),
+                           ("where the answer is predicted", slice(begin, None))]:
+        own, other = [], []   # shares, if patched after block 1, 2, ..
         for block in range(1, len(model.order) + 1):
             logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
             said = logits[:, -cells:].argmax(-1)   # The last columns predict the answer.
-            own.append(share_of(answer, said))
-            other.append(share_of(answer.roll(1, dims=0), said))
+            own.append(share_said(said, answer))
+            other.append(share_said(said, answer.roll(1, dims=0)))
         panels[where] = {"its own answer": own, "the other line's answer": other}
     own = panels["where the line stands"]["its own answer"]
     if own[-1] < KNOWN:
@@ -542,7 +619,7 @@ def patched(run):
 # ------------------------------------------------------------- who works, and who skips, by steps
 
 @stat("What breaks without a block", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="block left out (0: none)", first_y=0, label="share of right digits", share=True)
+      y="block left out (0: none)", first_y=0, share=True)
 def removal_by_steps(run):
     """Right digits without one block. The lowest row is the whole model. If another row is as
     bright, the model hardly needs that block.
@@ -552,15 +629,15 @@ def removal_by_steps(run):
     for block in range(len(run.model.blocks)):
         without = Without(places_of(run.model, block), run.model.decider)
         rows.append(run.right_by_steps(without))
-    most = run.most_known
+    panels, most = {"share of right digits": rows}, run.most_known
     if run.right[most] < KNOWN:
-        return rows, "It knows no step, so nothing can be missed."
+        return panels, "It knows no step, so nothing can be missed."
     block = min(range(1, len(rows)), key=lambda block: rows[block][most])
-    return rows, (f"Block {block} is missed most. Without it, {rows[block][most]:.0%} of the "
-                  f"digits after {in_words(most)} are right.")
+    return panels, (f"Block {block} is missed most. Without it, {rows[block][most]:.0%} of the "
+                    f"digits after {in_words(most)} are right.")
 
 @stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="sublayer", label="mean angle (degrees)")
+      y="sublayer")
 def gain_by_steps(run):
     """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
@@ -571,8 +648,8 @@ def gain_by_steps(run):
     most = run.most_known
     more = {place: row[most] - row[0] for place, row in enumerate(rows, 1)}
     place = max(more, key=more.get)
-    return rows, (f"Sublayer {place} turns digits after {in_words(most)} by {more[place]:.0f} "
-                  f"degrees more than copies.")
+    return {"mean angle (degrees)": rows}, (f"Sublayer {place} turns digits after {in_words(most)} "
+                                            f"by {more[place]:.0f} degrees more than copies.")
 
 @stat("Who skips", needs_puzzle=True, x="steps asked for", first_x=0)
 def who_skips(run):
@@ -589,9 +666,9 @@ def who_skips(run):
         is_right = logits.argmax(-1) == targets
         return torch.stack((ran.float().sum(0), is_right.float()))
     n_run, right = run.by_steps(ran_and_right)   # n_run: how many sublayers a digit runs
+    if_all_run = run.right_by_steps(ALL_RUN)
     panels = {"sublayers that run for a digit": {"as it skips": n_run},
-              "share of right digits": {"as it skips": right,
-                                        "if all run": run.right_by_steps(ALL_RUN)}}
+              "share of right digits": {"as it skips": right, "if all run": if_all_run}}
     most = run.most_known
     return panels, (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after {in_words(most)} "
                     f"{n_run[most]:.1f}.")
@@ -619,14 +696,14 @@ def skip_curve(run):
     trained: as the model skipped in training. It was trained for none of the others."""
     what, batches, measure = "rise of the loss (nats)", run.quarter, run.loss_rise
     if run.puzzle:
-        what, batches = "steps learned", run.batches
-        measure = lambda decider: steps_learned(run.right_by_steps(decider), run.guess)
-    by_gains = {below: by_gain(run, below) for below in BELOW}
-    # The fixed set is chosen by a quarter of the windows on which no loss is measured.
+        what, batches, measure = "steps learned", run.batches, run.steps_with
+    deciders = [by_gain(run, below) for below in BELOW]
+    # The fixed set is chosen by a quarter of the windows on which no loss is measured. (Steps are
+    # measured on all windows.)
     turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
     weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
     lines = {"by gain": [], "a fixed set": [], "coins": []}   # of points [share skipped, measured]
-    for decider in by_gains.values():
+    for decider in deciders:
         shares = run.share_that_ran(decider, batches)
         skipped = 1 - shares.mean().item()
         lines["by gain"].append([skipped, measure(decider)])
@@ -639,15 +716,16 @@ def skip_curve(run):
         skipped = 1 - run.share_that_ran(run.model.decider, batches).mean().item()
         lines["as trained"] = [[skipped, measure(run.model.decider)]]
     at = BELOW.index(0.1)
-    (_, if_all_run), (skipped, value) = lines["by gain"][0], lines["by gain"][at]
+    (_, if_all_run), (skipped, by_gains) = lines["by gain"][0], lines["by gain"][at]
+    by_coins = lines["coins"][at][1]
     return {what: lines}, (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are "
-                           f"skipped. {what.capitalize()}: {value:.2f}; with coins "
-                           f"{lines['coins'][at][1]:.2f}; if all run {if_all_run:.2f}.")
+                           f"skipped. {what.capitalize()}: {by_gains:.2f}; with coins "
+                           f"{by_coins:.2f}; if all run {if_all_run:.2f}.")
 
 A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
 
-@stat("What each sublayer turns for each token", draw="token_map", panels=dict(degrees=""),
-      x="token (grey: it skips)", y="sublayer", power=0.5, label="angle (degrees)", panels_a_row=1)
+@stat("What each sublayer turns for each token", draw="token_map", x="token (grey: it skips)",
+      y="sublayer", power=0.5)
 def depth_map(run):
     """Dark: the sublayer turns the stream of this token much. Grey: the token skips it.
 
@@ -684,8 +762,9 @@ def turning(run):
         streams, _ = run.watch(idx)
         return streams[::2].square().mean(-1).sqrt().mean((1, 2))   # A block is two sublayers.
     lengths = run.mean(lengths_of).tolist()
+    by_block = [[block, length] for block, length in enumerate(lengths)]   # 0: at the start
     panels = {"turned by (degrees)": {"attention": turned[::2], "MLP": turned[1::2]},
-              "length of the stream": {"stream": list(enumerate(lengths))}}   # 0: at the start
+              "length of the stream": {"stream": by_block}}
     longer = lengths[-1] / lengths[0]
     return panels, f"At the end, the stream is {longer:.1f} times as long as at its start."
 
@@ -698,9 +777,9 @@ def logit_lens(run):
     logit lens, as in arXiv:2505.13898."""
     losses = torch.zeros(len(run.model.order) + 1)
     for idx, targets in run.batches:
-        for i, stream in enumerate(after_blocks(run.model, idx)):
+        for block, stream in enumerate(after_blocks(run.model, idx)):
             loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
-            losses[i] += loss.item() / len(run.batches)
+            losses[block] += loss.item() / len(run.batches)
     panels = {"loss (nats per token)": {"after each block": losses}}
     block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
     return panels, f"After block {block}, the head reads as well as at the end, to 0.1 nats."
@@ -725,7 +804,8 @@ def removal(run):
 # ================================================================================= part 5: drawings
 
 # A drawing gets results, {run: what a statistic has returned}, and colors, {run: colour}. It
-# returns a figure. Its other keywords are what stands in @stat(...).
+# returns a figure. Its other keywords are what stands in @stat(...). Only here is matplotlib
+# imported, so who only measures needs none.
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
@@ -733,6 +813,7 @@ STYLES = ["o-", "s--", "^:", "v-."]
 
 def new_figure(n_panels, panels_a_row, width, height):
     """-> a figure, and the axes of its panels. width, height: of a panel, in inches"""
+    from matplotlib.figure import Figure   # not pyplot: a notebook keeps its own backend
     columns = min(n_panels, panels_a_row)
     rows = math.ceil(n_panels / columns)
     size = max(5.6, width * columns), height * rows + 0.6   # 0.6: room for a legend
@@ -742,29 +823,37 @@ def new_figure(n_panels, panels_a_row, width, height):
         axes.set_axis_off()
     return figure, grid[:n_panels]
 
+def all_keys(dicts):
+    """The keys of all of them, once each, in their order"""
+    return list(dict.fromkeys(key for each in dicts for key in each))
+
+def x_and_y(line, first_x):
+    """[[x, y], ...], or [y, ...] that begins at first_x -> all x, and all y"""
+    if line and isinstance(line[0], list):
+        return zip(*line)
+    return range(first_x, first_x + len(line)), line
+
 def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
-    """{panel: {name: line}} of each run. A line is [y, ...] or [[x, y], ...]. The colour says which
-    run, the dashes which line. x, y: names of the axes (without y, the panel's); first_x: where
-    [y, ...] begins; share_x, share_y: values are between 0 and 1; asinh: y grows as in a logarithm,
-    but goes through 0"""
-    panels = {}   # {panel: [(run, name, line), ...]}
-    for run, of_run in results.items():
-        for panel, lines in of_run.items():
-            panels.setdefault(panel, []).extend((run, name, line) for name, line in lines.items())
-    names = dict.fromkeys(name for lines in panels.values() for _, name, _ in lines)
+    """{panel: {name: line}} of each run. The colour says which run, the dashes which line.
+
+    x, y: names of the axes (without y, the panel's name); first_x: where [y, ...] begins; share_x,
+    share_y: values are between 0 and 1; asinh: y grows as in a logarithm, but goes through 0"""
+    titles = all_keys(results.values())
+    names = all_keys(panel for panels in results.values() for panel in panels.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
-    figure, grid = new_figure(len(panels), 3, 4.2, 3.2)
-    for axes, (panel, lines) in zip(grid, panels.items()):
-        for run, name, line in lines:
-            points = line if isinstance(line[0], list) else list(enumerate(line, first_x))
-            size = 10 if len(points) == 1 else 4   # A small single point would be overlooked.
-            axes.plot(*zip(*points), styles[name], color=colors[run], alpha=0.85, lw=1.6, ms=size)
-        axes.set(xlabel=x, ylabel=y or panel, title=panel if y else "")
+    figure, grid = new_figure(len(titles), 3, 4.2, 3.2)
+    for axes, title in zip(grid, titles):
+        for run, panels in results.items():
+            for name, line in panels.get(title, {}).items():
+                xs, ys = x_and_y(line, first_x)
+                size = 10 if len(ys) == 1 else 4   # A small single point would be overlooked.
+                axes.plot(xs, ys, styles[name], color=colors[run], alpha=0.85, lw=1.6, ms=size)
+        axes.set(xlabel=x, ylabel=y or title, title=title if y else "")
         axes.grid(alpha=0.25)
         if share_x:
             axes.xaxis.set_major_formatter("{x:.0%}")
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.locator_params(axis="x", integer=True)
         if share_y:
             axes.set_ylim(-0.03, 1.03)
         if asinh:   # The numbers next to 0 would overlap, so we leave them out.
@@ -777,53 +866,74 @@ def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=Fa
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=3, frameon=False)
     return figure
 
-def draw_heat(results, colors, panels=None, x="", y="", first_x=1, first_y=1, label="", share=False,
-              power=1, panels_a_row=2):
-    """Numbers as colours: a matrix of each run, which is a list of rows, the lowest first. A narrow
-    one has its numbers, and None is grey. x, y: names of the axes; first_x, first_y: where they
-    begin; label: what the numbers are; share: they go to 1; power: 0.5 makes small numbers differ,
-    too; panels: {key: title}, if what is drawn of a run is a dict with several matrices"""
-    matrices = []   # title, colour of the title, numbers
-    for run, result in results.items():
-        for key, title in (panels or {"": ""}).items():
-            numbers = np.array(result[key] if key else result, dtype=float)   # None becomes nan.
-            matrices.append((f"{run}: {title}" if title else run, colors[run], numbers))
+def draw_heat(results, colors, x="", y="", first_x=1, first_y=1, label="", share=False, power=1,
+              panels_a_row=2):
+    """{panel: matrix} of each run: numbers as colours. A matrix is a list of rows, the lowest
+    first. One with few columns has its numbers, and None is grey.
+
+    x, y: names of the axes; first_x, first_y: where they begin; label: what the numbers are; share:
+    they go to 1; power: 0.5 makes small numbers differ, too"""
+    from matplotlib.colors import PowerNorm
+    panels = [(run, panel, np.array(matrix, dtype=float))   # None becomes nan.
+              for run, of_run in results.items() for panel, matrix in of_run.items()]
     # All panels have one scale.
-    largest = 1 if share else max(np.nanmax(each, initial=0) for _, _, each in matrices)
-    figure, grid = new_figure(len(matrices), panels_a_row, 4.6, 3.6)
-    for axes, (title, color, numbers) in zip(grid, matrices):
-        rows, columns = numbers.shape
+    largest = 1 if share else max(np.nanmax(matrix, initial=0) for _, _, matrix in panels)
+    figure, grid = new_figure(len(panels), panels_a_row, 4.6, 3.6)
+    for axes, (run, panel, matrix) in zip(grid, panels):
+        rows, columns = matrix.shape
         # The middles of its cells have whole numbers.
         extent = first_x - 0.5, first_x + columns - 0.5, first_y - 0.5, first_y + rows - 0.5
-        image = axes.imshow(numbers, origin="lower", extent=extent, aspect="auto",
+        image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto",
                             cmap="viridis" if share else "Blues", interpolation="nearest",
                             norm=PowerNorm(power, 0, largest))
-        axes.set(xlabel=x, ylabel=y, facecolor="0.85")
-        axes.set_title(title, color=color)
-        axes.yaxis.set_major_locator(MaxNLocator(16, integer=True))
+        axes.set(xlabel=x, ylabel=y, facecolor="0.85")   # Where there is no number, it is grey.
+        axes.set_title(f"{run}: {panel}", color=colors[run])
+        axes.locator_params(axis="y", nbins=16, integer=True)
         if columns <= 16:
             axes.set_xticks(range(first_x, first_x + columns))
-            for (row, column), number in np.ndenumerate(numbers):
-                if not math.isnan(number):
-                    text = f"{number:.2f}".removeprefix("0") if share else f"{number:.0f}"
-                    is_dark = sum(image.cmap(image.norm(number))[:3]) < 1.5   # red, green and blue
-                    axes.text(first_x + column, first_y + row, text, ha="center", va="center",
-                              fontsize=7, color="white" if is_dark else "black")
+            for (row, column), number in np.ndenumerate(matrix):
+                write_number(axes, first_x + column, first_y + row, number, image, share)
     figure.colorbar(image, ax=list(grid), label=label)
     return figure
 
+def write_number(axes, x, y, number, image, share):
+    """A number in its cell: .73 for a share, and 12 for degrees"""
+    if not math.isnan(number):
+        red, green, blue, _ = image.cmap(image.norm(number))
+        text = f"{number:.2f}".removeprefix("0") if share else f"{number:.0f}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=7,
+                  color="white" if red + green + blue < 1.5 else "black")
+
+def draw_lines_inside(results, colors, **options):
+    """What a probe reads: where the line stands, and where the answer is predicted"""
+    shares = {run: {"where the line stands": found["line"],
+                    "where the answer is predicted": found["answer"]}
+              for run, found in results.items()}
+    return draw_heat(shares, colors, **options)
+
 def draw_token_map(results, colors, **options):
     """A matrix of each run with a column per token, and the tokens below"""
-    figure = draw_heat(results, colors, **options)
+    degrees = {run: {"angle (degrees)": found["degrees"]} for run, found in results.items()}
+    figure = draw_heat(degrees, colors, panels_a_row=1, **options)
     figure.set_figwidth(12)
-    for axes, result in zip(figure.axes, results.values()):
+    for axes, found in zip(figure.axes, results.values()):
         # repr writes a tab as '\t'. We leave its quotes out.
-        tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in result["tokens"]]
+        tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in found["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
                         rotation=90 if max(map(len, tokens)) > 2 else 0)
     return figure
 
-DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "token_map": draw_token_map}
+DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "lines_inside": draw_lines_inside,
+            "token_map": draw_token_map}
+
+def as_png(statistic, results, colors):
+    """-> bytes of a figure, and its width in inches"""
+    import matplotlib
+    png = io.BytesIO()
+    with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name, or of a text.
+        figure = DRAWINGS[statistic.draw](results, colors, **statistic.options)
+        figure.savefig(png, format="png", dpi=130)
+    return png.getvalue(), figure.get_figwidth()
 
 # =============================================================== part 6: the page, and the command
 
@@ -836,10 +946,11 @@ class AnalyzeConfig:
     skip_below: float = flag(0.05, "a token skips a sublayer that would turn its stream by less (a "
                              "gain), if the run was not trained to skip", 0, 100)
     windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
+    data: str = flag("", "the data set of these runs, if it isn't where it was in training")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
 def main(argv=None):
-    if "--list" in (argv or sys.argv):   # needs no runs
+    if "--list" in (sys.argv if argv is None else argv):   # needs no runs
         print("\n".join(f"{name:18}{statistic.title}" for name, statistic in STATS.items()))
         return
     [args] = parse((AnalyzeConfig,), argv, __doc__, positional=("runs",))
@@ -849,9 +960,7 @@ def main(argv=None):
             refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
     runs = open_runs(args)
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)   # now, not after minutes of measuring
-    if (out / "index.html").exists() and not (out / "numbers.json").exists():
-        refuse(f"--out {out}: its index.html is no page of ours; take another folder")
+    make_folder(out)   # now, not after minutes of measuring
     write_page(out, runs, measure_all(runs, wanted))
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
@@ -862,16 +971,33 @@ def open_runs(args):
     runs = {}
     for path, name in zip(args.runs, names):
         model, config = open_run(path, args.device)
+        config["data"], warning = data_of_run(path, config, args.data)
+        if warning:
+            print(warning, file=sys.stderr)
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(config["data"], "val", config["block_size"], n)
         puzzle = prepare.load_meta(config["data"]).get("steps")
-        name = name if names.count(name) == 1 else path
-        runs[name] = Run(model, config, windows, puzzle, text, args.skip_below)
+        run = Run(model, config, windows, puzzle, text, args.skip_below, warning)
+        if not math.isfinite(run.loss):
+            refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
+                   f"lower --lr")
+        runs[name if names.count(name) == 1 else path] = run
     return runs
 
+def make_folder(out):
+    """SystemExit if it has files, but no page of ours"""
+    numbers = out / "numbers.json"   # the first file of a page
+    out.mkdir(parents=True, exist_ok=True)
+    is_ours = numbers.exists() and '"statistics":' in numbers.read_text(errors="replace")
+    if any(out.iterdir()) and not is_ours:
+        refuse(f"--out {out}: has files, but no page of ours; take another folder")
+
 def measure_all(runs, wanted):
-    """-> {statistic: dict(results={run: what is drawn}, sentences={run: a sentence},
-    missing={run: why it can't have it})}, in the order of the page"""
+    """-> {statistic: what it says of the runs}, in the order of the page. That is a dict:
+
+    results     {run: what is drawn}, as in numbers.json
+    sentences   {run: a sentence}
+    missing     {run: why it can't have it}"""
     found = {name: dict(results={}, sentences={}, missing={}) for name in STATS if name in wanted}
     for run_name, run in runs.items():
         for name, of_runs in found.items():
@@ -897,14 +1023,15 @@ def as_json(value):
     return json.loads(text, parse_constant=lambda nan: None)
 
 def write_page(out, runs, found):
-    """Writes figures, numbers and page to the folder `out`. found: as measure_all returns it"""
+    """Writes numbers, figures and page to the folder `out`. found: as measure_all returns it"""
     colors = dict(zip(runs, itertools.cycle(COLORS)))
     about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
-                        parameters=num_params(run.model), flops=flops_per_token(run.model))
+                        parameters=num_params(run.model), flops=flops_per_token(run.model),
+                        warning=run.warning)
              for name, run in runs.items()}
     numbers = dict(runs=about, statistics={name: each["results"] for name, each in found.items()},
                    missing={name: each["missing"] for name, each in found.items()})
-    with whole_file(out / "numbers.json") as file:
+    with prepare.whole_file(out / "numbers.json") as file:
         file.write(json.dumps(numbers, indent=1).encode())
     entries = {}
     for name, of_runs in found.items():
@@ -912,19 +1039,22 @@ def write_page(out, runs, found):
         entries[name] = dict(title=statistic.title, caption=statistic.caption,
                              definition=statistic.definition, **of_runs)
         if statistic.draw and of_runs["results"]:
-            png = io.BytesIO()
-            with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a text.
-                figure = DRAWINGS[statistic.draw](of_runs["results"], colors, **statistic.options)
-                figure.savefig(png, format="png", dpi=130)
-            with whole_file(out / f"{name}.png") as file:
-                file.write(png.getvalue())
-            image = base64.b64encode(png.getvalue()).decode()
-            entries[name]["image"] = f"data:image/png;base64,{image}"
-            entries[name]["width"] = 80 * figure.get_figwidth()   # in pixels of the page
+            try:
+                png, inches = as_png(statistic, of_runs["results"], colors)
+            except Exception as error:   # What a statistic of yours returns may have another form.
+                why = (f"it can't be drawn ({type(error).__name__}: {error}); lines are "
+                       "{panel: {name: line}}, and heat maps {panel: matrix}")
+                print(f"no figure of {name}, because {why}", file=sys.stderr)
+                of_runs["missing"].update(dict.fromkeys(of_runs["results"], why))
+                continue   # The others are worth a page.
+            with prepare.whole_file(out / f"{name}.png") as file:
+                file.write(png)
+            entries[name]["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
+            entries[name]["width"] = 80 * inches   # in pixels of the page
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
-    with whole_file(out / "index.html") as file:
+    with prepare.whole_file(out / "index.html") as file:
         file.write(template.replace("REPORT", report).encode())
 
 if __name__ == "__main__":

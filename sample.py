@@ -23,9 +23,10 @@ from typing import Literal
 import torch
 
 import prepare
+from analyze import WINDOWS, Inside, NotHere, in_words   # for --inside: there the probes are
 from flags import flag, parse, refuse, start
 from model import ByGain, EarlyExit, Without, new_tokens, places_of, why_not
-from train import open_run
+from train import data_of_run, open_run
 
 @dataclass
 class SampleConfig:
@@ -48,6 +49,8 @@ class SampleConfig:
                        "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
                         "block, before the model answers")
+    data: str = flag("", "for --inside: the data set of the run, if it isn't where it was in "
+                     "training")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
@@ -62,16 +65,12 @@ def main(argv=None):
     model, settings = open_run(config.run, config.device)
     model.decider = pick_decider(model, config)
     if config.inside:
-        show_inside(model, settings["data"], config.prompt.strip())
-        return
-    tokenizer = prepare.get_tokenizer(settings["tokenizer"])
-    torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
-    skipped, begin = [], time.perf_counter()
-    for _ in range(config.num_samples):
-        skipped += sample(model, tokenizer, config)
-    speed = len(skipped) / (time.perf_counter() - begin)
-    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
-          file=sys.stderr)
+        data, warning = data_of_run(config.run, settings, config.data)
+        if warning:
+            print(warning, file=sys.stderr)
+        show_inside(model, data, config.prompt.strip())
+    else:
+        show_samples(model, prepare.get_tokenizer(settings["tokenizer"]), config)
 
 # ----------------------------------------------------------------------------------- who runs what
 
@@ -102,6 +101,31 @@ def pick_decider(model, config):
 
 # ---------------------------------------------------------------------------------------- sampling
 
+def show_samples(model, tokenizer, config):
+    """One after the other; and at the end, how fast it was, and how much was skipped"""
+    torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
+    skipped, begin = [], time.perf_counter()
+    for _ in range(config.num_samples):
+        skipped += sample(model, tokenizer, config)
+    speed = len(skipped) / (time.perf_counter() - begin)
+    print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
+          file=sys.stderr)
+
+# With --depth, a token has the colour of its share: how many of the sublayers ran to predict it. It
+# was predicted where the token before it was read. If a pass reads a, b and c, say:
+#
+#     it reads                    a      b      c
+#     of 12 sublayers, these ran  6      9     12
+#     so it predicts              b      c     the first new token
+#     with the share            0.5   0.75      1         (a has none: nobody predicted it)
+
+def shares_of_prompt(prompt, runner):
+    """-> for each token of the prompt its share, or None. runner: that of the pass that has read
+    the prompt, or its end, if it is longer than the model's context"""
+    ran = runner.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
+    shares = ran[:-1]   # The last one is for the first new token.
+    return [None] * (len(prompt) - len(shares)) + shares
+
 def sample(model, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
     prompt = tokenizer.encode_ordinary(config.prompt)
@@ -110,16 +134,18 @@ def sample(model, tokenizer, config):
                         n_vocab=tokenizer.n_vocab)
     # A character may be several tokens. Bytes that make no whole one wait for the next token.
     decoder, skipped = codecs.getincrementaldecoder("utf-8")(errors="replace"), []
-    def show_token(token, share=None):
+
+    def show_token(token, share):
         text = decoder.decode(tokenizer.decode_single_token_bytes(token))
         show(text, share if config.depth else None)
+
     try:
-        # Each token comes with the runner of the walk that predicted it, which knows who skipped.
-        for number, (token, runner) in enumerate(tokens):
-            if number == 0:   # The first walk has read the prompt.
-                for each, share in zip(prompt, shares_of(prompt, runner)):
+        # Each token comes with the runner of the pass that predicted it, which knows who skipped.
+        for token, runner in tokens:
+            if not skipped:   # The first pass has read the prompt.
+                for each, share in zip(prompt, shares_of_prompt(prompt, runner)):
                     show_token(each, share)
-            skipped.append(runner.skipped(last=True))   # for the last token it has read
+            skipped.append(runner.skipped(last=True))   # for the last token that it has read
             if token.item() == tokenizer.eot_token:
                 break
             show_token(token.item(), 1 - skipped[-1])
@@ -127,21 +153,14 @@ def sample(model, tokenizer, config):
         show(decoder.decode(b"", final=True) + "\n")
     return skipped
 
-def shares_of(prompt, runner):
-    """-> for each token of the prompt, which share of the sublayers has run to predict it, or None.
-    runner: that of the walk that has read the prompt, or its end. If this is b and c of a, b, c,
-    then c has the share of b, where it was predicted. Nobody has predicted a and b."""
-    shares = runner.who_ran().float().mean(0)[0].tolist()   # of each token it has read
-    return [None] * (len(prompt) - len(shares) + 1) + shares[:-1]
-
 # Of a terminal's 256 colours: background and text, from pale (half of the sublayers) to dark (all)
 SHADES = [(231, 16), (153, 16), (111, 16), (69, 16), (27, 231), (20, 231), (17, 231)]
 
 def show(text, share=None):
-    """Prints text at once. share: of the sublayers that ran, for a colour; None: without. A
-    terminal gets no characters that could do something to it, whatever a model says."""
+    """Prints text at once. share: of the sublayers that ran, for a colour; None: without"""
     if sys.stdout.isatty():
-        text = "".join(c if c == "\t" else printable(c) for c in text)
+        # A model may write characters that do something to a terminal, so they become a ?.
+        text = "".join(c if c.isprintable() or c in "\t\n" else "?" for c in text)
     if share is not None and text.strip():
         shade = round((2 * share - 1) * (len(SHADES) - 1))
         background, foreground = SHADES[max(0, shade)]
@@ -151,10 +170,8 @@ def show(text, share=None):
 # ---------------------------------------------------------------------------------------- --inside
 
 def show_inside(model, data, line):
-    """Prints what a probe reads in the stream, block by block, and then the answer. line: such as
-    f314159265358. SystemExit if that can't be"""
-    # Here, because it loads matplotlib, and who only samples needs none
-    from analyze import WINDOWS, NotHere, in_words, look_inside
+    """Prints what a probe reads in the stream, block by block, and then the answer. data: the
+    folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
@@ -163,30 +180,31 @@ def show_inside(model, data, line):
         refuse(f"--inside: needs a --prompt of one line: a letter from a to {letter}, and {cells} "
                f"digits from 0 to {digit}")
     k = ord(line[0]) - ord("a")   # how many steps it asks for
-    windows = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
+    windows, _ = prepare.windows_of(data, "val", model.config.block_size, WINDOWS)
     try:
-        [example] = look_inside(model, puzzle, windows, k, [line])["examples"]
+        example = Inside(model, puzzle, windows, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
+    print_example(example, k)
+
+def print_example(example, k):
+    """example: as Inside.example returns it"""
+    line, answer, true = example["line"], example["answer"], example["true"]
     # Where no step or one is asked for, nothing is between.
     between = " The text never shows what is between." if k > 1 else ""
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}.{between}")
     print("A probe reads in the stream (%: how often it is right, on other lines):\n")
-    answer, true = example["answer"], example["true"]
     for block, row in enumerate(example["blocks"][1:], 1):   # without the embedding
-        digits, says = ". " * cells, "nothing to be read yet"
+        digits, says = ". " * len(true), "nothing to be read yet"
         if row:
             digits = marked(row["digits"], row["true"])
             says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
         print(f"  after block {block:<3} {digits} {says}")
-    n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
-    verdict = f"{n_wrong} of {cells} digits are wrong" if n_wrong else f"right, all {cells} digits"
+    verdict = f"right, all {len(true)} digits"
+    if answer != true:
+        n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
+        verdict = f"{n_wrong} of {len(true)} digits are wrong"
     print(f"\n  the answer      {marked(answer, true)} {verdict}\n")
-
-def printable(text):
-    """A model may write characters that do something to a terminal. Each of them becomes a question
-    mark. Only the ends of lines stay."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 def marked(digits, true):
     """314 -> "3 1 4 ". A wrong digit has a ! behind it."""

@@ -7,8 +7,8 @@ import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, draw, runs, train
-from conftest import ROOT, ids, make, refused, same, streams
+import analyze, train
+from conftest import ROOT, ids, make, refused, same
 from model import ByGain, Decider, Runner, Without
 
 L = 4   # blocks
@@ -44,7 +44,7 @@ def test_the_stream_by_hand():
     run = run_of()
     for _, sublayer in run.model.blocks[2].pairs():   # This block is silent.
         torch.nn.init.zeros_(sublayer.c_proj.weight)
-    x = torch.stack(streams(run.model, torch.cat([idx for idx, _ in run.batches])))
+    x = torch.stack(run.model.walk(torch.cat([idx for idx, _ in run.batches])))
     size = x.square().mean(-1).sqrt().mean((1, 2))
     found, sentence = analyze.turning(run)
     degrees = flat(found["turned by (degrees)"])
@@ -54,17 +54,14 @@ def test_the_stream_by_hand():
     assert f"is {lengths[-1] / lengths[0]:.1f} times as long" in sentence
     assert degrees[4:6] == [0, 0]
     assert flat(analyze.removal(run)[0]["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
-    # Of streams that are several tensors: NAG keeps the length apart, and AttnRes each update.
-    nag, attnres, x = make("nag"), make("attnres"), streams(make("attnres"))
-    for _, (direction, log_length) in nag.walk(ids()):
-        size = nag.ends.as_tensor((direction, log_length)).square().mean(-1, keepdim=True).sqrt()
-        same(size, log_length.exp(), 1e-5)
-    steps = zip(attnres.sublayers(ids()), attnres.walk(ids()))
-    same(x[-1] - x[0], sum(f(residual.read(stream)) for (_, residual, f), (_, stream) in steps))
+    # Of a stream that is two tensors: NAG keeps the length apart.
+    nag = make("nag")
+    for stream in nag.walk(ids()):
+        same(nag.ends.as_tensor(stream).square().mean(-1, keepdim=True).sqrt(), stream[1].exp(), 1e-5)
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     assert tiny.item() == pytest.approx(1e-10)   # Its cosine is 1 in floating point.
 
-@pytest.mark.parametrize("residual", ["pre", "post", "nag", "attnres", "hyper", "denseformer", "siamese"])
+@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
     lens, read = analyze.logit_lens(run)
@@ -95,8 +92,7 @@ def test_depth_map(residual):
     found = analyze.depth_map(run)
     assert found["tokens"] == ["a", "\t", "", "é", "$", "x", "$", "\n"] + 8 * ["x"]
     runner = Runner(run.model, ByGain(None, 0.3) if residual == "nag" else ALL_RUN)
-    walk = run.model.walk(idx, runner=runner)
-    x = torch.stack([run.model.ends.as_tensor(stream)[0] for _, stream in walk])
+    x = torch.stack([run.model.ends.as_tensor(stream)[0] for stream in run.model.walk(idx, runner)])
     ran = runner.who_ran()[:, 0]
     angles = torch.where(ran, degrees_between(x[1:], x[:-1]), torch.nan)
     torch.testing.assert_close(found["degrees"], angles, equal_nan=True)
@@ -114,7 +110,7 @@ def test_what_skipping_costs():
     run.model.blocks[2].attn_residual.alpha.fill_(0.16)   # These are about 0.1.
     run.model.ends.log_scale.add_(3)   # The head is surer, so a loss changes more.
     turned = [residual.gain(x).abs().atan().mean()
-              for residual, (_, x) in zip(run.model.residuals()[:-1], run.model.walk(others))]
+              for residual, x in zip(run.model.residuals()[:-1], run.model.walk(others))]
     weakest = sorted(range(1, 2 * L + 1), key=lambda place: turned[place - 1])
     panels, sentence = analyze.skip_curve(run)
     by_gain, fixed, coins = panels["rise of the loss (nats)"].values()
@@ -156,49 +152,43 @@ def test_a_router_skips_on_the_map():
     with pytest.raises(analyze.NotHere, match="another model"):
         analyze.who_skips(run)
 
-@pytest.mark.parametrize("own, says", [
-    ([0.2, 0.5, 0.96, 1.0], "Block 3 fetches the line."), ([0.2, 0.5], "It doesn't know these answers")])
-def test_which_block_fetches_the_line(monkeypatch, own, says):
-    monkeypatch.setattr(analyze, "patch", lambda *_: dict(line={"its own answer": own}, answer={}))
-    _, sentence = analyze.patched(SimpleNamespace(model=None, puzzle=None, most_known=2))
-    assert says in sentence
-
-@pytest.mark.parametrize("right, most", [
-    ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
-def test_the_most_steps_that_are_known(right, most):
-    assert analyze.Run.most_known.fget(SimpleNamespace(right=right)) == most
-
 @pytest.mark.parametrize("residual, lacks", [
     ("pre", "skip_curve right_digits lines_inside patched written removal_by_steps gain_by_steps who_skips"),
     ("hyper", "skip_curve")])
 def test_what_a_run_cannot_have_is_one_sentence(residual, lacks):
     run = run_of(residual, repeat="2-3:2")
-    for name in lacks.split():
-        with pytest.raises(analyze.NotHere, match="^[^\n]{20,110}$"):
-            analyze.measured(analyze.STATS[name], run)
+    found = analyze.measure_all({"a": run}, lacks.split())
+    assert {*found} == {*lacks.split()}
+    for of_runs in found.values():
+        assert re.fullmatch("[^\n]{20,110}", of_runs["missing"]["a"]) and not of_runs["results"]
 
 # ---------------------------------------------------------------------------------- the page
 
 @pytest.fixture(scope="module")
 def made(data, tmp_path_factory):
+    """Two runs, their data, and their page. (The odd names are no formulas, and no tags.)"""
     folder = tmp_path_factory.mktemp("analyze")
-    flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6".split()
+    shutil.copytree(data, folder / "data")
+    flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6 --device cpu".split()
     for name, residual in (("a$x^$b", "nag"), ("_<b>", "review")):
-        train.main(["--data", str(data), "--out", f"{folder}/{name}", "--residual", residual, *flags])
+        train.main(["--data", f"{folder}/data", "--out", f"{folder}/{name}", "--residual", residual, *flags])
     analyze.main([f"{folder}/a$x^$b", f"{folder}/_<b>", "--out", f"{folder}/out", "--text", "</script>&amp;é"])
     return folder
 
-def test_page(made):
-    page, numbers = (made / "out/index.html").read_text(), json.loads((made / "out/numbers.json").read_text())
+def report_of(folder):
+    """What its page shows, and its numbers.json"""
+    page = (folder / "index.html").read_text()
     assert not re.search("https?://", page) and page.count("</script>") == 2
     report = re.search(r'id="report">(.*?)</script>', page, re.S)[1]
     assert "<" not in report   # No text ends a script.
-    report = json.loads(report)
+    return json.loads(report), json.loads((folder / "numbers.json").read_text())
+
+def test_page(made):
+    report, numbers = report_of(made / "out")
     assert list(report["statistics"]) == list(analyze.STATS)
     assert report["runs"]["a$x^$b"]["color"] != report["runs"]["_<b>"]["color"]
-    run, logged = numbers["runs"]["a$x^$b"], runs.read_metrics(made / "a$x^$b")[6]
-    rounding = 0.05 if torch.cuda.is_available() else 1e-6   # A GPU trains in bfloat16.
-    assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=rounding)
+    run, logged = numbers["runs"]["a$x^$b"], train.read_metrics(made / "a$x^$b")[6]
+    assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=1e-6)
     for name, stat in report["statistics"].items():
         assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]
         assert len(stat["results"]) + len(stat["missing"]) == 2
@@ -208,58 +198,90 @@ def test_page(made):
     assert sum(1 for stat in report["statistics"].values() if "image" in stat) >= 5
 
 def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
-    """That in the comments of analyze.py, one without a docstring, and one that can't be drawn"""
+    """That in the comments of analyze.py, some without a docstring, and some that can't be drawn"""
     monkeypatch.setattr(analyze, "STATS", {})
-    words = [f"{made}/a$x^$b", "--out", str(tmp_path)]
     example = inspect.getsource(analyze).split("This is a whole one:\n#\n")[1].split("\n#\n# The page")[0]
     exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
 
-    @analyze.stat("My own")
-    def mine(run):
-        turned = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
-        return {"a panel": {"turned": turned, "lacks": [torch.nan, 1]}}
+    def add(name, returned, **options):
+        def measure(run):
+            return returned
+        measure.__name__ = name
+        analyze.stat(f"The {name}", **options)(measure)
 
-    analyze.main(words)
-    turned, mine = json.loads((tmp_path / "numbers.json").read_text())["statistics"].values()
-    degrees = turned["a$x^$b"]["degrees"]["all tokens"]
-    assert len(degrees) == 4 and mine["a$x^$b"]["a panel"] == dict(turned=degrees, lacks=[None, 1])
-    assert f"At most by {max(degrees):.0f} degrees." in (tmp_path / "index.html").read_text()
-    assert analyze.STATS["mine"].caption == "My own"
-    assert analyze.STATS["turned"].definition.startswith("The angle between")
-    analyze.stat("A wrong one")(lambda run: {"a panel": [1.0]})   # not {name: line}
-    analyze.main(words)   # It is told, and the others are there.
-    assert "lines are drawn of {panel: {name: line}}" in (tmp_path / "index.html").read_text()
+    add("line", {"a panel": {"lacks": torch.tensor([torch.nan, 1]), "empty": []}})
+    add("heat", {"a": [[1, 2]], "b": [[3, None]]}, draw="heat")
+    add("no_line", {"a panel": [1.0]})
+    add("no_matrix", [[1, 2], [3]], draw="heat")
+    analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path)])   # Those are told, and the others are there.
+    report, numbers = report_of(tmp_path)
+    turned, line, heat, *_ = (found["a$x^$b"] for found in numbers["statistics"].values())
+    degrees = turned["degrees"]["all tokens"]
+    assert len(degrees) == 4 and line["a panel"] == dict(lacks=[None, 1], empty=[])
+    assert heat == {"a": [[1, 2]], "b": [[3, None]]}
+    shown = report["statistics"]
+    assert shown["turned"]["sentences"] == {"a$x^$b": f"At most by {max(degrees):.0f} degrees."}
+    assert shown["turned"]["definition"].startswith("The angle between") and shown["line"]["caption"] == "The line"
+    assert [name for name, stat in shown.items() if "image" in stat] == ["turned", "line", "heat"]
+    for name in "no_line", "no_matrix":
+        assert "lines are {panel: {name: line}}, and heat maps {panel: matrix}" in shown[name]["missing"]["a$x^$b"]
 
-def test_a_page_of_others_stays(made, tmp_path):
-    (tmp_path / "index.html").write_text("mine")
+def test_what_others_have_made_stays(made, tmp_path):
     words = [f"{made}/a$x^$b", "--only", "turning", "--out", str(tmp_path)]
-    assert "no page of ours" in refused(analyze.main, words)
-    assert (tmp_path / "index.html").read_text() == "mine"
+    for name in "index.html", "turning.png":
+        (tmp_path / name).write_text("mine")
+        assert "no page of ours" in refused(analyze.main, words)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        (tmp_path / name).unlink()
+    analyze.main(words)
+    analyze.main(words)   # This page is ours.
+
+def test_data_that_moved_or_changed(made, tmp_path, capsys):
+    run, moved = str(made / "_<b>"), made / "moved"
+    os.rename(made / "data", moved)
+    words = [run, "--only", "turning", "--out", str(tmp_path / "out")]
+    try:
+        assert f"{run}: was trained on {made}/data" in refused(analyze.main, words)
+        analyze.main([*words, "--data", str(moved)])
+        assert report_of(tmp_path / "out")[0]["runs"]["_<b>"]["warning"] == ""
+        shard = moved / "val_000000.bin"
+        shutil.copy(shard, made / "shard")
+        shard.write_bytes(shard.read_bytes()[:-2] + b"\0\0")   # another last token
+        capsys.readouterr()
+        analyze.main([*words, "--data", str(moved)])
+        warning = report_of(tmp_path / "out")[0]["runs"]["_<b>"]["warning"]
+        assert "moved" in warning and warning in capsys.readouterr().err
+        shutil.copy(made / "shard", shard)
+    finally:
+        os.rename(moved, made / "data")
 
 def test_what_figures_show():
     """A number stands where its colour is, and points are where they should be."""
-    axes, *_ = draw.draw_heat({"run": [[0, 1], [2, 3]]}, {"run": "r"}).axes
+    axes, *_ = analyze.draw_heat({"run": {"": [[0, 1], [2, 3]]}}, {"run": "r"}).axes
     places = [axes.transData.transform(text.get_position()) for text in axes.texts]
     shown = [axes.images[0].get_cursor_data(SimpleNamespace(x=x, y=y)) for x, y in places]
     assert shown == [float(text.get_text()) for text in axes.texts] == [0, 1, 2, 3]
     assert [text.get_color() for text in axes.texts] == ["black", "black", "white", "white"]
     panel = {"line": [5, 6], "points": [[0, 7], [2, 8]]}
-    axes, *_ = draw.draw_lines({"run": {"a panel": panel}}, {"run": "r"}).axes
+    axes, *_ = analyze.draw_lines({"run": {"a panel": panel}}, {"run": "r"}).axes
     line, points = (np.transpose(each.get_data()).tolist() for each in axes.lines[:2])
     assert (line, points) == ([[1, 5], [2, 6]], [[0, 7], [2, 8]])
 
-def test_a_notebook_keeps_its_figures():
-    code = """import os, sys, analyze
+def test_who_only_measures_loads_no_matplotlib():
+    """... and a notebook keeps its figures."""
+    code = """import os, sys, analyze, sample
+analyze.main(["--list"])
 assert "matplotlib" not in sys.modules
-import draw, matplotlib
+analyze.draw_lines({"run": {"panel": {"line": [1]}}}, {"run": "r"})
+import matplotlib
 assert "matplotlib.pyplot" not in sys.modules
 assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg"
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | dict(MPLBACKEND="svg"), check=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | dict(MPLBACKEND="svg"), check=True,
+                          capture_output=True, text=True)
+    assert done.stdout.count("\n") == len(analyze.STATS)
 
-def test_list_and_bad_input(made, tmp_path, capsys):
-    analyze.main(["--list"])
-    assert capsys.readouterr().out.count("\n") == len(analyze.STATS)
+def test_bad_input(made, tmp_path):
     run, text = str(made / "a$x^$b"), tmp_path / "text"
     text.write_text("precious $text$")
     for words in ([run, "--only", "remuval"], [run, "--skip_below", "-1"], [run, "--windows", "-1"],
@@ -268,18 +290,14 @@ def test_list_and_bad_input(made, tmp_path, capsys):
         assert words[-1] in refused(analyze.main, words + out)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]   # What is refused leaves nothing.
     analyze.main([run, "--only", "depth_map,skip_curve", "--text", str(text), "--out", str(tmp_path / "new")])
-    new, old = (json.loads((folder / "numbers.json").read_text())["statistics"]
-                for folder in (tmp_path / "new", made / "out"))
-    tokens = new["depth_map"]["a$x^$b"]["tokens"]
-    assert "".join(tokens) == text.read_text() == "precious $text$"
+    new, old = (report_of(folder)[1]["statistics"] for folder in (tmp_path / "new", made / "out"))
+    assert "".join(new["depth_map"]["a$x^$b"]["tokens"]) == text.read_text() == "precious $text$"
     assert new["skip_curve"]["a$x^$b"] == old["skip_curve"]["a$x^$b"]   # It tosses the same coins.
     both = [str(shutil.copytree(run, tmp_path / name / "run")) for name in ("a", "b")]
     opened = analyze.open_runs(analyze.AnalyzeConfig(both, windows=1))
     assert list(opened) == both   # Their folders have the same name.
     assert [sum(len(idx) for idx, _ in each.batches) for each in opened.values()] == [4, 4]
-    shutil.copytree(run, tmp_path / "nan")
-    ckpt = torch.load(tmp_path / "nan/ckpt.pt")
+    ckpt = torch.load(f"{both[0]}/ckpt.pt")
     ckpt["model"]["lm_head.weight"][0, 0] = torch.nan
-    torch.save(ckpt, tmp_path / "nan/ckpt.pt")
-    words = [str(tmp_path / "nan"), "--out", str(tmp_path / "new")]
-    assert "nan: its loss is nan" in refused(analyze.main, words)
+    torch.save(ckpt, f"{both[0]}/ckpt.pt")
+    assert "run: its loss is nan" in refused(analyze.main, [both[0], "--out", str(tmp_path / "new")])

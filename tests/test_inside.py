@@ -1,5 +1,5 @@
-"""The lines inside: a probe on streams in which we know what stands, its controls, the patch, and
-the figures of the steps text against loops over single digits."""
+"""The steps text inside a model: lines and answers in windows, a probe on streams in which we know what
+stands, its controls, the patch, and the figures by steps against loops over single digits."""
 import json, re, shutil, subprocess
 from types import SimpleNamespace
 
@@ -7,34 +7,71 @@ import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, dataset, inside, patch, prepare, runs, sample, steps, train
+import analyze, prepare, sample, train
+from analyze import Inside, find_lines, lines_after, solve
 from conftest import ids, make, refused, some
 from model import Decider, Runner, Without
-from steps import find_lines, lines_after, solve, steps_of_targets
 
 CELLS, MOST, L = 4, 3, 3
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    folder, documents = tmp_path_factory.mktemp("steps") / "data", steps.DOCUMENTS
-    steps.DOCUMENTS = dict(train=200, val=200)
+    folder, splits = tmp_path_factory.mktemp("steps") / "data", prepare.SPLITS
+    prepare.SPLITS = {name: (200, seed) for name, (_, seed) in splits.items()}
     prepare.main(["steps", "--out", str(folder), "--cells", str(CELLS), "--most", str(MOST)])
-    steps.DOCUMENTS = documents
+    prepare.SPLITS = splits
     return folder
 
 @pytest.fixture(scope="module")
 def text(data):
-    return dataset.load_meta(data)["steps"]
+    return prepare.load_meta(data)["steps"]
 
 @pytest.fixture(scope="module")
 def windows(data):
-    return dataset.windows_of(data, "val", 32, 600)
+    return prepare.windows_of(data, "val", 32, 600)
 
-def lines_of(row):
-    """Yields of each line in a window, whose whole answer is there: its column, its letter and its digits"""
+# ------------------------------------------------------------------------ lines and their answers
+
+def answers_in(row):
+    """Yields of each answer in a window of T + 1 tokens, whose line before is there, too: the column of its
+    letter, the letter and the digits of the line before, and as many of its own digits as are there"""
     window = bytes(min(token, 255) for token in row).decode("latin1")
-    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z]\d{4})", window):
-        yield found.start(), found[1], [*map(int, found[2])]
+    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z](\d*))", window):
+        yield found.start(3) - 1, found[1], found[2], found[3]
+
+def rows_of(x, y):
+    return [[*idx, targets[-1]] for idx, targets in zip(x.tolist(), y.tolist())]
+
+def test_lines_by_hand():
+    puzzle = dict(table=[[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]], cells=5)
+    by_hand = [[3, 0, 2, 0, 1], [0, 0, 2, 1, 1], [3, 3, 2, 2, 0]]
+    lines = lines_after(torch.tensor([by_hand[0], by_hand[0]]), 2, puzzle["table"])
+    assert lines.shape == (3, 2, 5) and lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
+    assert solve("c30201", puzzle) == ["30201", "00211", "33220"] and solve("a3", puzzle) == ["3"]
+    assert [each.tolist() for each in analyze.find_answers(torch.tensor([[*b"z3141\nz2718\na"]]), 4)] == [
+        [0, 0], [6, 12], [25, 25]]
+    assert analyze.spelled(torch.tensor([0, 9, 10, -1])) == "09??"
+    assert analyze.some_digits(dict(table=range(10), cells=18)) == "314159265358979331"
+    assert {*analyze.some_digits(dict(table=range(2), cells=100))} == {"0", "1"}
+    assert [analyze.in_words(n) for n in (0, 1, 2, 30)] == ["no steps", "one step", "two steps", "30 steps"]
+
+def test_find_lines(text, windows):
+    """What is found in the windows is what a regular expression finds. (The text is right, too.)"""
+    rows, found = rows_of(*windows), []
+    for i, row in enumerate(rows):
+        for column, letter, digits, answer in answers_in(row):
+            assert answer == solve(letter + digits, text)[-1][:len(answer)]
+            found.append((i, column, "abcd".index(letter), digits, len(answer)))
+    mine = zip(*(each.tolist() for each in analyze.find_answers(windows[0], CELLS)))
+    assert [*mine] == [(i, column, asked) for i, column, asked, _, _ in found if column < 32]
+    for k in range(MOST + 1):
+        with torch.device("meta"):   # What is made stands where the windows are.
+            window, column, digits = find_lines(windows[0], k, CELLS)
+        right = [(i, at, line) for i, at, asked, line, n in found if asked == k and n == CELLS]
+        lines = map(analyze.spelled, digits)
+        assert [*zip(window.tolist(), column.tolist(), lines)] == right and len(right) > 50
+
+# ------------------------------------------------------------------------------------- the probes
 
 class Known:
     """A model that does a step in each block, where the answer is predicted. Half of its stream is
@@ -49,108 +86,121 @@ class Known:
         token = self.digit[(idx - ord("0")).clamp(0, 9)]
         streams = [torch.cat((token, torch.zeros_like(token)), -1) for _ in range(L + 1)]
         for i, row in enumerate(idx.tolist()):
-            for begin, _, digits in lines_of(row + [ord("0")]):   # The last digit is a target.
-                for stream, after in zip(streams, lines_after(digits, L, self.text["table"])):
-                    stream[i, begin + CELLS + 2:begin + 2 * CELLS + 2, 12:] = self.digit[after]
-        for place in range(2 * L + 1):
-            yield place, streams[place // 2]
+            for column, _, digits, answer in answers_in(row + [ord("0")]):   # The last digit is a target.
+                if len(answer) < CELLS:
+                    continue
+                lines = lines_after(torch.tensor([*map(int, digits)]), L, self.text["table"])
+                for stream, after in zip(streams, lines):
+                    stream[i, column:column + CELLS, 12:] = self.digit[after]
+        return [streams[place // 2] for place in range(2 * L + 1)]
 
     def generate(self, idx, n, temperature):
         answers = [solve(bytes(row[:CELLS + 1]).decode(), self.text)[-1] for row in idx.tolist()]
         return torch.cat((idx, torch.tensor([[*answer.encode()] for answer in answers])), 1)
 
-def test_find_lines(text, windows):
-    x, y = windows
-    for k in range(MOST + 1):
-        with torch.device("meta"):   # What is made stands where the windows are.
-            found = find_lines(x, y, k, text)
-        right = [(i, begin, digits) for i in range(len(x))
-                 for begin, letter, digits in lines_of([*x[i].tolist(), y[i, -1].item()])
-                 if letter == "abcd"[k]]
-        assert [*zip(*(each.tolist() for each in found))] == right and len(right) > 50
-
-def test_a_probe_is_a_ridge_regression():
-    """At the least squared error, with the ridge, the slope is 0."""
-    vectors, digits = some(500, 24), ids(500, 1, V=10)[:, 0]
-    weights = inside.Probe(vectors, digits, 10).weights
+def test_probes_are_ridge_regressions():
+    """At the least squared error, with the ridge, the slope is 0. Each number of steps has its own."""
+    vectors, digits = some(500, 24), ids(500, 3, V=10)
+    probes = analyze.Probes(vectors, digits, 10)
     x = torch.cat((vectors, torch.ones(500, 1)), 1)
-    slope = x.T @ (x @ weights - F.one_hot(digits, 10)) + weights
-    assert slope.abs().max() < 1e-9
+    read = probes.read(vectors)
+    for steps, weights in enumerate(probes.weights.split(10, dim=1)):
+        slope = x.T @ (x @ weights - F.one_hot(digits[:, steps], 10)) + weights
+        assert slope.abs().max() < 1e-9
+        assert torch.equal(read[:, steps], (x @ weights).argmax(1))
 
-def test_lines_inside_a_model_that_we_know(text, windows):
-    found = inside.Inside(Known(text), text, windows, 3)
+def test_lines_inside_a_model_that_we_know(text, windows, monkeypatch):
+    found = Inside(Known(text), text, windows[0], 3)
     for block in range(L + 1):
         assert found.share["answer", block][block] == 1.0
         assert found.furthest(block) == (block, "answer")
         assert found.share["line", block][0] == 1.0 and 0.3 < found.share["line", block][1] < 0.75
-    example = found.example("d3141")
-    lines = solve("d3141", text)
+    example, lines = found.example("d3141"), solve("d3141", text)
     assert example["answer"] == example["true"] == lines[3]
-    assert [row["digits"] for row in example["blocks"]] == lines
-    assert [row["steps"] for row in example["blocks"]] == [0, 1, 2, 3]
-    with pytest.raises(inside.NotHere, match="too few lines that ask for three steps: fewer than 200"):
-        inside.Inside(Known(text), text, [part[:20] for part in windows], 3)
+    assert [(row["digits"], row["true"], row["steps"]) for row in example["blocks"]] == [
+        (line, line, steps) for steps, line in enumerate(lines)]
+    found.share["answer", 0][0] = 0.89   # Now the line alone can be read.
+    assert found.furthest(0) == (0, "line")
+    monkeypatch.setattr(analyze, "KNOWN", 2.0)   # No share is so large, so nothing can be read.
+    assert found.furthest(3) is None and found.example("d3141")["blocks"] == [None] * 4
+    with pytest.raises(analyze.NotHere, match="too few lines that ask for three steps: fewer than 200"):
+        Inside(Known(text), text, windows[0][:20], 3)
 
 class Noise(Known):
     """It has more channels than the text has lines, so a probe could learn each line by heart."""
+    order = range(1)
     def walk(self, idx):
-        x = some(*idx.shape, 400, seed=idx.sum().item())
-        yield from ((place, x) for place in (0, 1, 2))
+        return 3 * [some(*idx.shape, 400, seed=idx.sum().item())]
 
 def test_controls(text, windows, monkeypatch):
     """In an untrained model a probe reads what the token itself says, and no more. In noise, and where the
     digits are shuffled between lines, it reads by chance alone."""
     model = make("pre", n_layer=L, n_embd=32, vocab_size=320, block_size=32, dtype=torch.float32, noise=0)
-    found = inside.Inside(model, text, windows, 3)
+    found = Inside(model, text, windows[0], 3)
     line, answer = found.share_by_block("line"), found.share_by_block("answer")
     assert line[0][0] == 1.0 and line[0][1] < 0.75
     assert max(row[steps] for row in answer for steps in (1, 2, 3)) < 0.45
     assert max(row[steps] for row in line for steps in (2, 3)) < 0.5
-    noise = inside.Inside(Noise(text), text, [part[:100] for part in windows], 1)
+    noise = Inside(Noise(text), text, windows[0][:100], 1)
     def shuffled(*args):
         window, column, digits = find_lines(*args)
         return window, column, digits[torch.randperm(len(window))]
-    monkeypatch.setattr(inside, "find_lines", shuffled)
+    monkeypatch.setattr(analyze, "find_lines", shuffled)
     torch.manual_seed(0)
-    for found in noise, inside.Inside(Known(text), text, windows, 3):
+    for found in noise, Inside(Known(text), text, windows[0], 3):
         assert max(map(max, found.share.values())) < 0.2
+
+# -------------------------------------------------------------------------------------- the patch
 
 def says_digits(model):
     model.lm_head.weight[:ord("0")] = model.lm_head.weight[ord("9") + 1:] = 0   # Some digit is likelier.
     return model
 
-@torch.no_grad()
-def test_whose_answer(text):
-    """After the last block, all hangs on the place where the answer is predicted. The right half counts."""
-    model = says_digits(make("nag", n_layer=L, vocab_size=320, block_size=2 * CELLS + 2, mod="gain:below=0.3"))
-    idx, answer = patch.random_windows(text, 2, 400)
-    for window, right in zip(idx.tolist(), answer.tolist()):
+def patch(model, text):
+    return analyze.patched(SimpleNamespace(model=model, puzzle=text, most_known=2))
+
+def test_random_windows(text):
+    for window, right in zip(*(each.tolist() for each in analyze.random_windows(text, 2, 40))):
         line, begun = bytes(window).decode().split("\n")
         assert line[0] == "c" and solve(line, text)[-1] == bytes(right).decode()
         assert begun == "a" + bytes(right[:-1]).decode()
-    half = CELLS // 2
-    said = model(idx)[0][:, -half:].argmax(-1)
-    own, of_the_one_before, of_the_next = ((said == answer.roll(by, 0)[:, -half:]).double().mean().item()
-                                           for by in (0, 1, -1))
-    found = patch.patch(model, text, 2)
-    assert {len(shares) for each in found.values() for shares in each.values()} == {L}
-    last = [shares[-1] for where in ("line", "answer") for shares in found[where].values()]
-    assert last == pytest.approx([own, of_the_one_before, of_the_next, own], abs=1e-6) and min(last) > 0
+
+class Fetches(SimpleNamespace):
+    """Until block 3, it looks for the line where that stands. It says the right half of its answer."""
+    order, device, training, decider = range(4), "cpu", False, None
+    ends, config = SimpleNamespace(stream_grows=False), SimpleNamespace(block_size=32)
+    knows = True
+
+    def __call__(self, idx, runner):
+        assert runner.columns in (slice(0, CELLS + 2), slice(CELLS + 2, None))
+        is_at_line = runner.columns.start == 0
+        whose = idx.roll(1, 0) if is_at_line == (runner.block < 3) else idx
+        right = [solve(bytes(row[:CELLS + 1]).decode(), self.text)[-1] for row in whose.tolist()]
+        said = torch.tensor([[*b"??", *(line[2:] if self.knows else "??").encode()] for line in right])
+        return F.pad(F.one_hot(said, 257), (0, 0, CELLS + 2, 0)), None
+
+def test_which_block_fetches_the_line(text):
+    panels, sentence = patch(Fetches(text=text), text)
+    assert sentence.startswith("Block 3 fetches the line.")
+    (own, other), (own_there, other_there) = (panel.values() for panel in panels.values())
+    assert own == other_there and max(own[:2]) < 0.3 and own[2:] == [1, 1]
+    assert other == own_there and max(other[2:]) < 0.3 and other[:2] == [1, 1]
+    assert patch(Fetches(text=text, knows=False), text)[1].startswith("It doesn't know these answers")
 
 @torch.no_grad()
-@pytest.mark.parametrize("residual", ["nag", "siamese"])   # The stream of the second is a tuple.
+@pytest.mark.parametrize("residual", ["nag", "siamese"])   # The stream of both is a tuple.
 def test_patch(text, residual):
-    """From the end of block 2 on, all of the stream is that of the window before."""
+    """After block 2, all of the stream is that of the window before."""
     model, idx = make(residual, n_layer=L, vocab_size=320), ids(4, 10)
-    runner = patch.PatchingRunner(model, 2, slice(None))
-    for (place, own), (_, patched) in zip(model.walk(idx), model.walk(idx, runner=runner)):
-        own, patched = map(model.ends.as_tensor, (own, patched))
-        torch.testing.assert_close(patched, own.roll(1, 0) if place >= 4 else own)
+    patched = model.walk(idx, analyze.PatchingRunner(model, 2, slice(None)))
+    for place, streams in enumerate(zip(model.walk(idx), patched)):
+        own, other = map(model.ends.as_tensor, streams)
+        torch.testing.assert_close(other, own.roll(1, 0) if place > 4 else own)
 
 def test_what_has_no_patch(text):
     for model, why in (make("attnres"), "no one state"), (make("pre", block_size=2 * CELLS + 1), "block_size"):
-        with pytest.raises(inside.NotHere, match=why):
-            patch.patch(model, text, 2)
+        with pytest.raises(analyze.NotHere, match=why):
+            patch(model, text)
 
 # ---------------------------------------------------------------------------------- the statistics
 
@@ -167,11 +217,11 @@ def run(text, windows, data):
 def means(run, measure):
     """By steps: the means of measure(x, y) over the digits of right halves, in a loop over single targets"""
     x, y = map(torch.cat, zip(*run.batches))
-    steps, cell = steps_of_targets(x, y, CELLS)
     values, found = measure(x, y), [[] for _ in range(MOST + 1)]
-    for row, t in (steps >= 0).nonzero().tolist():
-        if cell[row, t] >= CELLS // 2:
-            found[steps[row, t]].append(float(values[row, t]))
+    for i, row in enumerate(rows_of(x, y)):
+        for column, letter, _, answer in answers_in(row):
+            for cell in range(CELLS // 2, len(answer)):
+                found["abcd".index(letter)].append(float(values[i, column + cell]))
     return pytest.approx([sum(each) / len(each) for each in found])
 
 def right_by_hand(run, decider=None):
@@ -185,19 +235,18 @@ def test_what_is_right_by_steps(run, monkeypatch):
     found, sentence = analyze.right_digits(run)
     assert [*found["share of right digits"].values()] == [as_it_skips, [0.1] * 4] != [all_run, [0.1] * 4]
     assert sentence == f"{analyze.steps_learned(run.right, 0.1):.1f} steps learned."
-    (intact, *without), sentence = analyze.removal_by_steps(run)
+    panels, sentence = analyze.removal_by_steps(run)
+    intact, *without = panels["share of right digits"]
     assert intact == without[2] == as_it_skips and len(without) == L
     assert without[0] == right_by_hand(run, Without({1, 2}, run.model.decider))
     assert sentence == "It knows no step, so nothing can be missed."
-    with monkeypatch.context() as patch:
-        patch.setattr(analyze, "KNOWN", 0.0)   # Now it knows all, as if its digits were right.
+    with monkeypatch.context() as known:
+        known.setattr(analyze, "KNOWN", 0.0)   # Now it knows all, as if its digits were right.
         sentence = analyze.removal_by_steps(run)[1]
     last = [row[MOST] for row in without]
     words = f"Block {last.index(min(last)) + 1} is missed most. Without it, {min(last):.0%} of the"
     assert sentence.startswith(words)
     assert analyze.skip_curve(run)[0]["steps learned"]["by gain"][0] == pytest.approx([0, learned])
-    monkeypatch.setattr(inside, "KNOWN", 2.0)   # No share is so large, so nothing can be read.
-    assert "a probe reads up to step none, none, none, none, of 1." in analyze.lines_inside(run)[1]
     run.batches = [(idx[:1], targets[:1]) for idx, targets in run.batches[:1]]   # too few windows
     with pytest.raises(analyze.NotHere, match="--windows"):
         analyze.removal_by_steps(run)
@@ -205,8 +254,9 @@ def test_what_is_right_by_steps(run, monkeypatch):
 @torch.no_grad()
 def test_who_turns_by_steps(run):
     runner, x = Runner(run.model), torch.cat([idx for idx, _ in run.batches])
-    befores = [stream for _, stream in run.model.walk(x, runner=runner)][:-1]
-    rows, sentence = analyze.gain_by_steps(run)
+    befores = run.model.walk(x, runner)[:-1]
+    panels, sentence = analyze.gain_by_steps(run)
+    [rows] = panels.values()
     for row, residual, before in zip(rows[:4], run.model.residuals(), befores):   # The last two turn nothing.
         gain = residual.gain(before).abs()[..., 0]
         assert row == means(run, lambda *_: torch.where(gain >= 0.3, gain.atan().rad2deg(), 0))
@@ -220,6 +270,11 @@ def test_who_turns_by_steps(run):
     copied, one_step, *_ = by_hand.expected
     assert sentence == f"A copied digit runs {copied:.1f} sublayers, and one after one step {one_step:.1f}."
     assert right == {"as it skips": right_by_hand(run), "if all run": right_by_hand(run, Decider())}
+
+@pytest.mark.parametrize("right, most", [
+    ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
+def test_the_most_steps_that_are_known(right, most):
+    assert analyze.Run.most_known.fget(SimpleNamespace(right=right)) == most
 
 # ---------------------------------------------------------------------------------- the command lines
 
@@ -244,22 +299,23 @@ def test_inside_on_a_terminal(trained, capsys):
     assert max(map(len, lines)) <= 80
     assert re.search(r"the answer +([\d?][ !]){4} +([1-4] of 4 digits are wrong|right, all 4)", piped)
     row = dict(steps=0, where="line", share=0.95, digits="3142", true="3141")
-    inside.print_example(dict(line="b3141", answer="1085", true="1085", blocks=[None, row]), 1)
+    sample.print_example(dict(line="b3141", answer="1085", true="1085", blocks=[None, row]), 1)
     assert "3 1 4 2! no steps" in capsys.readouterr().out   # It is compared with its own line.
     assert "\033" not in piped and told("--prompt", "b3141\n") == piped
+    moved = shutil.copytree(trained / "data", trained / "moved", dirs_exist_ok=True)
+    assert told("--prompt", "b3141", "--data", str(moved)) == piped
     assert told("--prompt", "b3141", "--remove", "2") != piped
     for line, is_between in ("a3141", False), ("b3141", False), ("c3141", True):
         assert ("The text never shows what is between" in told("--prompt", line)) == is_between
 
 def test_inside_needs_a_line_and_the_text(data, tmp_path):
     model, other = make(), shutil.copytree(data, tmp_path / "data")
-    a_line = "--inside: needs a --prompt of one line: a letter from a to d, and 4 digits"
-    assert a_line in refused(inside.show_inside, model, other, "")
-    said = refused(inside.show_inside, model, "data/elsewhere", "b3141")
-    assert "data/elsewhere: no data set there, seen from" in said
+    for line in "", "e3141", "d314", "d31415", "3141", "D3141", "d314²", "d3141\n":
+        said = refused(sample.show_inside, model, other, line)
+        assert said == "--inside: needs a --prompt of one line: a letter from a to d, and 4 digits from 0 to 9"
+    assert "no data set there" in refused(sample.show_inside, model, "data/elsewhere", "b3141")
     (other / "meta.json").write_text('{"tokenizer": "bytes"}')
-    said = refused(inside.show_inside, model, other, "b3141")
-    assert "--inside: is for a run on the steps text" in said
+    assert "--inside: is for a run on the steps text" in refused(sample.show_inside, model, other, "b3141")
 
 @pytest.fixture(scope="module")
 def page(trained):
@@ -274,9 +330,9 @@ def test_page_of_the_steps_text(page, data, text):
     found, table = numbers["lines_inside"]["nag"], numbers["written"]["nag"]
     assert found["asked"] == 1   # It has learned no step, so we look at the first one.
     assert np.shape(found["line"]) == np.shape(found["answer"]) == (2 + 1, 1 + 1)   # blocks, steps
-    model, _ = runs.open_run(page.parent / "nag")   # Probes need more windows than --windows 64.
-    windows = dataset.windows_of(data, "val", 32, inside.WINDOWS)
-    share = inside.Inside(model, text, windows, 1).share_by_block("line")
+    model, _ = train.open_run(page.parent / "nag")   # Probes need more windows than --windows 64.
+    windows, _ = prepare.windows_of(data, "val", 32, analyze.WINDOWS)
+    share = Inside(model, text, windows, 1).share_by_block("line")
     assert np.array(found["line"]) == pytest.approx(np.array(share), abs=4e-3)
     assert found["examples"][0]["line"] == "b3141" and len(found["examples"]) == 5
     read = [str(block["steps"]) if block else "none" for block in found["examples"][0]["blocks"]]

@@ -1,12 +1,12 @@
 """sample.py: its command line on real runs, in process, and what it prints of what a model says"""
-import os, re, subprocess, sys
+import re, subprocess, sys
 from types import SimpleNamespace
 
 import pytest, torch
 
-import dataset, sample, train
+import prepare, sample, train
 from conftest import ROOT, make, refused
-from model import EVERYONE, REMOVED, ByGain, EarlyExit, Runner
+from model import ByGain, EarlyExit
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
@@ -30,16 +30,6 @@ def numbers(told):
     """-> percent skipped"""
     found = re.fullmatch(r"[\d,]+ tokens/s; ([-\d.]+)% of the sublayer runs skipped", told.splitlines()[-1])
     return float(found[1])
-
-def test_who_ran():
-    """The tests of skipping rely on it."""
-    keep = torch.tensor([[True, False]])
-    runner = SimpleNamespace(model=SimpleNamespace(device="cpu"), shape=(1, 2), keeps=[EVERYONE, keep, REMOVED])
-    assert Runner.who_ran(runner).tolist() == [[[True, True]], [[True, False]], [[False, False]]]
-    runner = Runner(make("pre", n_layer=1))
-    runner.begin((1, 2))
-    runner.keeps += [EVERYONE, keep]
-    assert [runner.skipped(), runner.skipped(last=True)] == [0.25, 0.5]
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
@@ -75,17 +65,15 @@ def test_what_the_flags_ask_for():
 def test_depth(main):
     """A letter has the colour of its depth, and without the colours it is the same text."""
     flags = "nag", "--skip_below", 0.3, "--prompt", "xyé"
-    shown = main(*flags, "--depth")
-    colour = r"\033\[38;5;\d+;48;5;(\d+)m"
-    assert re.match(rf"x{colour}y\033\[0m{colour}é\033\[0m", shown.out)
-    assert len({*re.findall(colour, shown.out)}) > 1
-    assert re.sub(colour, "", shown.out).replace("\033[0m", "") == main(*flags).out
+    shown = main(*flags, "--depth").out
+    found = re.findall(PAINT, shown)
+    assert shown.startswith("x\033") and [text for _, text in found[:2]] == ["y", "é"]
+    assert len({colour for colour, _ in found}) > 1
+    assert re.sub(PAINT, r"\2", shown) == main(*flags).out
     long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
     assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
-
-def test_colours():
-    assert sample.painted("x", 0.2) == sample.painted("x", 0.5) != sample.painted("x", 0.8)
-    assert sample.painted("x", 1.0) != sample.painted("x", 0.9)
+    read = SimpleNamespace(who_ran=lambda: torch.tensor([[[True, True, False]], [[True, False, False]]]))
+    assert sample.shares_of_prompt("abcd", read) == [None, None, 1, 0.5]   # It has read b, c and d.
 
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
@@ -95,39 +83,48 @@ def test_colours():
 def test_bad_input(main, name, flags, message):
     assert message in refused(main, name, *flags.split())
 
-def test_stops_at_end_of_text(monkeypatch, capsys):
-    """é comes in two tokens. For each, three quarters of the sublayers ran."""
-    asked, runner = [], SimpleNamespace(skipped=lambda last: 0.25 if last else None,
-                                        who_ran=lambda: torch.ones(6, 1, 1))
-    said = iter([(torch.tensor([[token]]), runner) for token in (0xc3, 0xa9, ord("\n"), 0xc3, 256, 67)])
+def said(monkeypatch, capsys, tokens, **flags):
+    """What sample.py prints if a model says these tokens, and the shares that it returns. For each token, three
+    quarters of the sublayers ran."""
+    runner = SimpleNamespace(skipped=lambda last: 0.25 if last else None, who_ran=lambda: torch.ones(6, 1, 1))
+    left = iter([(torch.tensor([[token]]), runner) for token in tokens])
+    asked = []
     def new_tokens(model, idx, *_, n_vocab):
         asked.append((idx.tolist(), n_vocab))   # how many tokens may come
-        return said
+        return left
     monkeypatch.setattr(sample, "new_tokens", new_tokens)
-    config, tokenizer = sample.SampleConfig(prompt="A", depth=True), dataset.get_tokenizer("bytes")
-    assert sample.sample(SimpleNamespace(device="cpu"), tokenizer, config) == [0.25] * 5
-    assert asked == [([[ord("A")]], 257)]
-    assert capsys.readouterr().out == f"A{sample.painted('é', 0.75)}\n\ufffd\n"   # A space needs no colour.
-    assert [token.item() for token, _ in said] == [67]   # It has not asked for this one.
-    sample.sample(SimpleNamespace(device="cpu"), tokenizer, sample.SampleConfig())
-    assert asked[1] == ([[256]], 257)   # Without a prompt, it begins a document.
+    tokenizer = prepare.get_tokenizer("bytes")
+    shares = sample.sample(SimpleNamespace(device="cpu"), tokenizer, sample.SampleConfig(**flags))
+    return capsys.readouterr().out, shares, asked, [token.item() for token, _ in left]
+
+PAINT = r"\033\[38;5;\d+;48;5;(\d+)m(.*?)\033\[0m"   # the number of a colour, and a text that has it
+
+def test_stops_at_end_of_text(monkeypatch, capsys):
+    """é comes in two tokens. A space needs no colour."""
+    out, shares, asked, left = said(monkeypatch, capsys, [0xc3, 0xa9, ord("\n"), 0xc3, 256, 67], prompt="A",
+                                    depth=True)
+    assert re.fullmatch(f"A{PAINT}\n\ufffd\n", out)[2] == "é" and shares == [0.25] * 5
+    assert asked == [([[ord("A")]], 257)] and left == [67]   # It has not asked for this one.
+    *_, asked, _ = said(monkeypatch, capsys, [])
+    assert asked == [([[256]], 257)]   # Without a prompt, it begins a document.
+
+def test_colours(capsys):
+    colours = []
+    for share in 0.2, 0.5, 0.8, 0.9, 1.0:
+        sample.show("x", share)
+        colours.append(re.fullmatch(PAINT, capsys.readouterr().out)[1])
+    assert colours[0] == colours[1] and len({*colours}) == 4   # From pale to dark, and pale up to a half
 
 def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
     """Whoever has written the prompt, or the text that the model has learned. A file gets all of it."""
     bad = b"a\tb\n\x1b]0;x\x07\r\b" + "\x9b5né\u202e".encode() + b"z"
-    def printed(in_colours):
-        printer = sample.Printer(dataset.get_tokenizer("bytes"), in_colours)
-        for token in bad:
-            printer.show_token(token, 0.75)
-        printer.end()
-        return capsys.readouterr().out
-    assert printed(False) == bad.decode() + "\n"
+    assert said(monkeypatch, capsys, bad)[0] == bad.decode() + "\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert printed(False) == "a\tb\n?]0;x????5né?z\n"
-    assert re.sub(r"\033\[([\d;]*)m", "", printed(True)) == printed(False)
+    plain = said(monkeypatch, capsys, bad)[0]
+    assert plain == "a\tb\n?]0;x????5né?z\n"
+    assert re.sub(PAINT, r"\2", said(monkeypatch, capsys, bad, depth=True)[0]) == plain
 
-def test_a_reader_that_has_had_enough_and_knows_ascii_only(runs):
+def test_a_reader_that_has_had_enough(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True,
-                          env=os.environ | dict(PYTHONIOENCODING="ascii"))
-    assert done.stdout.startswith("\\xe9") and done.stderr == ""
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("é") and done.stderr == ""
