@@ -577,7 +577,7 @@ class NAG(Residual):
             gain = self.gain(stream)
         if type(self) is NAG and use_triton(update, self.config.kernels):
             # On a GPU, one kernel does what follows. (A class of yours may change what follows.)
-            return nag_write(direction, log_length, update, gain, self.config.kernels)
+            return nag_write(direction, log_length, update, gain)
         side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
         direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
@@ -844,7 +844,7 @@ class DenseFormer(Residual):
         if self.block:
             outputs = outputs | {self.block: x}
             numbers = list(outputs)   # of the blocks that have an output
-            weights = self.weights[numbers]
+            weights = self.weights[numbers].view(-1, 1, 1, 1)
             x = depth_sum(weights, list(outputs.values()), self.config.kernels)
         return x, outputs
 
