@@ -7,15 +7,11 @@ import sys
 import pytest
 import torch
 
-import analyze
+import analyze, prepare, train
 from conftest import ROOT, ids, make, refused
-from train import read_configs
 
 sys.path.append(str(ROOT / "results"))
-import cost
-import ill
-import run
-import summarize
+import rules, run, speed, summarize
 
 @pytest.mark.parametrize("p, n, t", [(0.05, 2, 4.302653), (0.05, 9, 2.262157), (0.1, 3, 2.353363), (0.4, 4, 0.940965)])
 def test_students_t(p, n, t):
@@ -45,17 +41,17 @@ def test_steps_learned():
     assert analyze.steps_learned([1.0, 0.625, 0.25], 0.25) == pytest.approx(0.5)
 
 def test_measures_of_a_sick_stream():
-    assert ill.slope([2 * block ** 0.5 for block in range(1, 25)]) == pytest.approx(0.5)
-    assert ill.spearman([1, 2, 4, 8, 16]) == pytest.approx(1) and ill.spearman([3, 2, 1]) == pytest.approx(-1)
-    assert ill.spearman([1, 2, 2]) == pytest.approx(0.75 ** 0.5)   # of ranks 1, 2.5, 2.5
-    assert ill.late_by_early([100.0, 4, 4, 9, 9, 9, 2, 1, 2]) == 0.5   # medians: one odd block does not count
+    assert rules.slope([2 * block ** 0.5 for block in range(1, 25)]) == pytest.approx(0.5)
+    assert rules.spearman([1, 2, 4, 8, 16]) == pytest.approx(1) and rules.spearman([3, 2, 1]) == pytest.approx(-1)
+    assert rules.spearman([1, 2, 2]) == pytest.approx(0.75 ** 0.5)   # of ranks 1, 2.5, 2.5
+    assert rules.late_by_early([100.0, 4, 4, 9, 9, 9, 2, 1, 2]) == 0.5   # medians: one odd block does not count
 
 @torch.no_grad()
 def test_a_block_that_does_nothing():
     model = make(n_layer=4, vocab_size=320, n_embd=64, n_head=8)
     for _, sublayer in model.blocks[2].pairs():
         torch.nn.init.zeros_(sublayer.c_proj.weight)
-    found = {(when, name): numbers for when, name, numbers in ill.numbers_by_block(
+    found = {(when, name): numbers for when, name, numbers in rules.numbers_by_block(
         model, [(ids(12, 12, V=256), ids(12, 12, V=256, seed=1))], {5: dict(grad_norms=[1.0, 2.0, 4.0, 8.0])})}
     change, stream = found["trained", "change"], found["trained", "stream"]
     assert change[2] == 0 < min(change[0], change[1], change[3]) and stream[2] == stream[1] != stream[3]
@@ -66,9 +62,9 @@ def test_a_block_that_does_nothing():
 def test_sources_begin_anew():
     """With Block Attention Residuals, a group's first block hands on its own updates alone."""
     model = make("attnres:group=4", n_layer=4)
-    stream, _ = ill.stream_and_change(model, ids())
-    last = [list(after[1].values())[-1][0] for place, after in model.walk(ids()) if place > 0 and place % 2 == 0]
-    assert stream == pytest.approx([ill.rms(each).mean().item() for each in last])
+    stream, _ = rules.stream_and_change(model, ids())
+    last = [list(after[1].values())[-1].value for after in analyze.after_blocks(model, ids())[1:]]
+    assert stream == pytest.approx([rules.rms(each).mean().item() for each in last])
     assert stream[2] < stream[1]
 
 @torch.no_grad()
@@ -76,15 +72,16 @@ def test_controls_of_skipping():
     """A greedy set begins with the sublayer that is missed least."""
     model = make("nag", n_layer=3)
     batches = [(ids(), ids(seed=1))]
-    losses = {place: cost.mean_loss(model, batches, cost.Without({place}, cost.ALL_RUN)) for place in range(1, 7)}
-    sets = cost.greedy_sets(model, batches, 3)
+    losses = {place: rules.mean_loss(model, batches, rules.Without({place}, rules.ALL_RUN)) for place in range(1, 7)}
+    sets = rules.greedy_sets(model, batches, 3)
     assert sets[0] == {min(losses, key=losses.get)} < sets[1] < sets[2] and [*map(len, sets)] == [1, 2, 3]
 
 def test_commands_parse_and_have_folders_of_their_own(tmp_path):
     runs = run.missing_runs({each["experiment"] for each in run.all_runs()}, tmp_path / "nothing.csv")
     assert len({run.folder_of(each) for each in runs}) == len(runs) > 300
     for each in runs:
-        gpt, config = read_configs(shlex.split(each["command"]))
+        typed = train.read_flags(shlex.split(each["command"]))
+        gpt, config = READ_CONFIGS
         assert (str(gpt.seed), f"{config.lr:g}") == (each["seed"], each["lr"]) and config.out == ""
 
 def test_what_is_missing(tmp_path, monkeypatch):
@@ -153,11 +150,11 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
         assert line["tokens"] == "2880" and float(line["bits"]) > 1 and float(line["seconds"]) >= 0
         assert len(line["right"].split()) == 10 and 0 <= float(line["steps"]) < 1
     skipping = [line for line in lines if line not in trained]   # of the model that pays, of the seed that decides
-    assert len(skipping) == len({line["variant"] for line in skipping}) == 1 + len(cost.BELOW) + 2 * (2 + len(cost.ASKED))
+    assert len(skipping) == len({line["variant"] for line in skipping}) == 1 + len(rules.BELOW) + 2 * (2 + len(rules.ASKED))
     assert {(line["seed"], line["experiment"], line["command"]) for line in skipping} == {
         ("2", "cost", "results/run.py cost")}
     assert all(0 <= float(line["skipped"]) <= 1 for line in skipping)
-    by_block = ill.read_lines(tmp_path / "mine/ill.csv").values()
+    by_block = rules.read_ill(tmp_path / "mine/ill.csv").values()
     assert len(by_block) == 6 and {len(by_seed["2"]) for by_seed in by_block} == {1}   # of one block
 
     files = [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
