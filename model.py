@@ -22,16 +22,12 @@ V = vocab_size different tokens. Our words, in all files:
     sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
     update     what f returns
     block      an attention and the MLP after it. A model has L = n_layer blocks, 2L sublayers.
+               Blocks have the numbers 0 .. L - 1 in the code, and 1 .. L in flags and figures.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
-    ends       one more residual. It has no sublayer: it starts and finishes the stream.
-
-Where in the depth are we? A block has its number, 0 .. L - 1 in the code, 1 .. L in flags and
-figures. Of what each sublayer has, two numbers count from 1:
-
-    l          says which residual it is: 1, 2 are those of the first block, 3, 4 of the next one,
-               2L + 1 is `ends`. Odd ones go with an attention, even ones with an MLP.
-    place      says when it runs. This is l, unless --repeat runs a block twice.
+    l          the number of a residual, 1 .. 2L: 1 and 2 are those of the first block, 3 and 4 of
+               the next one. Odd ones go with an attention, even ones with an MLP.
+    ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
 
 The file has four parts:
 
@@ -46,22 +42,26 @@ queries and keys with another scale, a head that is not tied to the embedding, o
 no biases, no dropout, and a cache in sampling. To try a rule of your own, copy class Template, and
 add it to RESIDUALS (end of part 2).
 """
-import contextlib
-import itertools
 import math
-import re
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from flags import flag
+
+# Only parts 2 to 4 use these.
+import itertools
+import re
+from typing import NamedTuple
+
 from torch.utils.checkpoint import checkpoint
 
-from flags import Mistake, field_problems, flag, option_defaults, read_options
+from flags import Mistake, field_problems, option_defaults, read_options
 from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 # =================================================================================== part 1: a GPT
@@ -76,9 +76,10 @@ class GPTConfig:
     n_embd: int = flag(128, "width of the stream", 2, 65536)
     block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
     vocab_size: int = flag(320, "tokens; train.py takes it from the data, rounded up", 1, 2 ** 24)
-    activation: Literal["gelu", "swiglu"] = flag("gelu", "of the MLP")
+    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "none"] = flag("rms", "of the stream")
+    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
+        "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # The others do nothing in part 1.
@@ -96,11 +97,11 @@ class GPTConfig:
 
     def problems(self):
         """A sentence for each thing that is wrong with these values"""
-        return config_problems(self)   # end of part 4
+        return config_problems(self)
 
 # ------------------------------------------------------------------------------------------- norms
 
-EPS = 1e-6   # keeps a norm from dividing by 0
+EPS = 1e-6   # keeps a norm from dividing by 0. (torch's own, by dtype, is 8e-3 in bfloat16.)
 
 def unit(x, eps=EPS):
     """x / rms(x): the direction of x, with rms 1"""
@@ -112,9 +113,28 @@ def make_norm(config):
         return nn.RMSNorm(config.n_embd, EPS)
     if config.norm == "layer":
         return nn.LayerNorm(config.n_embd, EPS, bias=False)
-    return nn.Identity()
+    if config.norm == "none":
+        return nn.Identity()
+    return make_rare_norm(config)   # part 2
 
 # --------------------------------------------------------------------------------------- attention
+
+def linear(x, weight, dtype=None):
+    """x @ weight.T. It is computed in dtype, which the result has, too; None: in that of x"""
+    dtype = dtype or x.dtype
+    return F.linear(x.to(dtype), weight.to(dtype))
+
+class Linear(nn.Linear):
+    """nn.Linear without a bias. In a training on a GPU, its dtype is bfloat16 (GPT.compute_in),
+    which is much faster. Weights and the stream stay float32: in bfloat16, the rounding errors of
+    2L additions would add up."""
+    dtype = None
+
+    def __init__(self, n_in, n_out):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x):
+        return linear(x, self.weight, self.dtype)
 
 def rotation_table(config):
     """RoPE turns pair p of a head's channels by the angle position * 10000^(-2p / head_size).
@@ -140,8 +160,8 @@ SHARPNESS = 128 ** 0.5
 
 def attend(q, k, v, mask=None):
     """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> for each query a mean of the
-    values, shaped like q. mask: bools (B, Q, S), True where a query sees a key; None: Q = S, and
-    each query sees the keys up to its own"""
+    values, shaped like q. mask: bools (B or 1, Q, S), True where a query sees a key; None: Q = S,
+    and each query sees the keys up to its own"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
     if mask is not None:
         mask = mask[:, None]   # the same for all heads
@@ -149,41 +169,13 @@ def attend(q, k, v, mask=None):
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
     return out.transpose(1, 2)
 
-def causal_mask(has_key, n):
-    """has_key (B, S): bools, which of S tokens have a key -> bools (B, n, S): which keys each of
-    the n newest tokens sees, those up to its own"""
-    all_keys = has_key[:, None].expand(-1, n, -1)
-    return all_keys.tril(has_key.shape[1] - n)   # without those of later tokens
-
-class KVCache:
-    """Sampling makes one token after the other. What attentions have made of the earlier ones, keys
-    and values, is kept here, so that only the newest token is computed."""
-    def __init__(self, size):
-        """size: how many tokens it has room for"""
-        self.size = size
-        self.length = 0   # how many tokens have come, with those that run through the model now
-        self.rows = {}    # place of an attention -> keys, values, and which tokens have a key
-
-    def store(self, place, k, v, has_key=True):
-        """k, v (B, n, n_head, head_size): what the attention at this place has made of the n newest
-        tokens -> k, v of all S tokens so far, and a mask (B, n, S) as in attend. has_key: bools
-        (B, n), if some tokens skip the attention (part 3)"""
-        n, room = k.shape[1], (len(k), self.size)
-        if place not in self.rows:
-            self.rows[place] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
-                                k.new_zeros(room, dtype=torch.bool))
-        for row, new in zip(self.rows[place], (k, v, has_key)):
-            row[:, self.length - n:self.length] = new
-        keys, values, have_key = (row[:, :self.length] for row in self.rows[place])
-        return keys, values, causal_mask(have_key, n)
-
 class Attention(nn.Module):
     """Causal multi-head attention with RoPE and normalised queries and keys"""
     def __init__(self, config):
         super().__init__()
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)   # makes q, k and v
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)   # makes q, k and v
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def heads(self, x):
         """(..., C) -> (..., n_head, head_size)"""
@@ -197,15 +189,15 @@ class Attention(nn.Module):
     def keys(self, k, rotation):
         return rotate(unit(self.heads(k)), rotation)
 
-    def forward(self, x, rotation, cache=None, place=None):
-        """x (B, T, C) -> (B, T, C). cache: in sampling, x are the newest tokens only, and the keys
-        and values of those before are in this KVCache, under the place of this attention"""
+    def forward(self, x, rotation, store=None):
+        """x (B, T, C) -> (B, T, C). store: in sampling, x are the newest tokens only. This function
+        keeps their keys and values, and returns those of all tokens so far, and a mask."""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         q, k, v = self.queries(q, rotation), self.keys(k, rotation), self.heads(v)
         mask = None
-        if cache is not None:
-            k, v, mask = cache.store(place, k, v)   # now those of all tokens so far
-        return self.c_proj(attend(q, k, v, mask).flatten(-2))
+        if store is not None:
+            k, v, mask = store(k, v)
+        return self.c_proj(attend(q, k, v, mask).flatten(-2)).to(x.dtype)
 
 # --------------------------------------------------------------------------------------------- MLP
 
@@ -215,33 +207,26 @@ class MLP(nn.Module):
         self.activation = config.activation
         # swiglu multiplies two halves, so it needs twice the rows.
         rows = 2 * hidden if config.activation == "swiglu" else hidden
-        self.c_fc = nn.Linear(config.n_embd, rows, bias=False)
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=False)
+        self.c_fc = Linear(config.n_embd, rows)
+        self.c_proj = Linear(hidden, config.n_embd)
 
     def activate(self, x):
         if self.activation == "gelu":
             return F.gelu(x)
+        if self.activation == "relu2":
+            return F.relu(x).square()
         gate, value = x.chunk(2, dim=-1)
         return F.silu(gate) * value
 
     def forward(self, x):
         """x (..., C) -> (..., C)"""
-        return self.c_proj(self.activate(self.c_fc(x)))
+        return self.c_proj(self.activate(self.c_fc(x))).to(x.dtype)
 
 # ------------------------------------------------------------------------------------ the residual
 
 class Residual(nn.Module):
     """PreNorm, the rule of GPT-2 and of most models since. All other rules are derived from it. A
     model makes one for each sublayer l = 1 .. 2L, and one more, `ends`, with l = 2L + 1."""
-    # What other rules may change:
-    attention, mlp = Attention, MLP   # the classes of the sublayers
-    allowed = {}                      # range of each option; in Template: {"first": (0, 2)}, say
-    own_lr = ()                       # names of parameters that train with --gate_lr, not with --lr
-    has_norm = True                   # Is there a self.norm, for --norm to choose?
-    can_skip = True                   # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False                # Is there a gain(stream), and forward(stream, f, gain=None)?
-    stream_grows = False              # Has the stream more and more tensors with depth?
-
     def __init__(self, config, l):
         super().__init__()
         self.config, self.l = config, l
@@ -253,32 +238,57 @@ class Residual(nn.Module):
         itself, so that some tokens can skip (part 3). f may look at others."""
         return stream + f(self.norm(stream))
 
-    def init_sublayer(self, sublayer):
-        """Once, after the weights of an attention or MLP are drawn: may rescale them."""
-        # As in GPT-2: the updates of 2L sublayers are added up, so each starts with a variance that
-        # is 2L times smaller.
-        sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
-
-    # The next ones are for `ends`. (Its norm is ln_f in GPT-2.)
+    # --- Of `ends`: its norm is ln_f in GPT-2.
 
     def start(self, embedding):
         """The embedding (B, T, C) -> the first stream"""
         return embedding
 
-    def as_tensor(self, stream):
-        """One vector per token, (B, T, C). If a stream is a tuple: its first tensor"""
-        return stream[0] if isinstance(stream, tuple) else stream
-
     def finish(self, stream):
         """The last stream -> what the head reads, (B, T, C)"""
         return self.norm(self.as_tensor(stream))
 
+    def as_tensor(self, stream):
+        """One vector per token, (B, T, C). If a stream is a tuple: its first tensor"""
+        return stream[0] if isinstance(stream, tuple) else stream
+
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits. Here: the same"""
+        """The weight of the head -> the matrix (V, C) that makes the logits. (NAG normalises its
+        rows.)"""
         return weight
 
+    # --- Hooks for weights. Both are called under no_grad.
+
+    def init_sublayer(self, sublayer):
+        """Once, after the weights of an attention or MLP are drawn: may rescale them, because how
+        large an update should be at first is up to the rule."""
+        # As in GPT-2: the updates of 2L sublayers are added up, so each starts with a variance that
+        # is 2L times smaller.
+        sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
+
     def constrain(self, model):
-        """First of all, and after each step of a training: may change weights. Here: does not"""
+        """Of `ends`, after the weights are drawn, and after each iteration of a training: may
+        change weights. (nGPT brings all lengths back to 1.)"""
+
+    # --- What other rules change, and what parts 3 and 4 ask for. Part 1 can do without.
+
+    attention, mlp = Attention, MLP   # the classes of the sublayers
+    has_norm = True                   # Is there a self.norm, for --norm to choose?
+    allowed = {}                      # range of each option; in Template: {"first": (0, 2)}, say
+    own_lr = ()                       # names of parameters that train with --gate_lr, not with --lr
+    can_skip = True                   # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False                # Is there a gain(stream), and forward(stream, f, gain=None)?
+    stream_grows = False              # Has the stream more and more tensors with depth?
+
+    def read(self, stream):
+        """What f would get: the residual runs with a stand-in for f, which notes its input. (If a
+        token skips an attention, its key and value are made of this.)"""
+        notes = []
+        def stand_in(x):
+            notes.append(x)
+            return torch.zeros_like(x)
+        self(stream, stand_in)
+        return notes[0]
 
     def flops(self):
         """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
@@ -287,16 +297,15 @@ class Residual(nn.Module):
 # ----------------------------------------------------------------------------------------- blocks
 
 class Block(nn.Module):
-    """Two sublayers and their residuals. It has no forward: GPT.walk runs the sublayers."""
+    """Two sublayers and their residuals. It has no forward: that of GPT runs the sublayers."""
     def __init__(self, config, number):
         super().__init__()
-        # A Residual, or what --residual names (end of part 2)
-        residual = make_residual(config, 2 * number + 1)
+        residual = make_residual(config, 2 * number + 1)   # a Residual, or what --residual names
         self.attn = residual.attention(config)
         self.attn_residual = residual
         residual = make_residual(config, 2 * number + 2)
-        # mlp_ratio * n_embd hidden units, or what --taper says (part 4)
-        self.mlp = residual.mlp(config, hidden_units(config)[number])
+        hidden = hidden_units(config)[number]   # mlp_ratio * n_embd, or what --taper says
+        self.mlp = residual.mlp(config, hidden)
         self.mlp_residual = residual
 
     def pairs(self):
@@ -331,41 +340,22 @@ def init_weights(model):
     for block in model.blocks:
         for residual, sublayer in block.pairs():
             residual.init_sublayer(sublayer)
+    constrain_weights(model)
+
+@torch.no_grad()
+def constrain_weights(model):
+    """train.py calls it after each iteration."""
     model.ends.constrain(model)
 
 # -------------------------------------------------------------------------------------- the model
 
-def products_in(dtype, x):
-    """Under `with products_in(dtype, x):` matrix products are computed in dtype, on the device of
-    x. None: as they are"""
-    if dtype is None:
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, dtype=dtype)
-
-class SublayerFunction:
-    """The f that residuals get: f(x) = module(x, *others). others: rotation, cache and place for an
-    attention, nothing for an MLP.
-
-    dtype: matrix products are computed in it: bfloat16, in a training on a GPU. (None: as in the
-    stream.) The stream stays float32: in bfloat16, the rounding errors of 2L additions would add
-    up."""
-    def __init__(self, dtype, module, *others):
-        self.dtype, self.module, self.others = dtype, module, others
-
-    def __call__(self, x):
-        with products_in(self.dtype, x):
-            return self.module(x, *self.others).to(x.dtype)
-
 class PlainRunner:
-    """Runs the sublayers in one pass of tokens through the model. Part 3 derives a `Runner` from
-    it, which lets tokens skip, as a decider says, and takes notes."""
-    def __init__(self, model, decider=None):
-        self.model = model
+    """Runs the sublayers of one pass through the model. Whoever wants tokens to skip, or wants to
+    know what happens inside, gives the model another one, such as the Runner of part 3."""
+    def begin(self, shape, stream):
+        """A pass of (B, T) tokens begins, with its first stream."""
 
-    def begin(self, shape):
-        """A pass of (B, T) tokens begins."""
-
-    def run(self, place, stream, residual, f):
+    def run(self, stream, residual, f):
         """-> the stream after the sublayer f"""
         return residual(stream, f)
 
@@ -373,14 +363,8 @@ class PlainRunner:
         """In training: the mean cross entropy -> what is to become small"""
         return loss
 
-def mean_nats(logits, targets):
-    """logits (B, T, V), targets (B, T) -> the mean cross entropy of all tokens"""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
-    runner_class = PlainRunner   # The end of part 3 puts its Runner here.
-
     def __init__(self, config: GPTConfig):
         super().__init__()
         if problems := config.problems():
@@ -389,69 +373,70 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
         self.ends = make_residual(config, 2 * config.n_layer + 1)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
         self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.dtype = None                     # train.py sets torch.bfloat16 on a GPU.
-        self.order = block_order(config)      # 0, 1, .. L - 1, or what --repeat says (part 4)
-        self.decider = make_decider(config)   # who skips: nobody, or what --mod says (part 3)
-        self.compiled = None                  # what compile_blocks makes (part 4)
+        self.order = block_order(config)      # the blocks 0 .. L - 1, or what --repeat says
+        self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
         init_weights(self)
 
-    def walk(self, idx, cache=None, runner=None):
-        """The loop over the depth. idx (B, T); cache: a KVCache, if idx are the newest tokens only.
-        Yields (place, stream): first (0, that of the embedding), then each sublayer's place and the
-        stream after it"""
-        rotation = self.rotation[self.positions(idx.shape[1], cache)]
-        runner = runner or self.runner_class(self)
-        runner.begin(idx.shape)
-        stream = self.ends.start(self.wte(idx))
-        place = 0
-        yield place, stream
-        for number in self.order:
-            block = self.blocks[number]
-            attention = SublayerFunction(self.dtype, block.attn, rotation, cache, place + 1)
-            mlp = SublayerFunction(self.dtype, block.mlp)
-            for residual, f in (block.attn_residual, attention), (block.mlp_residual, mlp):
-                place += 1
-                stream = runner.run(place, stream, residual, f)   # residual(stream, f)
-                yield place, stream
+    def forward(self, idx, targets=None, cache=None, runner=None):
+        """idx (B, T) of token ids -> logits (B, T, V), and None. With targets (B, T): logits, and
+        the loss in nats, which is the mean cross entropy, and in training what some flags add to
+        it. (In a compiled training logits are None then. Nobody reads them, and they would be its
+        largest tensor.)
 
-    def positions(self, n, cache):
-        """-> the positions of n new tokens, a slice. The cache counts them from now on."""
+        cache: a KVCache, if idx are only the newest tokens; runner: what runs the sublayers"""
         past = 0 if cache is None else cache.length
-        end = past + n
+        end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
             cache.length = end
-        return slice(past, end)
+        runner = runner or make_runner(self)   # a PlainRunner, unless a flag asks for more
+        stream = self.ends.start(self.wte(idx))
+        runner.begin(idx.shape, stream)
+        for row, number in enumerate(self.order):
+            block = self.blocks[number]
+            store = None if cache is None else partial(cache.store, row)
+            attention = partial(block.attn, rotation=self.rotation[past:end], store=store)
+            stream = runner.run(stream, block.attn_residual, attention)
+            stream = runner.run(stream, block.mlp_residual, block.mlp)
+        if targets is None:
+            return self.head(stream), None
+        logits, loss = self.logits_and_loss(stream, targets)
+        if self.training:
+            loss = runner.loss(loss, targets)
+        return logits, loss
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
         x = self.ends.finish(stream)
         weight = self.ends.head_weight(self.lm_head.weight)
-        with products_in(self.dtype, x):
-            return F.linear(x, weight).to(x.dtype)
+        return linear(x, weight, self.lm_head.dtype).to(x.dtype)
 
-    def forward(self, idx, targets=None, cache=None, runner=None):
-        """idx, targets (B, T) of token ids -> logits (B, T, V), and the loss in nats (None without
-        targets): the mean cross entropy, and in training what some flags add to it"""
-        runner = runner or self.runner_class(self)
-        for _, stream in self.walk(idx, cache, runner):
-            pass   # All is done in walk. We want the last stream.
+    def logits_and_loss(self, stream, targets):
+        """A stream, and targets (B, T) -> logits (B, T, V), and their mean cross entropy"""
         logits = self.head(stream)
-        if targets is None:
-            return logits, None
-        loss = mean_nats(logits, targets)
-        runner.cross_entropy = loss.detach()   # for train.py to report
-        if self.training:
-            loss = runner.loss(loss, targets)
-        return logits, loss
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def walk(self, idx, runner=None):
+        """idx (B, T) -> the streams of one pass, a list: that of the embedding, then the one after
+        each sublayer. runner: a Runner, if you want to ask it afterwards, or to change who skips"""
+        runner = runner or Runner(self)
+        runner.keeps_streams = True
+        self(idx, runner=runner)
+        return runner.streams
 
     def generate(self, idx, max_new_tokens, **options):
         """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens, below"""
         tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
         return torch.cat([idx, *tokens], dim=1)
+
+    def compute_in(self, dtype):
+        """From now on, sublayers and head compute their products in this dtype. See Linear."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.dtype = dtype
 
     def residuals(self):
         """All 2L + 1 of them"""
@@ -462,6 +447,34 @@ class GPT(nn.Module):
         return self.rotation.device
 
 # --------------------------------------------------------------------------------------- sampling
+
+def causal_mask(has_key, n):
+    """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which keys
+    each of the n newest tokens sees, those up to its own"""
+    all_keys = has_key[:, None].expand(-1, n, -1)
+    return all_keys.tril(has_key.shape[1] - n)   # without those of later tokens
+
+class KVCache:
+    """Sampling makes one token after the other. What attentions have made of the earlier ones, keys
+    and values, is kept here, so that only the newest token is computed."""
+    def __init__(self, size):
+        """size: how many tokens it has room for"""
+        self.size = size
+        self.length = 0   # how many tokens have come, with those that run through the model now
+        self.rows = {}    # of each attention that runs: keys, values, and which tokens have a key
+
+    def store(self, row, k, v, has_key=True):
+        """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
+        of all S tokens so far, and a mask (B, n, S) as in attend. row: 0, 1, .. in the order of
+        running. has_key: bools (B, n), if some tokens skip the attention (part 3)"""
+        n, room = k.shape[1], (len(k), self.size)
+        if row not in self.rows:
+            self.rows[row] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
+                              k.new_zeros(room, dtype=torch.bool))
+        for kept, new in zip(self.rows[row], (k, v, has_key)):
+            kept[:, self.length - n:self.length] = new
+        keys, values, have_key = (kept[:, :self.length] for kept in self.rows[row])
+        return keys, values, causal_mask(have_key, n)
 
 def pick(logits, temperature=1.0, top_k=None, generator=None):
     """Draws a token id (B, 1) from logits (B, V)"""
@@ -477,14 +490,14 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                decider=None, n_vocab=None):
     """Continues idx (B, T). Call model.eval() first: some deciders decide otherwise in training.
-    Yields each new token (B, 1), and the runner of the pass that predicted it. decider: says who
-    skips; None: model.decider does. n_vocab: how many tokens the tokenizer has. (The head may have
-    more rows: train.py rounds up.)"""
+    Yields each new token (B, 1), and the Runner of the pass that predicted it, which knows who has
+    skipped. decider: says who skips; None: model.decider does. n_vocab: how many tokens the
+    tokenizer has. (The head may have more rows: train.py rounds up.)"""
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
     cache = KVCache(size)
     missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
     for _ in range(max_new_tokens):
-        runner = model.runner_class(model, decider)
+        runner = Runner(model, decider)
         logits, _ = model(missing, cache=cache, runner=runner)
         logits = logits[:, -1, :n_vocab]   # of the next token
         token = pick(logits, temperature, top_k, generator)
@@ -572,10 +585,10 @@ class NAG(Residual):
 
     def forward(self, stream, f, gain=None):
         direction, log_length = stream
-        update = f(direction)   # before the gain: part 3 may stop here (input_of_f).
         if gain is None:
             gain = self.gain(stream)
-        if type(self) is NAG and use_triton(update, self.config.kernels):
+        update = f(direction)
+        if type(self) is NAG and use_triton(direction, self.config.kernels):
             # On a GPU, one kernel does what follows. (A class of yours may change what follows.)
             return nag_write(direction, log_length, update, gain)
         side = self.side(update, direction)
@@ -590,6 +603,10 @@ class NAG(Residual):
         update = centred(update)
         along = (update * direction).mean(-1, keepdim=True)
         return update - direction * along
+
+    def read(self, stream):   # what Residual.read finds, but without computing gains
+        direction, _ = stream
+        return direction
 
     def as_tensor(self, stream):
         direction, log_length = stream
@@ -844,7 +861,7 @@ class DenseFormer(Residual):
         if self.block:
             outputs = outputs | {self.block: x}
             numbers = list(outputs)   # of the blocks that have an output
-            weights = self.weights[numbers].view(-1, 1, 1, 1)
+            weights = self.weights[numbers].view(-1, 1, 1, 1)   # each for all tokens
             x = depth_sum(weights, list(outputs.values()), self.config.kernels)
         return x, outputs
 
@@ -903,6 +920,9 @@ class Gated(Residual):
         products = [F.linear(unit(inputs[name], eps=1e-5), W) for name, W in self.W.items()]
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
+
+    def read(self, h):   # what Residual.read finds, but without computing gates
+        return self.norm(h)
 
 # -------------------------------------------------------------------------- several streams at once
 
@@ -1029,7 +1049,7 @@ class ScaledAttention(Attention):
     def queries(self, q, rotation):
         # A score multiplies queries and keys, so the queries can have the factors of both.
         factor = self.scale_q.factor() * self.scale_k.factor()
-        return super().queries(q, rotation) * self.heads(factor)
+        return (super().queries(q, rotation) * self.heads(factor)).to(q.dtype)
 
 class ScaledMLP(MLP):
     def __init__(self, config, hidden):
@@ -1077,13 +1097,37 @@ class NGPT(Residual):
     def init_sublayer(self, sublayer):
         pass   # `constrain` makes all lengths 1.
 
-    @torch.no_grad()
     def constrain(self, model):
         # Along the stream: the columns of c_proj, which writes to it, and the rows of all others
         for part in model.wte, model.blocks, model.lm_head:
             for name, p in part.named_parameters():
                 if p.dim() == 2:
                     p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
+
+# --------------------------------------------------------------------------------------- rare norms
+
+class SingleNorm(nn.Module):
+    """--norm single: one weight for all channels, against outliers (arXiv:2506.19697)"""
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return unit(x) * self.weight
+
+class DynamicTanh(nn.Module):
+    """--norm dyt: no norm, but a tanh in its place (arXiv:2503.10622)"""
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.slope = nn.Parameter(torch.tensor(0.5))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd))
+
+    def forward(self, x):
+        return torch.tanh(self.slope * x) * self.weight + self.bias
+
+def make_rare_norm(config):
+    return SingleNorm() if config.norm == "single" else DynamicTanh(config)
 
 # -------------------------------------------------------------------------------------- --residual
 
@@ -1108,12 +1152,17 @@ def choose(flag_name, registry, text):
     name, _, options = text.partition(":")
     if name not in registry:
         raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
-    entry = partial(registry[name])   # Of a class, and of a partial of one: .func is the class.
+    entry = partial(registry[name])   # .func is the class, also where a partial is registered.
     try:
         given = read_options(options, option_defaults(entry), entry.func.allowed)
     except ValueError as error:
         raise ValueError(f"{flag_name} {text}: {name}: {error}") from None
     return entry.func, entry.keywords | given
+
+def residual_kind(config):
+    """The class that --residual names"""
+    kind, _ = choose("--residual", RESIDUALS, config.residual)
+    return kind
 
 def make_residual(config, l):
     """The rule that --residual names, for sublayer l"""
@@ -1170,58 +1219,66 @@ class Decider(nn.Module):
         """After a pass in training -> what is added to the loss"""
         return 0.0
 
-def call_residual(stream, residual, f, gain=None):
-    """residual(stream, f), a function so that it can be compiled. gain: residual.gain(stream), if
-    somebody has asked for it"""
+def call_residual(residual, stream, f, gain=None):
+    """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
+
+class Notes:
+    """An empty thing, for attributes. (torch.compile can't look into a SimpleNamespace.)"""
 
 class Runner(PlainRunner):
     """Runs the sublayers of one pass, and notes who ran them. Each pass needs a new one, so two
     passes never disturb each other. A decider finds here, of the sublayer that comes next:
 
-        place      1, 2, 3, ... in the order of running; odd: attention, even: MLP
+        place      1, 2, 3, ... in the order of running; odd: attention, even: MLP. It is the l of
+                   the residual, until --repeat runs a block again: then its l come again.
         residual   its residual
         stream     the stream before it, and shape, its (B, T)
         gain()     how much it will change each token, (B, T, 1), if the residual can tell
         notes      room for what a decider wants to remember until the pass is over
 
     And the model. What a decider computes, it adds to decider_flops."""
-    def __init__(self, model, decider=None):
-        """decider: in place of model.decider"""
-        super().__init__(model)
-        self.decider = decider or model.decider
-        # What is compiled is for training. Outside of it, shapes change all the time.
-        self.call = (model.training and model.compiled) or call_residual
+    def __init__(self, model, decider=None, keeps_streams=False):
+        """decider: in place of model.decider; keeps_streams: the list `streams` gets the first one,
+        and then the one after each place"""
+        self.model, self.decider = model, decider or model.decider
         self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.supervises_blocks = model.training and model.config.deep_supervision
-        self.notes = SimpleNamespace()
-        self.keeps = []            # the decider's answers
-        self.gains = []            # the gains of all tokens, or None where nobody asked
-        self.block_outputs = []    # the streams after blocks, for --deep_supervision
-        self.decider_flops = 0.0   # what deciders have computed, per token
+        self.keeps_streams = keeps_streams or self.supervises_blocks
+        self.streams = []
+        self.place, self.shape = 0, None
+        self.residual = self.stream = self.known_gain = None
+        self.notes = Notes()
+        self.keeps = []             # the decider's answers
+        self.gains = []             # the gains of all tokens, or None where nobody asked
+        self.decider_flops = 0.0    # what deciders have computed, per token
+        self.cross_entropy = None   # of a training pass, for train.py to report
 
-    def begin(self, shape):
-        if self.keeps:
-            raise Mistake("a Runner is for one walk; make a new one")
+    def begin(self, shape, stream):
+        if self.place > 0:
+            raise Mistake("a Runner is for one pass; make a new one")
         self.shape = shape
+        if self.keeps_streams:
+            self.streams.append(stream)
         self.decider.begin(self)
 
-    def run(self, place, stream, residual, f):
-        self.place, self.residual, self.stream = place, residual, stream
-        self.known_gain = None
+    def run(self, stream, residual, f):
+        self.place += 1
+        self.stream, self.residual, self.known_gain = stream, residual, None
         keep = self.decider.decide(self)
         if self.gain_has_cost:   # All tokens pay, whether they run or skip.
             self.gain()
         self.keeps.append(keep)
         self.gains.append(self.known_gain)
         if keep is EVERYONE:
-            stream = self.call(stream, residual, f, self.known_gain)
+            stream = call_residual(residual, stream, f, self.known_gain)
         elif keep is not REMOVED:
             check_keep(self, keep)
             stream = run_some(self, f, keep)
         stream = self.decider.after(self, stream)
-        if self.supervises_blocks and place % 2 == 0:
-            self.block_outputs.append(stream)
+        if self.keeps_streams:
+            self.streams.append(stream)
+        self.stream = self.known_gain = None   # A compiled pass would have to return them.
         return stream
 
     def gain(self):
@@ -1237,16 +1294,17 @@ class Runner(PlainRunner):
         """With --deep_supervision, the head reads the stream after each block, and not only at the
         end. The decider may add something. --gain_cost is a price for the mean |gain|. (It is not
         in NAG's paper.)"""
+        self.cross_entropy = loss.detach()
         if self.supervises_blocks:
-            inner = [mean_nats(self.model.head(stream), targets)
-                     for stream in self.block_outputs[:-1]]
-            loss = sum([*inner, loss]) / len(self.block_outputs)
+            after_blocks = self.streams[2::2]   # The first one is the embedding's.
+            inner = [self.model.logits_and_loss(stream, targets)[1] for stream in after_blocks[:-1]]
+            loss = sum([*inner, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
         if self.gain_has_cost:
             loss = loss + self.model.config.gain_cost * self.mean_gain()
         return loss
 
-    # What a pass has noted. It is asked for when the pass is over.
+    # --- What a pass has noted. It is asked for when the pass is over.
 
     def mean_gain(self):
         """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
@@ -1270,7 +1328,26 @@ class Runner(PlainRunner):
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
 
-GPT.runner_class = Runner
+def make_runner(model):
+    """-> what runs a pass if nobody says so: a plain one, if nobody can skip, and no flag adds
+    something to the loss"""
+    config = model.config
+    is_plain = type(model.decider) is Decider
+    if is_plain and not config.gain_cost and not config.deep_supervision:
+        return PlainRunner()
+    return Runner(model)
+
+def check_keep(runner, keep):
+    """A mistake in a decider of your own is told here, and not deep inside."""
+    shape, name = tuple(runner.shape), type(runner.decider).__name__
+    if not torch.is_tensor(keep) or keep.dtype != torch.bool or keep.shape != shape:
+        found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
+        hint = "; is a return missing?" if keep is None else ""
+        raise Mistake(f"{name}.decide returned {found}, not EVERYONE, REMOVED or bools {shape}"
+                      f"{hint}")
+    if not runner.residual.can_skip:
+        raise Mistake(f"{name} lets tokens skip, which {type(runner.residual).__name__} can't; say "
+                      f"needs_skipping = True, and use --residual pre or nag")
 
 # ---------------------------------------------------------------------------------------- deciders
 
@@ -1411,7 +1488,7 @@ class Without(Decider):
 def places_of(model, block):
     """The places, from 1, of the sublayers of a block, numbered from 0: attention, MLP; and again
     those two for each further run, if --repeat runs it several times"""
-    attentions = [2 * i + 1 for i, number in enumerate(model.order) if number == block]
+    attentions = [2 * row + 1 for row, number in enumerate(model.order) if number == block]
     return [place for attention in attentions for place in (attention, attention + 1)]
 
 class EarlyExit(Decider):
@@ -1441,39 +1518,42 @@ class EarlyExit(Decider):
 
 def run_some(runner, f, keep):
     """-> the stream after a sublayer that only the tokens of keep (B, T) run. These are gathered,
-    computed, and put back. A token that skips an attention may still make its key and value there,
-    for later tokens that run it."""
+    computed, and put back. A token that skips costs its gain, if that was asked for, and in an
+    attention its key and value, which later tokens see (unless the decider says that skippers make
+    none)."""
     residual, stream, gain = runner.residual, runner.stream, runner.known_gain
     n_kept = int(keep.sum())
     if n_kept == keep.numel():
-        return runner.call(stream, residual, f, gain)
-    is_attention = isinstance(f.module, Attention)
-    keys = None
-    if is_attention and runner.decider.skippers_make_keys:   # In sampling, the cache gets them.
-        keys = keys_of_all(f, input_of_f(residual, stream))
+        return call_residual(residual, stream, f, gain)
+    is_attention = isinstance(f, partial)   # GPT.forward makes it: an attention, with two keywords
+    kv_of_all = None
+    if is_attention and runner.decider.skippers_make_keys:
+        kv_of_all = keys_of_all(f, residual.read(stream))   # In sampling, the cache gets them, too.
     if n_kept == 0:
         return stream
     kept = KeptTokens(keep)
     some = kept.gather(stream)
     if gain is not None:
         gain = kept.gather(gain)
-    if is_attention:   # Its shapes vary too much to be compiled.
-        some = call_residual(some, residual, partial(attention_of_kept, f, kept, keys), gain)
-    else:              # An MLP treats each token by itself.
-        some = runner.call(some, residual, f, gain)
-    return kept.put(stream, some)
+    if is_attention:
+        f = partial(attention_of_kept, f, kept, kv_of_all)
+        # Its shapes vary too much to be compiled, so this is the forward that the class defines.
+        residual = partial(type(residual).forward, residual)
+    # (An MLP needs nothing of this. It treats each token by itself.)
+    return kept.put(stream, call_residual(residual, some, f, gain))
 
 class KeptTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
 
         keep [[1, 0, 1, 1],    sequence  0 0 0 1
               [0, 1, 0, 0]]    position  0 2 3 1   in their sequences
+                               index     0 2 3 5   among all B T tokens
                                column    0 1 2 0   among the kept tokens of their sequences"""
     def __init__(self, keep):
         self.keep = keep
         self.sequence, self.position = keep.nonzero().unbind(1)
-        self.column = keep.cumsum(1)[self.sequence, self.position] - 1
-        self.index = self.sequence * keep.shape[1] + self.position   # among all B T tokens
+        self.index = self.sequence * keep.shape[1] + self.position
+        self.column = keep.cumsum(1).flatten()[self.index] - 1
 
     def gather(self, stream):
         """Tensors (B, T, ...) -> (N, ...)"""
@@ -1500,54 +1580,42 @@ class KeptTokens:
 # In an attention, the kept tokens ask: each has a query. Which keys do they see? Those of all
 # tokens, or, if the decider says so, only those of kept ones.
 
-def attention_of_kept(f, kept, keys, x):
-    """x (N, C): what an attention f gets for the kept tokens -> their updates (N, C). keys: those
-    of all tokens, as seen_keys returns them; None: those who skip have no keys"""
-    attn, (rotation, _, _) = f.module, f.others
-    rotation = rotation[kept.position]
-    with products_in(f.dtype, x):
-        if keys is None:
-            k, v = keys_and_values(attn, x, rotation)
-            keys = seen_keys(f, kept.spread(k), kept.spread(v), has_key=kept.keep)
-        k, v, mask = keys
-        q = attn.queries(F.linear(x, attn.c_attn.weight[:x.shape[-1]]), rotation)
-        sees = mask[kept.sequence, kept.position]   # (N, S)
-        # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
-        out = attend(kept.in_rows(q, fill=0), k, v, kept.in_rows(sees, fill=True))
-        return attn.c_proj(out[kept.sequence, kept.column].flatten(-2)).to(x.dtype)
+def attention_of_kept(f, kept, kv_of_all, x):
+    """x (N, C): what an attention f gets for the kept tokens -> their updates (N, C). kv_of_all:
+    what keys_of_all returns; None: kept tokens see nobody but each other"""
+    attn, rotation = f.func, f.keywords["rotation"][kept.position]
+    if kv_of_all is None:
+        k, v = keys_and_values(attn, x, rotation)
+        kv_of_all = with_older(f, kept.spread(k), kept.spread(v), kept.keep)
+    k, v, mask = kv_of_all
+    q = attn.queries(part_of_c_attn(attn, x, slice(0, x.shape[-1])), rotation)
+    sees = mask.expand(len(kept.keep), -1, -1)[kept.sequence, kept.position]   # (N, S)
+    # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
+    out = attend(kept.in_rows(q, fill=0), k, v, kept.in_rows(sees, fill=True))
+    return attn.c_proj(out[kept.sequence, kept.column].flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
-    """x (B, T, C): what an attention f would get, if all tokens ran it -> see seen_keys"""
-    attn, (rotation, _, _) = f.module, f.others
-    with products_in(f.dtype, x):
-        k, v = keys_and_values(attn, x, rotation)
-        everyone = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        return seen_keys(f, k, v, has_key=everyone)
+    """x (B, T, C): what an attention f would get, if all tokens ran it -> see with_older"""
+    return with_older(f, *keys_and_values(f.func, x, f.keywords["rotation"]))
 
 def keys_and_values(attn, x, rotation):
-    """x (..., C) -> (..., n_head, head_size) each. (Of c_attn's 3 C rows, the first are for q.)"""
-    k, v = F.linear(x, attn.c_attn.weight[x.shape[-1]:]).chunk(2, dim=-1)
+    """x (..., C) -> its keys and values, (..., n_head, head_size) each"""
+    k, v = part_of_c_attn(attn, x, slice(x.shape[-1], None)).chunk(2, dim=-1)
     return attn.keys(k, rotation), attn.heads(v)
 
-def seen_keys(f, k, v, has_key):
-    """k, v (B, T, n_head, head_size) of the newest tokens; has_key (B, T): which of them have any
-    -> k, v of all S tokens so far, and a mask (B, T, S) as in attend"""
-    _, cache, place = f.others
-    if cache is not None:
-        return cache.store(place, k, v, has_key)
+def part_of_c_attn(attn, x, rows):
+    """x (..., C) -> what some rows of c_attn make of it. The first C rows make queries."""
+    return linear(x, attn.c_attn.weight[rows], attn.c_attn.dtype)
+
+def with_older(f, k, v, has_key=True):
+    """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
+    bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
+    store = f.keywords["store"]
+    if store is not None:
+        return store(k, v, has_key)
+    if has_key is True:
+        has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     return k, v, causal_mask(has_key, k.shape[1])
-
-class Found(Exception):
-    """What input_of_f has found"""
-
-def input_of_f(residual, stream):
-    """-> what f would get. The residual starts, and is stopped where it calls f."""
-    def stop(x):
-        raise Found(x)
-    try:
-        residual(stream, stop)
-    except Found as found:
-        return found.args[0]
 
 # ==================================================================================== part 4: tools
 
@@ -1587,30 +1655,59 @@ def block_order(config):
 
 # --------------------------------------------------------------------- compiling, and less memory
 
-def compile_blocks(model, **options):
-    """For training: torch.compile of what all tokens run, and of MLPs on kept tokens. All blocks
-    share two graphs (unless their widths differ). Where a stream grows, each sublayer would need a
-    graph of its own, so only attentions and MLPs are compiled."""
+def compile_model(model, **options):
+    """For training: torch.compile of what all tokens run, of MLPs on kept tokens, and of head and
+    loss: so logits stay inside, in the dtype of the products. All blocks share their graphs (unless
+    widths differ). Where a stream grows, each sublayer would need graphs of its own. So the whole
+    model is one, which takes longer to compile. options: those of torch.compile"""
     torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
-    if not model.ends.stream_grows:
-        model.compiled = torch.compile(call_residual, **options)
+    if model.ends.stream_grows and not model.decider.needs_skipping:
+        compile_loss(model, "forward", options)
         return
-    compiled = torch.compile(SublayerFunction.__call__, **options)
-    def call(stream, residual, f, gain=None):   # Residuals whose stream grows know no gain.
-        return residual(stream, lambda x: compiled(f, x))
-    model.compiled = call
+    kind = type(model.ends)
+    methods = ["forward", "gain"] if kind.knows_gain else ["forward"]
+    for name in methods:
+        compiled = torch.compile(getattr(kind, name), **options)
+        for residual in model.residuals():
+            change_in_training(residual, name, partial(compiled, residual))
+    compile_loss(model, "logits_and_loss", options)
+
+def compile_loss(model, name, options):
+    """Compiles a method of the model that returns logits and a loss. Where there is a loss, it
+    returns no logits any more."""
+    usual = getattr(model, name)
+    def loss_alone(*given, **named):
+        logits, loss = usual(*given, **named)
+        return (logits if loss is None else None), loss
+    change_in_training(model, name, torch.compile(loss_alone, **options))
 
 def checkpoint_blocks(model):
     """Saves memory: in the backward pass, sublayers run again (but for attentions that some tokens
-    skip). Call it after compile_blocks. Sublayers draw no random numbers, so there are none to
+    skip). Call it after compile_model. Sublayers draw no random numbers, so there are none to
     keep."""
-    model.compiled = partial(checkpoint, model.compiled or call_residual, use_reentrant=False,
-                             preserve_rng_state=False)
+    for residual in model.residuals():
+        change_in_training(residual, "forward", partial(
+            checkpoint, residual.forward, use_reentrant=False, preserve_rng_state=False))
+
+def change_in_training(module, name, changed):
+    """While the module trains, `changed` takes the place of its method. Outside of training, shapes
+    change all the time, and torch.compile would make a graph for each."""
+    usual = getattr(module, name)
+    def method(*given, **named):
+        return changed(*given, **named) if module.training else usual(*given, **named)
+    setattr(module, name, method)
 
 # ---------------------------------------------------------------------------------------- counting
 
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
+
+class Shares(NamedTuple):
+    """Which shares of the tokens do what in a sublayer"""
+    ran: float = 1.0       # run it
+    queries: float = 1.0   # have a query: all sequences as many as the fullest one, see in_rows
+    keys: float = 1.0      # have a key
+    residual: float = 1.0  # need the residual's own products: all if their gains were asked for
 
 def flops_per_token(model, T=None, runner=None):
     """FLOPs of matrix products in a forward pass, per token, at context length T. A training step
@@ -1620,46 +1717,32 @@ def flops_per_token(model, T=None, runner=None):
     predictions = len(model.order) if model.training and config.deep_supervision else 1
     total = model.ends.flops() + predictions * 2 * config.vocab_size * config.n_embd
     pairs = [pair for number in model.order for pair in model.blocks[number].pairs()]
-    shares = [(1.0, 1.0, 1.0, 1.0)] * len(pairs)
-    if runner:
-        total += runner.decider_flops
-        if not runner.all_ran():
-            shares = shares_of_tokens(runner)
-    for (residual, module), (ran, asked, had_key, used_residual) in zip(pairs, shares):
-        matrices = sum(2 * p.numel() for p in module.parameters() if p.dim() == 2)
-        if isinstance(module, Attention):
+    shares = [Shares()] * len(pairs)
+    if runner and not runner.all_ran():
+        shares = shares_of_tokens(runner)
+    for (residual, sublayer), share in zip(pairs, shares):
+        total += share.residual * residual.flops()
+        matrices = sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
+        if isinstance(sublayer, Attention):
             # Half of its weights make queries and updates, the other half makes keys and values.
-            total += ran * matrices / 2 + had_key * matrices / 2
-            total += asked * 4 * T * config.n_embd   # scores, and sums of values
+            total += (share.ran + share.keys) / 2 * matrices
+            total += share.queries * 4 * T * config.n_embd   # scores, and sums of values
         else:
-            total += ran * matrices
-        total += used_residual * residual.flops()
-    return total
+            total += share.ran * matrices
+    return total + (runner.decider_flops if runner else 0.0)
 
 def shares_of_tokens(runner):
-    """-> of each sublayer in a pass, four shares of all tokens:
-
-        ran             they ran it
-        asked           they had a query: sequences are filled up to the fullest one (in_rows)
-        had_key         they had a key, if it is an attention
-        used_residual   they needed the matrices of the residual: all, if their gains were asked for
-    """
+    """-> the Shares of each sublayer in a pass"""
     who = runner.who_ran().float()
-    ran, asked = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
-    had_key, used_residual = list(ran), list(ran)
-    for i, (keep, gain) in enumerate(zip(runner.keeps, runner.gains)):
-        if runner.decider.skippers_make_keys and keep is not REMOVED:
-            had_key[i] = 1.0
-        if gain is not None:
-            used_residual[i] = 1.0
-    return list(zip(ran, asked, had_key, used_residual))
+    means, fullest = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
+    found = []
+    for ran, queries, keep, gain in zip(means, fullest, runner.keeps, runner.gains):
+        all_have_keys = runner.decider.skippers_make_keys and keep is not REMOVED
+        found.append(Shares(ran, queries, keys=1.0 if all_have_keys else ran,
+                            residual=ran if gain is None else 1.0))
+    return found
 
 # ------------------------------------------------------------------------------------------ checks
-
-def residual_kind(config):
-    """The class that --residual names"""
-    kind, _ = choose("--residual", RESIDUALS, config.residual)
-    return kind
 
 def config_problems(config):
     """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
@@ -1674,27 +1757,23 @@ def config_problems(config):
         order = block_order(config)
         with torch.device("meta"):   # shapes without numbers, so without memory
             make_residual(config, 1)   # Hyper refuses some options.
-            why = why_not(make_decider(config), config)
+            misfit = why_not(make_decider(config), config)
     except ValueError as error:
         return [str(error)]
-    if why:
-        problems.append(f"--mod {config.mod}: {why}")
-    name = config.residual
-    if config.n_embd % (2 * config.n_head):
-        problems.append(f"--n_embd {config.n_embd}: must be an even multiple of --n_head "
-                        f"{config.n_head}")
-    if config.norm != "rms" and not kind.has_norm:
-        problems.append(f"--norm {config.norm}: --residual {name} has no norm for --norm to "
-                        f"choose; use pre")
-    if config.kernels == "on" and why_no_triton():
-        problems.append(f"--kernels on: {why_no_triton()}")
-    if len(order) > config.n_layer and kind.stream_grows:
-        problems.append(f"--repeat: the stream of --residual {name} is made for 2L updates; use "
-                        f"pre")
-    if config.gain_cost and not kind.knows_gain:
-        problems.append(f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay "
-                        f"for; use nag")
-    return problems
+    name, no_triton = config.residual, why_no_triton()
+    rules = [   # (is it wrong?, a sentence)
+        (config.n_embd % (2 * config.n_head),
+         f"--n_embd {config.n_embd}: must be an even multiple of --n_head {config.n_head}"),
+        (config.norm != "rms" and not kind.has_norm,
+         f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
+        (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
+        (len(order) > config.n_layer and kind.stream_grows,
+         f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
+        (misfit, f"--mod {config.mod}: {misfit}"),
+        (config.gain_cost and not kind.knows_gain,
+         f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag"),
+    ]
+    return [sentence for is_wrong, sentence in rules if is_wrong]
 
 def why_not(decider, config):
     """-> None, or a sentence why a model of this config can't have this decider"""
@@ -1712,15 +1791,3 @@ def has_one_tensor(config):
         ends = make_residual(config, 2 * config.n_layer + 1)
         stream = ends.start(torch.empty(1, 1, config.n_embd))
     return torch.is_tensor(stream) and stream.dim() == 3
-
-def check_keep(runner, keep):
-    """A mistake in a decider of your own is told here, and not deep inside."""
-    shape, name = tuple(runner.shape), type(runner.decider).__name__
-    if not torch.is_tensor(keep) or keep.dtype != torch.bool or keep.shape != shape:
-        found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
-        hint = "; is a return missing?" if keep is None else ""
-        raise Mistake(f"{name}.decide returned {found}, not EVERYONE, REMOVED or bools {shape}"
-                      f"{hint}")
-    if not runner.residual.can_skip:
-        raise Mistake(f"{name} lets tokens skip, which {type(runner.residual).__name__} can't; say "
-                      f"needs_skipping = True, and use --residual pre or nag")

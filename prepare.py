@@ -40,7 +40,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from flags import flag, make_configs, read_command_line, refuse, start, why_not_allowed
+from flags import flag, make_configs, read_command_line, refuse, start
 
 # ================================================================== part 1: where texts come from
 
@@ -56,8 +56,8 @@ from flags import flag, make_configs, read_command_line, refuse, start, why_not_
 #             lines = read_text(self.songs).splitlines()
 #             return lines[20:], lines[:20]
 #
-# With songs=Songs in SOURCES (part 5), you can type: python prepare.py songs --songs FILE. Its flags
-# must have other names than those of all other sources.
+# With songs=Songs in SOURCES (part 5), python prepare.py songs --songs FILE makes its data set. Name
+# its flags otherwise than those of all other sources.
 
 @dataclass
 class Source:
@@ -137,8 +137,7 @@ FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main
 
 @dataclass
 class Fineweb(Source):
-    """It has no texts. It comes as shards, as modded-nanogpt takes them: one for validation, and the
-    others for training."""
+    """It has no texts(): it comes as shards, as modded-nanogpt takes them."""
     shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
     tokenizers = ("gpt2",)
 
@@ -152,7 +151,7 @@ class Fineweb(Source):
                     read_shard(path)   # SystemExit if the download is cut short
                     os.replace(path, out / name)
         write_meta(out, meta)
-        print("The lengths of the shards are right. Their sha256 is not known, so it was not checked.")
+        print("The lengths of the shards are right. Their sha256, not known, was not checked.")
 
 # ------------------------------------------------------------------------------- your own documents
 
@@ -250,8 +249,8 @@ def hold_out(documents):
 #     after an odd one          9 8 1 4 7 2 6 5 0 3
 #
 # So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line: it is the
-# answer to the first. We know how many steps lead to each digit, and so we see how many steps a model
-# has learned.
+# answer to the first. We know how many steps lead to each digit, and so we see how many steps a
+# model has learned.
 #
 # The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
 # character, and its number is that of the byte; 256 comes after each document.
@@ -393,11 +392,10 @@ def whole_file(path):
             unfinished.unlink()
 
 def lock_folder(folder):
-    """Makes a folder, if it isn't there, and locks it -> a file. No other process can lock it until
-    that file is closed, or this process ends, however it ends. SystemExit if another has locked it"""
-    folder = Path(folder)
-    folder.resolve().mkdir(parents=True, exist_ok=True)   # resolve: it may be a link.
-    file = open(folder / "lock", "ab")
+    """Makes a folder, if it isn't there, and locks it -> a file. Until that is closed, or this
+    process ends, however it ends, nobody else can lock it. SystemExit if somebody has it now"""
+    os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
+    file = open(Path(folder, "lock"), "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -405,8 +403,11 @@ def lock_folder(folder):
                f"--out")
     except OSError:   # Some network disks have no locks. There, don't use two terminals.
         return file
-    for path in folder.glob(UNFINISHED + "*"):   # of a process that was killed
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     return file
 
 def write_data_set(out, meta, train, val):
@@ -457,17 +458,17 @@ def shard_paths(data):
 def load_meta(data):
     """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
     vocab_size=). The steps text has steps=, too, the puzzle. SystemExit if none is there"""
-    folder = Path(data)
-    path = folder / "meta.json"
-    if not path.exists() and shard_paths(folder):   # llm.c and modded-nanogpt have GPT-2's tokens.
-        name = "fineweb" if any(folder.glob("fineweb_*.bin")) else "llm.c"
-        return dict(name=name, tokenizer="gpt2", vocab_size=VOCABULARIES["gpt2"])
+    path = Path(data, "meta.json")
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        refuse(f"--data {data}: no data set there, seen from {os.getcwd()} ({error.strerror}); go "
-               f"where the data are, or make them with prepare.py")
-    except ValueError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not shard_paths(data):
+            refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; go where the data "
+                   f"are, or make them with prepare.py")
+        # Other programs write no meta.json. These shards hold GPT-2's tokens.
+        name = "fineweb" if any(Path(data).glob("fineweb_*.bin")) else "llm.c"
+        meta = dict(name=name, tokenizer="gpt2")
+    except ValueError:   # It is no JSON, or no text.
         meta = None
     if not isinstance(meta, dict) or meta.get("tokenizer") not in list(VOCABULARIES):
         refuse(f"{path}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; correct it, or "
@@ -479,13 +480,9 @@ def fingerprint(data, content=True):
     run wants the same. content=False: the fourth edition's, which looks at no content"""
     sizes = [(path.name, path.stat().st_size) for path in shard_paths(data)]
     found = hashlib.sha256(json.dumps([load_meta(data), sizes], sort_keys=True).encode())
-    if content:
-        for path in shard_paths(data):
-            size = path.stat().st_size
-            with open(path, "rb") as file:
-                for begin in 0, size // 2, max(0, size - 2**16):
-                    file.seek(begin)
-                    found.update(file.read(2**16))
+    for name, size in sizes if content else []:
+        for begin in 0, size // 2, max(0, size - 2**16):   # 64 kB each
+            found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
     return found.hexdigest()
 
 # =============================================================== part 4: windows, for who reads it
@@ -541,20 +538,17 @@ SOURCES = dict(steps=Steps, stdlib=Stdlib, shakespeare=Shakespeare, fineweb=Fine
 
 @dataclass
 class PrepareConfig:
-    name: str = flag("", f"which data set: {', '.join(SOURCES)}")
+    name: Literal[tuple(SOURCES)] = flag("", "which data set")
     out: str = flag("", "folder of the shards; without it data/NAME")
     tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
 
 def read_configs(argv):
     """Command line -> PrepareConfig, and the source that it names, with its flags"""
     typed = read_command_line([PrepareConfig, *SOURCES.values()], argv, __doc__, ("name",))
-    why = why_not_allowed(typed["name"], list(SOURCES))
-    if why:
-        refuse(f"{typed['name']}: {why}")
-    for name, source in SOURCES.items():
+    for owner, source in SOURCES.items():
         for field in dataclasses.fields(source):
-            if field.name in typed and name != typed["name"]:
-                refuse(f"--{field.name}: is for {name} only; leave it out")
+            if field.name in typed and owner != typed["name"]:
+                refuse(f"--{field.name}: is for {owner} only; leave it out")
     config, source = make_configs([PrepareConfig, SOURCES[typed["name"]]], typed)
     if config.tokenizer not in ("auto", *source.tokenizers):
         refuse(f"--tokenizer {config.tokenizer}: {config.name} has other tokens; leave it out")

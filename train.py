@@ -41,7 +41,8 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from flags import Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start
 from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Runner,
-                   checkpoint_blocks, choose, compile_blocks, flops_per_token, num_params)
+                   checkpoint_blocks, choose, compile_model, constrain_weights, flops_per_token,
+                   num_params)
 from prepare import lock_folder, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
@@ -101,6 +102,9 @@ class TrainConfig:
             yield "--resume and --overwrite: contradict each other; give one"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
+        if self.batch_size % (self.grad_accum * N_PROCESSES):
+            yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes, "
+                   f"{self.grad_accum} x {N_PROCESSES}")
 
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
@@ -126,6 +130,16 @@ FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
 MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
                     if name not in MAY_DIFFER}
+
+def read_flags(argv=None):
+    """The command line -> what is typed, a dict"""
+    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:   # `begin_training` sets it.
+        refuse("--vocab_size: the data say it; leave it out")
+    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    return typed
 
 def refuse_changes(settings, earlier, fixed, run):
     """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
@@ -195,7 +209,7 @@ class Data:
         prepare.windows_of(folder, "train", block_size, config.eval_windows)
         self.shards = prepare.open_split(folder, "train", block_size)
         self.val = prepare.windows_of(folder, "val", block_size, config.eval_windows)   # x, y
-        self.fingerprint = prepare.fingerprint(folder, meta)   # --resume wants the same data.
+        self.fingerprint = prepare.fingerprint(folder)   # --resume wants the same data.
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
     """One of the n_parts of a batch: x, y (batch_size / n_parts, T). The batch depends on seed,
@@ -220,9 +234,9 @@ def evaluate(model, x, y, token_bytes, batch_size):
     torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
         runner = Runner(model)
-        model(xi.to(model.device), yi.to(model.device), runner=runner)
+        _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
         share = len(xi) / len(x)
-        nats += runner.cross_entropy.item() * share   # the loss, without what flags add
+        nats += loss.item() * share
         skipped += runner.skipped() * share
     model.train(was_training)
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
@@ -354,9 +368,9 @@ def make_ready(model, config, device):
     model.to(device)
     if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
-        model.dtype = torch.bfloat16
+        model.compute_in(torch.bfloat16)
     if config.compile:
-        compile_blocks(model)
+        compile_model(model)
     if config.checkpoint_blocks:
         checkpoint_blocks(model)
     if N_PROCESSES == 1:
@@ -455,7 +469,7 @@ def train(model_config, config, ckpt, data, device, signals):
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        model.ends.constrain(model)   # nGPT normalises its weights.
+        constrain_weights(model)   # nGPT normalises its weights.
 
         # --- Report
         if is_logged:
@@ -562,6 +576,11 @@ def open_run(run, device="auto"):
     model.to(pick_device(device, config.n_embd)).eval()
     return model, ckpt["settings"] | asdict(config) | dict(fingerprint=ckpt["data"])
 
+def is_same_data(folder, fingerprint):
+    """fingerprint: that of a checkpoint. (The fourth edition had one without content.)"""
+    return fingerprint in (prepare.fingerprint(folder),
+                           prepare.fingerprint(folder, content=False))
+
 def data_of_run(run, settings, data=""):
     """-> the folder of the data on which a run was trained, and a sentence if they have changed
     since, else "". settings: as open_run returns them; data: where they are now, if they moved"""
@@ -569,7 +588,7 @@ def data_of_run(run, settings, data=""):
     if not Path(folder).exists():
         refuse(f"{run}: was trained on {settings['data']}, and {folder} is not here; say where "
                f"these data are, with --data")
-    if prepare.fingerprint(folder, prepare.load_meta(folder)) != settings["fingerprint"]:
+    if not is_same_data(folder, settings["fingerprint"]):
         return folder, f"{folder} is not as it was when {run} was trained: losses may differ"
     return folder, ""
 
@@ -694,7 +713,7 @@ def look_for_mistakes(config):
         if name not in parameters:
             raise Mistake(f"{kind.__name__}.own_lr names {name!r}, and its parameters are "
                           f"{', '.join(sorted(parameters)) or 'none'}")
-    look_at_shapes(model, kind.__name__)
+    model(torch.zeros(2, 3, dtype=torch.long), runner=LooksAtShapes(model, Decider()))
     look_at_other_tokens(model, kind.__name__, Decider())   # All tokens run.
     look_at_other_tokens(model, decider_kind.__name__, model.decider)
     look_at_sampling(model, kind.__name__)
@@ -711,14 +730,15 @@ def look_at_names(kind, base, method):
     if not changed and kind is not base:
         raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its {method}")
 
-def look_at_shapes(model, name):
-    idx = torch.zeros(2, 3, dtype=torch.long)
-    first, *others = [stream for _, stream in model.walk(idx, runner=Runner(model, Decider()))]
-    for stream in others:
-        if shape_of(stream) != shape_of(first) and not model.ends.stream_grows:
-            raise Mistake(f"{name}.forward got a stream {shape_of(first)} and returned "
-                          f"{shape_of(stream)}. Is a return missing? (A stream of its own form "
+class LooksAtShapes(Runner):
+    """A stream keeps its form from sublayer to sublayer, unless it grows by design."""
+    def run(self, stream, residual, f):
+        after = super().run(stream, residual, f)
+        if shape_of(after) != shape_of(stream) and not residual.stream_grows:
+            raise Mistake(f"{type(residual).__name__}.forward got {shape_of(stream)} and returned "
+                          f"{shape_of(after)}. Is a return missing? (A stream of its own form "
                           f"needs a method start, too.)")
+        return after
 
 def shape_of(stream):
     """That of a stream's tensor, or of each, as text"""
@@ -758,39 +778,30 @@ def look_at_sampling(model, name):
 
 def main(argv=None):
     """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
-    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `begin_training` sets it.
-        refuse("--vocab_size: the data say it; leave it out")
-    if not typed.get("resume"):
-        settings, ckpt = settings_of_new_run(typed)
-        model_config, config = configs_of(settings)
-        out = Path(config.out)
-        out.mkdir(parents=True, exist_ok=True)
-        with lock(out):
-            refuse_if_taken(out, config.overwrite)
+    typed = read_flags(argv)
+    if typed.get("resume"):
+        out = Path(typed["out"])
+        if not out.is_dir():
+            refuse(f"--out {out}: no run there to be resumed")
+        with lock(out):   # Only then it is read, so nobody changes it meanwhile.
+            ckpt = read_checkpoint(out)
+            model_config, config = configs_of(settings_to_resume(typed, ckpt))
             return begin_training(model_config, config, ckpt)
-    if "out" not in typed or "config" in typed or "init_from" in typed:
-        refuse("--resume: continues the run in --out with its own settings; give --out, and "
-               "neither --config nor --init_from")
-    if not Path(typed["out"]).is_dir():
-        refuse(f"--out {typed['out']}: no run there to be resumed")
-    with lock(Path(typed["out"])):   # Only then it is read: nobody changes it meanwhile.
-        ckpt = read_checkpoint(typed["out"])
-        model_config, config = configs_of(settings_to_resume(typed, ckpt))
+    settings, ckpt = settings_of_new_run(typed)
+    model_config, config = configs_of(settings)
+    with lock(Path(config.out)):
+        refuse_if_taken(Path(config.out), config.overwrite)
         return begin_training(model_config, config, ckpt)
 
 def begin_training(model_config, config, ckpt):
     """What is needed before `train`: a trial of the model, the device, the processes, the data"""
     look_for_mistakes(model_config)
-    if config.batch_size % (config.grad_accum * N_PROCESSES):
-        refuse(f"--batch_size {config.batch_size}: must be a multiple of grad_accum x processes, "
-               f"{config.grad_accum} x {N_PROCESSES}")
     device = pick_device(config.device, model_config.n_embd)
     if N_PROCESSES > 1:   # gloo is for numbers on the CPU (see `mean`), nccl for gradients on GPUs.
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     data = Data(config, model_config.block_size)
-    if config.resume and ckpt["data"] != data.fingerprint:
+    if config.resume and not is_same_data(config.data, ckpt["data"]):
         refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
                f"run")
     if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:

@@ -7,8 +7,11 @@ import sys
 import pytest
 import torch
 
-import analyze, prepare, train
+import analyze, prepare
 from conftest import ROOT, ids, make, refused
+from flags import parse
+from model import GPTConfig
+from train import TrainConfig
 
 sys.path.append(str(ROOT / "results"))
 import rules, run, speed, summarize
@@ -80,8 +83,7 @@ def test_commands_parse_and_have_folders_of_their_own(tmp_path):
     runs = run.missing_runs({each["experiment"] for each in run.all_runs()}, tmp_path / "nothing.csv")
     assert len({run.folder_of(each) for each in runs}) == len(runs) > 300
     for each in runs:
-        typed = train.read_flags(shlex.split(each["command"]))
-        gpt, config = READ_CONFIGS
+        gpt, config = parse([GPTConfig, TrainConfig], shlex.split(each["command"]))
         assert (str(gpt.seed), f"{config.lr:g}") == (each["seed"], each["lr"]) and config.out == ""
 
 def test_what_is_missing(tmp_path, monkeypatch):
@@ -129,8 +131,7 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     for name in "train.py", "data":
         (tmp_path / name).symlink_to(ROOT / name, target_is_directory=name == "data")
-    import prepare, steps
-    monkeypatch.setattr(steps, "DOCUMENTS", dict(train=40, val=20))
+    monkeypatch.setattr(prepare, "SPLITS", dict(train=(40, 5), val=(20, 3)))
     (tmp_path / "data").unlink()
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])

@@ -1,4 +1,4 @@
-"""A mistake in a residual or a decider of one's own is told before a training (trial.py)."""
+"""A mistake in a residual or a decider of one's own is told before a training (train.look_for_mistakes)."""
 import re
 
 import pytest, torch
@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as M
-from trial import look_for_mistakes
+from train import look_for_mistakes
 
 class Good(M.Residual):
     def __init__(self, config, l):
@@ -23,55 +23,35 @@ def like(base, name, **methods):
     """A class of this name that is derived from base, and has these methods"""
     return type(name, (base,), methods)
 
-class AtTheEnd(Good):
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.b = nn.Parameter(torch.tensor(1.0))
-
 @pytest.mark.parametrize("kind, says", [
     (like(M.Residual, "NoForward"), "NoForward changes nothing of Residual; write its forward"),
     (like(M.Residual, "Misspelt", foward=lambda self, x, f: x), "did you mean forward?"),
     (like(Good, "Forgets", forward=lambda self, x, f: None), "is a return missing?"),
-    (like(Good, "StartForgets", start=lambda self, x: None), "StartForgets.start returned"),
-    (like(Good, "FinishForgets", finish=lambda self, x: None), "FinishForgets.finish returned"),
     (like(Good, "Mixes", forward=lambda self, x, f: Good.forward(self, x, f) - 0.1 * x.mean(0, keepdim=True)),
-     "Mixes looks at other sequences of the batch"),
+     "Mixes looks at other sequences"),
     (like(Good, "Ahead", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-3 * x.roll(-1, dims=1)),
      "Ahead looks at later tokens"),
     (like(Good, "Earlier", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-2 * F.pad(x, (0, 0, 1, -1))),
      "Earlier looks at earlier tokens"),
     (like(Good, "NoStart", forward=lambda self, x, f: (x, x)), "needs a method start, too"),
-    (like(Good, "NoSuper", __init__=lambda self, config, l: None), "NoSuper.__init__ must begin"),
     (like(Good, "Pair", start=lambda self, x: (x, x.mean(-1, keepdim=True)),
           forward=lambda self, stream, f: (Good.forward(self, stream[0], f), sum(stream))),
-     "Pair.forward returned ((2, 3, 8), (2, 3, 8)), expected ((2, 3, 8), (2, 3, 1))"),
-    (AtTheEnd, "the parameter ends.b gets no gradient"),
-    (like(Good, "WrongGate", own_lr=("gaet",)), "own_lr names 'gaet'"),
-    (like(Good, "RangeOfNothing", allowed=dict(first=(0, 1))), "allowed names 'first'")], ids=str)
+     "Pair.forward got ((2, 3, 8), (2, 3, 1)) and returned ((2, 3, 8), (2, 3, 8))"),
+    (like(Good, "WrongGate", own_lr=("gaet",)), "own_lr names 'gaet'")], ids=str)
 def test_a_mistake_in_a_residual_of_ones_own_is_told(kind, says, monkeypatch):
     monkeypatch.setitem(M.RESIDUALS, "mine", kind)
     with pytest.raises(ValueError, match=re.escape(says)):
         look_for_mistakes(M.GPTConfig("mine", **SMALL))
-
-class Threshold(M.Decider):
-    def __init__(self, config):
-        super().__init__(config)
-        self.below = nn.Parameter(torch.tensor(0.1))
-
-    def decide(self, runner):
-        return runner.stream[..., 0] > self.below
 
 @pytest.mark.parametrize("kind, says", [
     (like(M.Decider, "Typo", needs_skiping=True), "did you mean needs_skipping?"),
     (like(M.Decider, "Wrong", decide=lambda self, runner: runner.stream), "returned torch.float32"),
     (like(M.Decider, "OneMoreAxis", decide=lambda self, runner: runner.stream[..., :1] > 0),
      "returned torch.bool (2, 4, 1)"),
-    (like(M.Decider, "NoSuper", __init__=lambda self, config: None), "NoSuper.__init__ must begin"),
     (like(M.Decider, "NoReturn", decide=lambda self, runner: None), "decide returned None"),
     (like(M.Decider, "BelowTheLast",
           decide=lambda self, runner: runner.stream[..., 0] < runner.stream[:, -1:, 0]),
-     "BelowTheLast looks at later tokens"),
-    (Threshold, "Threshold: the parameter decider.below gets no gradient")], ids=str)
+     "BelowTheLast looks at later tokens")], ids=str)
 def test_a_mistake_in_a_decider_of_ones_own_is_told(kind, says, monkeypatch):
     monkeypatch.setitem(M.DECIDERS, "mine", kind)
     with pytest.raises(ValueError, match=re.escape(says)):
@@ -103,18 +83,13 @@ class Noise(Good):   # is of each token alone, though no two passes agree
     def forward2(self, x):   # This name is no misspelling.
         return 0.1 * torch.randn_like(x)
 
-def test_what_is_right_passes_and_the_random_numbers_stay(monkeypatch):
-    only_its_first_weights = like(M.Residual, "OnlyItsFirstWeights", init_sublayer=lambda self, module: None)
+def test_what_is_right_passes(monkeypatch):
+    only_its_first_weights = like(M.Residual, "OnlyItsFirstWeights", init_sublayer=lambda self, sublayer: None)
     for kind in Good, only_its_first_weights, OnlyItsNorm, Noise:
         monkeypatch.setitem(M.RESIDUALS, kind.__name__, kind)
-    monkeypatch.setitem(M.DECIDERS, "learns", like(
-        Threshold, "Learns", loss=lambda self, runner: self.below.square()))
-    state = torch.get_rng_state()
-    for residual in (*M.RESIDUALS, "nag:temp=1e4", "nag:temp=1e4,head=linear", "attnres:group=2"):
+    for residual in (*M.RESIDUALS, "attnres:group=2"):
         look_for_mistakes(M.GPTConfig(residual, n_layer=4, n_embd=64))
     for mod in ("gain", "gain:below=0.4"):
         look_for_mistakes(M.GPTConfig("nag", mod=mod))
-    with torch.no_grad():   # in a notebook, perhaps
-        for mod in ("router", "coins", "layerdrop:rate=0.9", "learns"):
-            look_for_mistakes(M.GPTConfig(mod=mod))
-    assert torch.equal(torch.get_rng_state(), state)
+    for mod in ("router", "coins"):
+        look_for_mistakes(M.GPTConfig(mod=mod))
