@@ -202,13 +202,13 @@ def decoding(args):
 
 # -------------------------------------------------------------------------------------- on a GPU
 
-RESIDUALS = "pre", "nag", "attnres:group=3", "review", "hyper"
+PROGRAMS = ["pre", "nag", "attnres:group=3", "review", "hyper"]
 
 def training_on_gpu(args, size=GPT2_SMALL):
     """Prints a table: tokens a second, and times as fast as `pre` (`pre`: as nanoGPT); peak memory
     of the program; seconds until its second iteration is done, so with compiling"""
     batch = random_batch(size, args.device)
-    makers = {name: partial(ours, name, size, args.device) for name in RESIDUALS}
+    makers = {name: partial(ours, name, size, args.device) for name in PROGRAMS}
     if args.nanogpt:
         makers = {"nanoGPT": partial(nanogpt, args.nanogpt, size, args.device), **makers}
     iterations, memory, ready = {}, {}, {}
@@ -257,16 +257,17 @@ def kernels_on_gpu(args, N=16384, C=1024, n=9):
 
 # ----------------------------------------------------------------------- losses at equal seconds
 
+RATES = dict(adamw=[5e-4, 1e-3, 2e-3], muon=[2.5e-3, 5e-3, 1e-2])
+
 def losses(args, size):
-    """For each program and rate, the loss (nats a token, on 96 validation windows) after --seconds
-    of training, for three seeds. The clock starts when all is compiled."""
+    """For each optimizer and rate, the loss (nats a token, on 96 validation windows) after
+    --seconds of training, for three seeds. The clock starts when all is compiled."""
     vocab_size = math.ceil(prepare.load_meta(args.data)["vocab_size"] / 64) * 64
     size = replace(size, vocab_size=vocab_size)
-    makers = {(f"pre, {name}", rate): partial(ours, "pre", size, args.device, name, rate)
-              for name, rates in [("adamw", (5e-4, 1e-3, 2e-3)), ("muon", (2.5e-3, 5e-3, 1e-2))]
-              for rate in rates}
+    makers = {(f"pre, {optimizer}", rate): partial(ours, "pre", size, args.device, optimizer, rate)
+              for optimizer, rates in RATES.items() for rate in rates}
     if args.nanogpt:
-        for rate in 5e-4, 1e-3, 2e-3:
+        for rate in RATES["adamw"]:
             makers["nanoGPT", rate] = partial(nanogpt, args.nanogpt, size, args.device, lr=rate)
     shards = prepare.open_split(args.data, "train", size.T)
     val = prepare.windows_of(args.data, "val", size.T, 96)
@@ -309,17 +310,18 @@ def main(argv=None):
         refuse(f"--nanogpt {args.nanogpt}: no such file; name model.py of a copy of nanoGPT")
     if args.device == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
-    if args.only == "kernels" and args.device == "cpu":
-        refuse("--only kernels: they run on a GPU; give --device cuda")
+    functions = dict(skipping=skipping, training=training, decoding=decoding)
+    if args.device == "cuda":
+        functions = dict(training=training_on_gpu, kernels=kernels_on_gpu)
+    if args.only not in ("all", *functions):
+        refuse(f"--only {args.only}: is not for --device {args.device}; choose from "
+               f"{', '.join(functions)}")
     say(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]}, {args.rounds} rounds")
     if args.seconds:
         losses(args, GPT2_SMALL if args.device == "cuda" else TINY)
         return
-    functions = [skipping, training, decoding]
-    if args.device == "cuda":
-        functions = [training_on_gpu, kernels_on_gpu]
-    for function in functions:
-        if args.only in ("all", function.__name__.removesuffix("_on_gpu")):
+    for name, function in functions.items():
+        if args.only in ("all", name):
             function(args)
 
 if __name__ == "__main__":

@@ -1,12 +1,7 @@
 """results/: the statistics against known values, commands that parse, and a page that says what the files say."""
-import re
-import shlex
-import shutil
-import sys
+import re, shlex, shutil, sys
 
-import pytest
-import torch
-
+import pytest, torch
 import analyze, prepare
 from conftest import ROOT, ids, make, refused
 from flags import parse
@@ -126,34 +121,35 @@ def test_families():
     assert words(("1", "A", "B"), ("2", "A", "C")) == ["better", "better"]
     assert words(*[("1", "A", "B"), ("1", "A", "C")] * 4) == ["better", "open"] * 4
 
-def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
-    """A tiny experiment from its command to its line; the second time there is nothing to do."""
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    for name in "train.py", "data":
-        (tmp_path / name).symlink_to(ROOT / name, target_is_directory=name == "data")
+@pytest.fixture
+def few_steps(tmp_path, monkeypatch):
+    """A short steps text in data/steps, and at the place of data/stdlib, too"""
     monkeypatch.setattr(prepare, "SPLITS", dict(train=(40, 5), val=(20, 3)))
-    (tmp_path / "data").unlink()
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
+    return tmp_path / "data/steps"
+
+def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps):
+    """A tiny experiment from its command to its line; the second time there is nothing to do."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
              "--batch_size 1 --residual")
     monkeypatch.setattr(run, "PLANS", {
-        "cost": [run.Plan("one, block", f"{flags} nag --gain_cost 0.1", [2e-2], [1, 2]),
-                 run.Plan("free", f"{flags} pre", [2e-2], [2])],
+        "cost": [run.Plan("one, block", f"{flags} nag --gain_cost 0.1", [2e-2], [1, 2])],
         "ill": [run.Plan("one block", f"{flags} pre", [3e-2], [2])]})
     monkeypatch.chdir(tmp_path)
     run.main(["cost", "ill", "--out", "mine"])
     lines = run.read_runs(tmp_path / "mine/runs.csv")
     trained = [line for line in lines if line["command"].startswith("--")]
     assert sorted((line["variant"], line["seed"], line["lr"]) for line in trained) == [
-        ("free", "2", "0.02"), ("one block", "2", "0.03"), ("one, block", "1", "0.02"), ("one, block", "2", "0.02")]
+        ("one block", "2", "0.03"), ("one, block", "1", "0.02"), ("one, block", "2", "0.02")]
     for line in trained:
         assert line["tokens"] == "2880" and float(line["bits"]) > 1 and float(line["seconds"]) >= 0
         assert len(line["right"].split()) == 10 and 0 <= float(line["steps"]) < 1
     skipping = [line for line in lines if line not in trained]   # of the model that pays, of the seed that decides
     assert len(skipping) == len({line["variant"] for line in skipping}) == 1 + len(rules.BELOW) + 2 * (2 + len(rules.ASKED))
-    assert {(line["seed"], line["experiment"], line["command"]) for line in skipping} == {
-        ("2", "cost", "results/run.py cost")}
+    assert {(line["seed"], line["command"]) for line in skipping} == {("2", "results/run.py cost")}
     assert all(0 <= float(line["skipped"]) <= 1 for line in skipping)
     by_block = rules.read_ill(tmp_path / "mine/ill.csv").values()
     assert len(by_block) == 6 and {len(by_seed["2"]) for by_seed in by_block} == {1}   # of one block
@@ -161,6 +157,43 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
     files = [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
     run.main(["cost", "ill", "--out", "mine"])   # The second time there is nothing to do.
     assert files == [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
+
+A_NANOGPT = '''
+from dataclasses import dataclass
+import torch.nn as nn
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+    def forward(self, x, y):
+        logits = self.head(self.wte(x))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+'''
+
+def test_the_benchmark_of_a_gpu_with_a_tiny_model(tmp_path, monkeypatch, capsys, few_steps):
+    (tmp_path / "nano.py").write_text(A_NANOGPT)
+    monkeypatch.setattr(speed, "PROGRAMS", ["pre", "nag"])
+    args = speed.SpeedConfig(nanogpt=str(tmp_path / "nano.py"), rounds=3)
+    speed.training_on_gpu(args, speed.TINY)
+    said = capsys.readouterr().out
+    assert re.findall(r"\| (\w+) \| [0-9,]+ \| [0-9.]+ of (\w+) ", said) == [
+        ("nanoGPT", "pre"), ("pre", "nanoGPT"), ("nag", "pre")]
+    monkeypatch.setattr(speed, "RATES", dict(adamw=[1e-3], muon=[0.0, 5e-3]))
+    speed.main(["--seconds", "0.2", "--nanogpt", args.nanogpt, "--data", str(few_steps)])
+    said = capsys.readouterr().out
+    found = {name: float(nats) for name, nats in re.findall(r"(.+): ([0-9.]+) nats", said)}
+    assert list(found) == ["pre, adamw, rate 0.001", "pre, muon, rate 0", "pre, muon, rate 0.005", "nanoGPT, rate 0.001"]
+    assert found["pre, muon, rate 0.005"] < found["pre, muon, rate 0"]   # It has learned.
+
+def test_programs_of_a_cpu(monkeypatch, capsys):
+    assert speed.ratio(dict(a=[2.0, 2.0, 2.0], b=[1.0, 1.0, 1.0]), "a", "b") == [2, 2, 2]
+    monkeypatch.setattr(speed, "Size", lambda n_embd: speed.TINY)
+    speed.main(["--only", "training", "--rounds", "3"])
+    assert capsys.readouterr().out.count("times as fast") == 2 * 4
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
@@ -180,8 +213,9 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     said = refused(summarize.read_comparisons, tmp_path / "comparisons.csv")
     assert "stpes is no measure; choose from steps, bits, skipped" in said
     assert "--nope" in refused(summarize.main, ["--nope"])
-    said = refused(run.main, ["nope", "--dry"])
-    assert said.startswith("nope: no such experiment; choose from staircase, ")
+    assert refused(run.main, ["nope", "--dry"]).startswith("nope: no such experiment; choose from staircase, ")
+    for words in ["--nanogpt", "nope.py"], ["--only", "kernels"]:
+        assert words[0] in refused(speed.main, words)
 
 def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     """Tables are those of the files, and each gap of the page, such as +0.100 (+0.005 to +0.196), is one of them."""
