@@ -26,9 +26,9 @@ def results(op, inputs, by_kernel=True):
 @pytest.mark.parametrize("residual", ["nag", "attnres", "denseformer"])
 def test_a_model_is_the_same_with_kernels(residual):
     """So what they compute is in the papers: test_model.py has their equations."""
-    found, idx = [], ids().to(DEVICE)
+    found, idx = [], ids(2, 6).to(DEVICE)
     for way in ("on", "off"):
-        model = make(residual, dtype=torch.float32, kernels=way).to(DEVICE)
+        model = make(residual, n_layer=2, dtype=torch.float32, kernels=way).to(DEVICE)
         out, loss = model(idx, idx)
         found.append([out, *torch.autograd.grad(loss, list(model.parameters()))])
     same(*found, 1e-4)
