@@ -30,14 +30,20 @@ def refuse(*sentences):
     """Ends the program: Python prints the sentences to stderr, a line each, and exits with 1."""
     raise SystemExit("\n".join(sentences))
 
+def mute():
+    """Nobody reads stdout any more. From now on, what is printed there goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 def start(main):
     """Runs a script: main() -> exit status, or None. What the user can mend becomes a sentence: a
     Mistake, a file that isn't there, a full disk. All other errors show their traceback."""
     script = os.path.basename(sys.argv[0])
+    if sys.stdout:   # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         sys.exit(main())
-    except BrokenPipeError:   # The reader, such as head, has closed the pipe. Python must not write
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())   # there as it ends.
+    except BrokenPipeError:   # The reader, such as head, has closed the pipe.
+        mute()
     except (Mistake, OSError) as error:
         refuse(f"{script}: {error}")
     except KeyboardInterrupt:

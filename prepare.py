@@ -45,8 +45,8 @@ from flags import flag, make_configs, read_command_line, refuse, start
 # ================================================================== part 1: where texts come from
 
 # A source is a dataclass. Its fields are flags of its own, and texts() returns two lists of texts,
-# for training and for validation. A text is a document, which is read as one whole. This is a whole
-# source, whose documents are the lines of a file:
+# for training and for validation. (out is the folder that they are for.) A text is a document,
+# which is read as one whole. Here is all of a source whose documents are the lines of a file:
 #
 #     @dataclass
 #     class Songs(Source):
@@ -56,8 +56,8 @@ from flags import flag, make_configs, read_command_line, refuse, start
 #             lines = read_text(self.songs).splitlines()
 #             return lines[20:], lines[:20]
 #
-# With songs=Songs in SOURCES (part 5), python prepare.py songs --songs FILE makes its data set. Name
-# its flags otherwise than those of all other sources.
+# Add songs=Songs to SOURCES (part 5), and type: python prepare.py songs --songs FILE. (Each flag
+# needs a name that no other source has for one of its own.)
 
 @dataclass
 class Source:
@@ -69,7 +69,7 @@ class Source:
 
 def read_text(path, must_be_text=True):
     """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
-    stays, line ends too. If it is no text, or empty: SystemExit, or None if it need be none"""
+    stays, line ends too. SystemExit if it is empty, or no text; but None without must_be_text"""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -93,7 +93,7 @@ def cut(text, share):
         place = newline + 1
     return text[:place], text[place:]
 
-# ----------------------------------------------------------------------------- stdlib, and online
+# ------------------------------------------------------------ Python's library, and what is online
 
 @dataclass
 class Stdlib(Source):
@@ -162,7 +162,7 @@ class Text(Source):
     jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
 
     def problems(self):
-        """The command line is refused with these sentences."""
+        """-> sentences with which the command line is refused"""
         if not self.input:
             yield "text: needs files or folders; name them with --input"
         for path in self.input or []:
@@ -176,7 +176,7 @@ class Text(Source):
         seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
         for named in map(Path, self.input):
             for file in files_in(named, seen):
-                # A file that is named must be text. In a folder there may be pictures, too.
+                # A file that is named must be text. In a folder may be pictures, too.
                 text = read_text(file, must_be_text=file == named)
                 if text is None:
                     passed_over.append(file)
@@ -233,9 +233,9 @@ def hold_out(documents):
           f"at 95 % for both")
     return train + [head for head, tail in long], val + [tail for head, tail in long]
 
-# ----------------------------------------------------------------------------------- the steps text
+# -------------------------------------------------------------------------------------- the puzzle
 
-# Each line of it follows from the one before, in none, one, two or more steps.
+# The steps text: each line follows from the one before, in none, one, two or more steps.
 #
 #     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
 #     d108515848740     asks for three steps
@@ -369,46 +369,50 @@ def token_bytes(tokenizer_name, n_tokens):
 # Such folders are also made by llm.c and modded-nanogpt, without meta.json. A shard is as llm.c has
 # it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
-# train.py writes its files in these two ways, too.
+# ------------------------------------------------- how files are written; train.py does it so, too
 
-UNFINISHED = ".unfinished-"   # So begin the names of files and folders that aren't whole yet.
+UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
 
 @contextlib.contextmanager
 def whole_file(path):
     """with whole_file(path) as file: a new file, open to write bytes. Only when all is written and
     on the disk, it takes the place of an older one. So a kill or a full disk leaves that as it was.
     SystemExit if it can't be written"""
-    unfinished = Path(path).with_name(UNFINISHED + os.urandom(4).hex())   # nobody else's
+    path = Path(path)
     try:
-        with open(unfinished, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as unfinished:
+            new = Path(unfinished, path.name)
+            with open(new, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
     except (OSError, RuntimeError) as error:   # torch.save says RuntimeError if the disk is full.
         refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-    finally:
-        with contextlib.suppress(OSError):   # It isn't there if it has its right name now.
-            unfinished.unlink()
 
-def lock_folder(folder):
-    """Makes a folder, if it isn't there, and locks it -> a file. Until that is closed, or this
-    process ends, however it ends, nobody else can lock it. SystemExit if somebody has it now"""
+@contextlib.contextmanager
+def locked(folder):
+    """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
+    if one is there now. The folder is made if it isn't there, and goes again if it stays empty."""
     os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
-    file = open(Path(folder, "lock"), "ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:   # The system unlocks it when this process ends, however it ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
                f"--out")
     except OSError:   # Some network disks have no locks. There, don't use two terminals.
-        return file
-    for path in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return file
+        pass
+    for unfinished in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
+        shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)   # It works if the folder is empty.
+
+# ------------------------------------------------------------------------------- writing a data set
 
 def write_data_set(out, meta, train, val):
     """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
@@ -438,6 +442,8 @@ def write_shards(folder, split, tokens):
         with whole_file(Path(folder, f"{split}_{number:06d}.bin")) as file:
             file.write(np.array([MAGIC, VERSION, len(part)] + 253 * [0], "<i4"))
             file.write(part)
+
+# ------------------------------------------------------------------------------- reading a data set
 
 def read_shard(path):
     """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
@@ -485,7 +491,7 @@ def fingerprint(data, content=True):
             found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
     return found.hexdigest()
 
-# =============================================================== part 4: windows, for who reads it
+# ==================================================================== part 4: windows of a data set
 
 # A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
 # T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
@@ -575,7 +581,7 @@ def main(argv=None):
         train, val = (encode(texts, tokenizer) for texts in source.texts(out))
         if not train or not val:
             refuse(f"{config.name}: needs a text to train on, and another one to validate with")
-    with lock_folder(out):
+    with locked(out):
         refuse_other_data_set(out, meta)   # and now, when no other prepare.py can make one there
         if comes_as_shards:
             source.download_shards(out, meta)

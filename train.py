@@ -39,11 +39,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import prepare
-from flags import Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start
+from flags import (Mistake, flag, make_configs, mute, option_defaults, read_command_line, refuse,
+                   start)
 from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Runner,
                    checkpoint_blocks, choose, compile_model, constrain_weights, flops_per_token,
                    num_params)
-from prepare import lock_folder, whole_file
+from prepare import locked, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
 RANK = int(os.environ.get("RANK", 0))
@@ -51,8 +52,10 @@ N_PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 
 def say(text):
     if RANK == 0:
-        with contextlib.suppress(OSError):   # A training goes on when its terminal is closed.
+        try:
             print(text, flush=True)
+        except OSError:   # Its terminal is closed. The training goes on.
+            mute()
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -108,89 +111,6 @@ class TrainConfig:
 
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# They say nothing about a run: where it goes, how it is started, and what the data say.
-NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
-
-def of_the_run(settings):
-    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
-
-DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
-MODEL_FLAGS = of_the_run(asdict(GPTConfig()))
-
-# What a run can't change when it goes on, and why. (Kernels change how a model is computed, and not
-# what it computes.)
-FIXED_IN_RUN = {name: "its weights are of that model" for name in MODEL_FLAGS if name != "kernels"}
-FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
-                     batch_size="the order of its data depends on it",
-                     optimizer="the moments that are saved are of that optimizer",
-                     eval_windows="losses on other windows can't be compared")
-
-# What --init_from can't change. These may differ:
-MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
-                    if name not in MAY_DIFFER}
-
-def read_flags(argv=None):
-    """The command line -> what is typed, a dict"""
-    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `begin_training` sets it.
-        refuse("--vocab_size: the data say it; leave it out")
-    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
-        refuse("--resume: continues the run in --out with its own settings; give --out, and "
-               "neither --config nor --init_from")
-    return typed
-
-def refuse_changes(settings, earlier, fixed, run):
-    """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
-    """
-    for name, reason in fixed.items():
-        if settings[name] != earlier[name]:
-            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
-                   f"{reason}; leave the flag out, or start a new run")
-
-def settings_to_resume(typed, ckpt):
-    """What is typed (a dict) and the checkpoint to go on from -> a value for each flag, a dict"""
-    earlier = DEFAULTS | of_the_run(ckpt["settings"])
-    settings = earlier | typed
-    refuse_changes(settings, earlier, FIXED_IN_RUN, typed["out"])
-    return settings
-
-def settings_of_new_run(typed):
-    """What is typed, a dict -> a value for each flag, a dict, and the checkpoint of --init_from, or
-    None. What isn't typed comes from --config, then from the model of --init_from, then from the
-    defaults."""
-    from_config, from_model, ckpt = {}, {}, None
-    if "config" in typed:
-        from_config = of_the_run(read_settings(typed["config"]))
-    # --config repeats a run, and so the --init_from that it began with.
-    source = typed.get("init_from", from_config.get("init_from"))
-    if source:
-        ckpt = read_checkpoint(source)
-        from_model = of_the_run(ckpt["model_config"])
-    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
-    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
-    settings |= typed
-    if source:
-        refuse_changes(settings, from_model, FIXED_IN_WEIGHTS, source)
-    return settings, ckpt
-
-def configs_of(settings):
-    """A dict -> model_config, config. SystemExit, with a sentence, if a value is impossible"""
-    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
-    config.lr = config.lr or RATES[config.optimizer]
-    if not config.out:   # attnres:group=4 -> runs/attnres-group4
-        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
-    return model_config, config
-
-def residuals_in_words():
-    """For --help"""
-    lines = []
-    for name, kind in RESIDUALS.items():
-        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
-        lines.append(f"  {name}:{options}" if options else f"  {name}")
-    return "residuals, with their options:\n" + "\n".join(lines)
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -504,7 +424,8 @@ def report(out, step, **found):
 # A run is a folder:
 #
 #     config.json      the settings it began with: the flags, and the tokenizer
-#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too.
+#     metrics.jsonl    a JSON object a line. What --resume has changed is here, too, with its flag:
+#                      {"step": 200, "--lr": 0.01}
 #     ckpt.pt          the last checkpoint: model (weights), model_config, settings (those in force
 #                      now), optimizers (moments), step, flops, data (a fingerprint)
 #
@@ -592,10 +513,6 @@ def data_of_run(run, settings, data=""):
         return folder, f"{folder} is not as it was when {run} was trained: losses may differ"
     return folder, ""
 
-def lock(out):
-    """with lock(out): no other training, and no prepare.py, is at work in that folder."""
-    return lock_folder(out) if RANK == 0 else contextlib.nullcontext()
-
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
     if (out / "meta.json").exists():
@@ -635,12 +552,12 @@ def begin_again(out, settings, ckpt):
         kept = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
         with whole_file(out / "metrics.jsonl") as file:
             file.writelines(json.dumps(entry).encode() + b"\n" for entry in kept)
-    changed = {name: value for name, value in settings.items()
+    changed = {f"--{name}": value for name, value in settings.items()
                if value != ckpt["settings"].get(name, DEFAULTS.get(name))}
     if changed:
-        words = " ".join(f"--{name} {value}" for name, value in changed.items())
+        words = " ".join(f"{flag} {value}" for flag, value in changed.items())
         say(f"from iteration {ckpt['step']} on: {words}")
-        log(out, step=ckpt["step"], changed=changed)
+        log(out, step=ckpt["step"], **changed)
 
 # --------------------------------------------------------------- device, processes, and signals
 
@@ -774,6 +691,101 @@ def look_at_sampling(model, name):
         raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
                       f"something else; only f may look at other tokens")
 
+# -------------------------------------------------------------------- where settings come from
+
+# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
+#
+#     --resume                the run in --out, as its checkpoint says
+#     --config RUN or FILE    the settings with which that run began, or those that a file names
+#     --init_from RUN         the model of that run
+#     the defaults
+#
+# typed, settings, earlier: dicts of flags and their values
+
+def read_flags(argv=None):
+    """The command line -> what is typed, a dict"""
+    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:   # `begin_training` sets it.
+        refuse("--vocab_size: the data say it; leave it out")
+    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    return typed
+
+def residuals_in_words():
+    """For --help"""
+    lines = []
+    for name, kind in RESIDUALS.items():
+        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
+        lines.append(f"  {name}:{options}" if options else f"  {name}")
+    return "residuals, with their options:\n" + "\n".join(lines)
+
+# Flags that say where a run goes and how it is started are no settings of the run. Nor is what the
+# data say.
+NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
+
+def of_the_run(settings):
+    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
+
+DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
+MODEL_FLAGS = of_the_run(asdict(GPTConfig()))
+
+# What a run can't change when it goes on, and why. (Kernels change how a model is computed, and not
+# what it computes.)
+FIXED_IN_RUN = {name: "its weights are of that model" for name in MODEL_FLAGS if name != "kernels"}
+FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
+                     batch_size="the order of its data depends on it",
+                     optimizer="the moments that are saved are of that optimizer",
+                     eval_windows="losses on other windows can't be compared")
+
+# What --init_from can't change. These may differ:
+MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
+                    if name not in MAY_DIFFER}
+
+def refuse_changes(settings, earlier, fixed, run):
+    """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
+    """
+    for name, reason in fixed.items():
+        if settings[name] != earlier[name]:
+            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
+                   f"{reason}; leave the flag out, or start a new run")
+
+def settings_to_resume(typed, ckpt):
+    """What is typed (a dict) and the checkpoint to go on from -> a value for each flag, a dict"""
+    earlier = DEFAULTS | of_the_run(ckpt["settings"])
+    settings = earlier | typed
+    refuse_changes(settings, earlier, FIXED_IN_RUN, typed["out"])
+    return settings
+
+def settings_of_new_run(typed):
+    """What is typed, a dict -> a value for each flag, a dict, and the checkpoint of --init_from, or
+    None. What isn't typed comes from --config, then from the model of --init_from, then from the
+    defaults."""
+    from_config, from_model, ckpt = {}, {}, None
+    if "config" in typed:
+        from_config = of_the_run(read_settings(typed["config"]))
+    # --config repeats a run, and so the --init_from that it began with.
+    source = typed.get("init_from", from_config.get("init_from"))
+    if source:
+        ckpt = read_checkpoint(source)
+        from_model = of_the_run(ckpt["model_config"])
+    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
+    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
+    settings |= typed
+    if source:
+        refuse_changes(settings, from_model, FIXED_IN_WEIGHTS, source)
+    return settings, ckpt
+
+def configs_of(settings):
+    """A dict -> model_config, config. SystemExit, with a sentence, if a value is impossible"""
+    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
+    config.lr = config.lr or RATES[config.optimizer]
+    if not config.out:   # attnres:group=4 -> runs/attnres-group4
+        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+    return model_config, config
+
 # --------------------------------------------------------------------------------------------- main
 
 def main(argv=None):
@@ -783,15 +795,19 @@ def main(argv=None):
         out = Path(typed["out"])
         if not out.is_dir():
             refuse(f"--out {out}: no run there to be resumed")
-        with lock(out):   # Only then it is read, so nobody changes it meanwhile.
+        with only_here(out):   # Only then it is read, so nobody changes it meanwhile.
             ckpt = read_checkpoint(out)
             model_config, config = configs_of(settings_to_resume(typed, ckpt))
             return begin_training(model_config, config, ckpt)
     settings, ckpt = settings_of_new_run(typed)
     model_config, config = configs_of(settings)
-    with lock(Path(config.out)):
+    with only_here(config.out):
         refuse_if_taken(Path(config.out), config.overwrite)
         return begin_training(model_config, config, ckpt)
+
+def only_here(out):
+    """with only_here(out): no other run, and no prepare.py, writes to that folder."""
+    return locked(out) if RANK == 0 else contextlib.nullcontext()
 
 def begin_training(model_config, config, ckpt):
     """What is needed before `train`: a trial of the model, the device, the processes, the data"""

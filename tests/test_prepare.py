@@ -1,14 +1,13 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import fcntl, hashlib, json, os, re, resource, runpy, shlex, signal, subprocess, sys
+import hashlib, json, os, re, resource, shlex, shutil, signal, stat, sys, types
 from unittest.mock import Mock
 import numpy as np
-import documents
-import dataset, prepare, pytest, tiktoken, torch
-from conftest import ROOT, refused
-from documents import hold_out
+import prepare, pytest, tiktoken, torch
+from conftest import refused
+from prepare import fingerprint, hold_out, load_meta, locked, open_split, whole_file
 
-PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} <|endoftext|> 🙂\n"
-                for i in range(600))
+PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} "
+                "<|endoftext|> 🙂\n" for i in range(600))
 
 def write(path, content):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,7 +22,7 @@ def run(line):
     prepare.main(shlex.split(line))
 
 def tokens(out, split):
-    return np.concatenate(dataset.open_split(out, split))
+    return np.concatenate(open_split(out, split))
 
 def side(out, split):
     """The documents of a split, as bytes"""
@@ -44,7 +43,7 @@ def contents(folder):
     (b"\x89PNG\r\n\x1a\n", "not UTF-8"), ("", "empty"), (b"\xef\xbb\xbf", "empty")])
 def test_one_rule_says_what_text_is(tmp_path, content, expected):
     path = write(tmp_path / "its name.txt", content)
-    for read in prepare.read_text, lambda path: documents.text_or_file(str(path)):
+    for read in prepare.read_text, lambda path: prepare.text_or_file(str(path)):
         if expected in ("not UTF-8", "empty"):
             said = refused(read, path)
             assert str(path) in said and expected in said
@@ -56,7 +55,7 @@ def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     for text in "", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline":
-        assert documents.text_or_file(text) == text
+        assert prepare.text_or_file(text) == text
 
 # --------------------------------------------------------------------------------------- documents
 
@@ -80,7 +79,8 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
     """60 questions, each in a file of its own, and as lines of JSON in one. All but three are
     trained on, to their ends; and that is said."""
     lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
-    objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2) for i, line in enumerate(lines)]
+    objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2)
+               for i, line in enumerate(lines)]
     objects[3:3] = ["", json.dumps(dict(body=""))]   # These are no documents.
     write(tmp_path / "lines.jsonl", "\ufeff" + "\r\n".join(objects))
     for i, line in enumerate(lines):
@@ -126,21 +126,20 @@ def test_folders_and_links(tmp_path, capsys):
     for name in ".hidden", ".git/x", "sub0/__pycache__/x.pyc":
         write(folder / name, "no document")
     for _ in range(2):   # The second time there is its own output, which is no input.
-        run(f"text --input {folder} {folder}/sub0 --out {shlex.quote(str(out))} --input {folder}/link")
+        run(f"text --input {folder} {folder}/sub0 --out {shlex.quote(str(out))} "
+            f"--input {folder}/link")
     documents = side(out, "train") + side(out, "val")
     assert sorted(documents) == [f"this is document {i}\r\n".encode() * 9 for i in range(10)]
     next_command = capsys.readouterr().out.split("next: ")[-1]   # A shell can read it.
     assert shlex.split(next_command) == ["python", "train.py", "--data", str(out)]
 
 def test_stdlib(tmp_path):
-    """... on a terminal that knows ASCII only, into a link to another disk."""
+    """... into a link to a folder that isn't there yet"""
     link, out = tmp_path / "é", tmp_path / "disk" / "data"
     link.symlink_to(out)
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", "stdlib", "--out", link],
-                          capture_output=True, text=True, env=os.environ | dict(PYTHONIOENCODING="ascii"))
-    assert done.returncode == 0 and done.stderr == "" and "next: python train.py --data" in done.stdout
+    run(f"stdlib --out {link}")
     assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
-    assert dataset.load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
+    assert load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
     train, val = (tokens(out, split) for split in ("train", "val"))
     assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
     train, val = (side[side < 256].astype("u1").tobytes() for side in (train, val))
@@ -182,42 +181,43 @@ def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
 # ------------------------------------------------------------------------------ tokens, and shards
 
 def test_tokenizers(tmp_path, monkeypatch):
-    tokenizer = dataset.get_tokenizer("bytes")
+    tokenizer = prepare.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
-    assert dataset.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
+    assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
-    longer = tiktoken.Encoding("longer", pat_str=r"[\s\S]+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
-    monkeypatch.setattr(dataset, "get_tokenizer", lambda name: longer)
-    assert dataset.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
+    longer = tiktoken.Encoding("longer", pat_str=r"[\s\S]+", mergeable_ranks=ranks,
+                               special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: longer)
+    assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
     monkeypatch.undo()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    assert "TIKTOKEN_CACHE_DIR" in refused(dataset.get_tokenizer, "gpt2")
+    assert "TIKTOKEN_CACHE_DIR" in refused(prepare.get_tokenizer, "gpt2")
 
 def test_shards_and_windows(tmp_path):
-    a = dataset.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
+    a = prepare.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
     assert isinstance(a, np.memmap) and a.dtype == np.uint16 and a.tolist() == [1, 2, 65535]
     shards = [np.arange(10, dtype="<u2"), np.arange(100, 107, dtype="<u2")]
-    x, y = dataset.read_windows(shards, np.arange(9), 4)   # six in the first shard, three after it
+    x, y = prepare.read_windows(shards, np.arange(9), 4)   # six in the first shard, three after it
     assert x.dtype == torch.int64 and x.shape == (9, 4) and torch.equal(y, x + 1)
     assert x[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 100, 101, 102]
     write(tmp_path / "fineweb_val_000000.bin", shard(range(50)))
-    x, y = dataset.windows_of(tmp_path, "val", 9, 5)
+    x, y = prepare.windows_of(tmp_path, "val", 9, 5)
     assert x[:, 0].tolist() == [0, 10, 20, 30, 40] and torch.equal(y, x + 1)
-    assert "--block_size 50" in refused(dataset.windows_of, tmp_path, "val", 50, 5)
+    assert "--block_size 50" in refused(prepare.windows_of, tmp_path, "val", 50, 5)
     write(tmp_path / "fineweb_val_000000.bin", shard([1, 2, 3, 50257]))   # gpt2 has no such token.
-    assert "50257" in refused(dataset.windows_of, tmp_path, "val", 3, 1)
+    assert "50257" in refused(prepare.windows_of, tmp_path, "val", 3, 1)
 
 @pytest.mark.parametrize("content, found, deletes", [
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off
     (shard([1, 2, 3])[:100], "0 of 3 tokens", True),
     (shard([1, 2, 3], 20240801, 7, "<u4"), "version 1, which", False),   # llm.c's of Llama 3
     (bytes(range(1, 200)) * 20, "version 1, which", False),   # nanoGPT's
-    (b"\1\0\2\0", "version 1, which", False), (b"", "version 1, which", False)])
+    (shard([])[:8], "version 1, which", False), (b"", "version 1, which", False)])
 def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     """Only one that is cut short can't be of any use any more."""
-    said = refused(dataset.read_shard, write(tmp_path / "its.bin", content))
+    said = refused(prepare.read_shard, write(tmp_path / "its.bin", content))
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
 
 @pytest.mark.parametrize("name, split", [
@@ -230,59 +230,127 @@ def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
         if asked == split:
             assert tokens(tmp_path, asked).tolist() == [1, 2]
         else:
-            assert f"no {asked} shard" in refused(dataset.open_split, tmp_path, asked)
+            assert f"no {asked} shard" in refused(open_split, tmp_path, asked)
     write(tmp_path / "train_of_val.bin", shard([1, 2]))
-    assert "rename" in refused(dataset.open_split, tmp_path, "val")
+    assert "rename" in refused(open_split, tmp_path, "val")
 
 def test_meta(tmp_path):
     for missing in tmp_path / "nowhere", tmp_path:
-        assert "no data set there" in refused(dataset.load_meta, missing)
+        assert "no data set there" in refused(load_meta, missing)
     for name in "llm.c", "fineweb":   # Neither llm.c nor modded-nanogpt write a meta.json.
         for i in (2, 1):
             write(tmp_path / name / f"{name.replace('.', '')}_train_{i:06d}.bin", shard([i]))
         expected = dict(name=name, tokenizer="gpt2", vocab_size=50257)
-        assert dataset.load_meta(str(tmp_path / name)) == expected
+        assert load_meta(str(tmp_path / name)) == expected
         assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
     for content in "{", "", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}':
         write(tmp_path / "meta.json", content)
-        assert "meta.json: must name a tokenizer" in refused(dataset.load_meta, tmp_path)
+        assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
     write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
-    assert dataset.load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
+    assert load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
+
+def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
+    """llm.c counts them by an int32. What a longer text has left goes with it."""
+    assert prepare.MOST_TOKENS == 2**31 - 1
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}"
+    run(line)
+    whole = tokens(tmp_path, "train")
+    monkeypatch.setattr(prepare, "MOST_TOKENS", 9000)
+    run(line)
+    lengths = [len(shard) for shard in open_split(tmp_path, "train")]
+    assert lengths == [9000] * 4 + [len(whole) - 36_000]
+    assert np.array_equal(tokens(tmp_path, "train"), whole)
+    write(tmp_path / "a.txt", PROSE[:5000])
+    run(line)
+    assert len(open_split(tmp_path, "train")) == 1
+
+def test_fingerprint(tmp_path):
+    """It sees names, sizes, meta.json, and some of the content of each shard."""
+    array = np.zeros(400_000, "<u2")
+    def found():
+        write(tmp_path / "train_000000.bin", shard(array))
+        return fingerprint(tmp_path), fingerprint(str(tmp_path), content=False)
+    write(tmp_path / "val_000000.bin", shard([1, 2]))
+    write(tmp_path / "meta.json", '{"tokenizer": "bytes", "name": "x"}')
+    new, old = found()
+    by_hand = [dict(name="x", tokenizer="bytes", vocab_size=257),   # as the fourth edition had it
+               [("train_000000.bin", 801_024), ("val_000000.bin", 1028)]]
+    by_hand = json.dumps(by_hand, sort_keys=True).encode()
+    assert old == hashlib.sha256(by_hand).hexdigest() != new and found() == (new, old)
+    for place in 5, 200_005, 399_999:   # at the beginning, in the middle, at the end
+        array[place] = 1
+        assert found()[0] != new and found()[1] == old
+        array[place] = 0
+
+# ------------------------------------------------------------------------- files that others write
+
+def test_whole_file(tmp_path, monkeypatch):
+    """It has the user's usual permissions. If it can't be written, the old one stays."""
+    path = write(tmp_path / "file", "old")
+    for error in OSError(28, "No space left"), RuntimeError("unexpected pos"), KeyboardInterrupt():
+        for fails in "write", "fsync":   # A network disk may say only then that it is full.
+            with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
+                patch.setattr(os, "fsync", Mock(side_effect=error))
+                with whole_file(path) as file:
+                    file.write(b"half")
+                    if fails == "write":
+                        raise error
+            expected = f"{path}: can't be written ({error}); make room"
+            assert str(end.value).startswith(expected) or type(error) is KeyboardInterrupt
+            assert contents(tmp_path) == {str(path): b"old"} and os.listdir(tmp_path) == ["file"]
+    before = os.umask(0o027)
+    with whole_file(str(path)) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    os.umask(before)
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+def test_locked(tmp_path):
+    """One process has it. What others left unfinished is deleted, and nothing else."""
+    folder = tmp_path / "new" / "folder"
+    with locked(folder):
+        write(folder / ".unfinished-x" / "train_000000.bin", "half")
+        write(folder / ".mine", "whole")
+        assert "another process" in refused(locked(str(folder)).__enter__)
+        assert (folder / ".unfinished-x").exists()   # It may be in use.
+    with locked(str(folder)):
+        assert os.listdir(folder) == [".mine"]
+    with locked(tmp_path / "stays" / "empty"):
+        pass
+    assert os.listdir(tmp_path / "stays") == []
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 
 def killed(line, at):
-    """A prepare.py that gets kill -9 before it writes its first shard (at = 0) or its second, or
-    moves the first of its three files (2), and so on"""
-    left = list(range(at + 1))
-    def counted(function):
-        return lambda *args: function(*args) if left.pop() else os.kill(os.getpid(), signal.SIGKILL)
+    """A prepare.py that gets kill -9 before its `at`-th file gets another name: three files become
+    whole in a folder of their own, and then they move to --out."""
+    replace, left = os.replace, list(range(at + 1))
     if os.fork() == 0:
-        prepare.write_shard, os.replace = counted(prepare.write_shard), counted(os.replace)
+        os.replace = lambda *given: replace(*given) if left.pop() else os.kill(os.getpid(), 9)
         try:
             run(line)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
 
-@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("at", range(6))
 def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
     """... and what else it leaves is cleared up by the next prepare.py."""
     out = tmp_path / "out"
     line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
     killed(line, at)   # No data set is there yet.
-    refused(dataset.open_split, out, "val")
+    refused(open_split, out, "val")
     run(line)
     before = contents(out)
     write(tmp_path / "a.txt", PROSE[::-1])
     killed(line, at)
-    if at < 2:   # The new one wasn't whole.
+    if at < 3:   # The new one wasn't whole.
         assert before.items() < contents(out).items()
     else:
-        refused(dataset.open_split, out, "val")
+        assert "isn't whole" in refused(open_split, out, "val")
     run(line)
     assert contents(out) != before and contents(out).keys() == before.keys()
-    assert sorted(os.listdir(out)) == ["lock", "meta.json", "train_000000.bin", "val_000000.bin"]
+    assert sorted(os.listdir(out)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
 def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
     """Another prepare.py, a full disk, Ctrl-C, a folder of another data set"""
@@ -296,40 +364,44 @@ def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
     for command in (f"stdlib --out {out}", f"fineweb --out {out}", f"{line} --tokenizer gpt2",
                     f"{line} --out {tmp_path}/theirs"):
         assert "another data set" in refused(run, command)
-    with open(out / "lock") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        assert "another prepare.py" in refused(run, line)
+    with locked(out):
+        assert "another process" in refused(run, line)
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    done = subprocess.run([sys.executable, ROOT / "prepare.py", *line.split()],
-                          capture_output=True, text=True)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert done.returncode == 1 and re.fullmatch(".*prepare.py: .*File too large\n", done.stderr)
+    try:
+        said = refused(run, line)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert "train_000000.bin: can't be written" in said and "File too large" in said
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_shard", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(prepare, "write_shards", lambda *_: signal.raise_signal(signal.SIGINT))
         run(line)
+    with monkeypatch.context() as patch:   # Another data set comes while this one is encoded.
+        patch.setattr(prepare, "encode", lambda *_: write(tmp_path / "new" / "val.bin", shard([1])))
+        assert "another data set" in refused(run, f"{line} --out {tmp_path}/new")
+    shutil.rmtree(tmp_path / "new")
     assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
     run(line)   # Now nothing is in its way.
     assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
 
 REFUSED = {   # a command line -> words of its sentence
-    "texts": "stdlib", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
+    "texts": "'stdlib'", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
     "text --input one": "too little", "text --input good latin": "latin",
     "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
     "text --input ''": "--input '': no such file", "text --input good no": "--input no: no such",
-    "fineweb --tokenizer bytes": "leave this flag out", "steps --input good": "text only",
-    "steps --jsonl text": "text only", "text": "--input", "steps --symbols 11": "--symbols",
-    "steps --shards 5": "--shards: is for", "stdlib --cells 5": "--cells: is for",
-    "text --table_seed 1 --input one": "--table_seed: is for", "steps --symbols 1": "--symbols",
+    "fineweb --tokenizer bytes": "leave it out", "stdlib --input good": "for text only",
+    "steps --jsonl text": "for text only", "text": "--input", "steps --symbols 11": "--symbols",
+    "steps --shards 5": "--shards: is for", "stdlib --shards 1": "--shards: is for fineweb",
+    "text --table_seed 1 --input one": "is for steps", "steps --symbols 1": "--symbols",
     "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
     "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards",
-    "--shards 1": "required: name",
-    "--tabel_seed 3": "did you mean --table_seed?"}   # What is misspelt is told before what is missing.
+    "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/"}
 
 def test_bad_input(tmp_path, monkeypatch):
     """One sentence; and no folder has been made."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(prepare, "SPLITS", dict(train=(1, 5), val=(1, 3)))
     os.mkfifo(tmp_path / "fifo")
     os.mkdir(tmp_path / "empty")
     for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
@@ -340,19 +412,24 @@ def test_bad_input(tmp_path, monkeypatch):
         assert sorted(os.listdir()) == before
     assert (tmp_path / "good").read_text() == PROSE
 
-def test_without_the_environment():
-    """The sentence says what to type. -S: a Python without any packages"""
-    words = [str(ROOT / "prepare.py"), "steps", "--out", "two words"]
-    done = subprocess.run([sys.executable, "-S", *words], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    _, target, _, _, *command = shlex.split(done.stderr.split("; type ")[1])
-    assert command == [".venv/bin/python", *words]
-    assert re.search(f"^{target.rstrip(',')}:", (ROOT / "Makefile").read_text(), re.M)
-
-@pytest.mark.parametrize("package", ["fcntl", "numpy", "tiktoken", "torch"])
-def test_without_one_package(monkeypatch, package):
-    """fcntl is missing on Windows only."""
-    monkeypatch.setitem(sys.modules, package, None)   # It can't be imported.
-    monkeypatch.delitem(sys.modules, "packages")
-    said = refused(runpy.run_path, str(ROOT / "prepare.py"))
-    assert f"no {package}; " in said and ("on Windows, use WSL" in said) == (package == "fcntl")
+def test_the_source_at_the_head_of_the_file(tmp_path, monkeypatch, capsys):
+    """What the comment says is enough for one of your own, and --help knows whose flag is whose."""
+    source = prepare.Path(prepare.__file__).read_text()
+    example, name = re.search(r"file:\n#\n((?:#(?:     .*)?\n)+)# Add (\S+) to", source).groups()
+    example = re.sub("^#     |^#", "", example, flags=re.M)
+    mine = types.ModuleType("mine")
+    monkeypatch.setitem(sys.modules, "mine", mine)   # A dataclass asks for its module.
+    exec(source.replace("SOURCES = dict(", f"{example}\nSOURCES = dict({name}, "), vars(mine))
+    lines, out = [f"song {i}" for i in range(30)], tmp_path / "out"
+    words = ["songs", "--songs", str(tmp_path / "my songs"), "--out", str(out)]
+    write(tmp_path / "my songs", "\n".join(lines))
+    mine.main(words)
+    assert side(out, "train") == [line.encode() for line in lines[20:]]
+    assert side(out, "val") == [line.encode() for line in lines[:20]]
+    before = contents(out)
+    write(tmp_path / "my songs", "\n".join(lines[:20]))   # Nothing is left to train on.
+    assert "to train on" in refused(mine.main, words) and contents(out) == before
+    assert "for songs only" in refused(mine.main, ["stdlib", "--songs", "x"])
+    pytest.raises(SystemExit, mine.main, ["--help"])
+    found = re.findall(r"^(\w+) only:\n  --(\w+)", capsys.readouterr().out, re.M)
+    assert dict(found) == dict(songs="songs", steps="symbols", fineweb="shards", text="input")

@@ -26,7 +26,7 @@ def like(base, name, **methods):
 @pytest.mark.parametrize("kind, says", [
     (like(M.Residual, "NoForward"), "NoForward changes nothing of Residual; write its forward"),
     (like(M.Residual, "Misspelt", foward=lambda self, x, f: x), "did you mean forward?"),
-    (like(Good, "Forgets", forward=lambda self, x, f: None), "is a return missing?"),
+    (like(Good, "Forgets", forward=lambda self, x, f: None), "Is a return missing?"),
     (like(Good, "Mixes", forward=lambda self, x, f: Good.forward(self, x, f) - 0.1 * x.mean(0, keepdim=True)),
      "Mixes looks at other sequences"),
     (like(Good, "Ahead", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-3 * x.roll(-1, dims=1)),

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from runs import open_run
+from train import open_run
 
 def promise(residual, stream):
     if residual.knows_gain:
@@ -22,7 +22,7 @@ def promise(residual, stream):
 @torch.no_grad()
 def measure(model, idx):
     """-> of each sublayer: promise, tangent, |change| / |stream|, all of the last token of idx (1, T)"""
-    rows, streams = [], [stream for _, stream in model.walk(idx)]
+    rows, streams = [], model.walk(idx)
     for residual, before, after in zip(model.residuals(), streams, streams[1:]):
         x, y = (residual.as_tensor(stream)[0, -1].double() for stream in (before, after))
         along = x @ y / x.norm()
