@@ -65,7 +65,7 @@ import numpy as np
 import torch
 
 import prepare
-from analyze import ALL_RUN, after_blocks, coins, in_batches, mean_loss, steps_learned
+from analyze import ALL_RUN, coins, in_batches, mean_loss, steps_learned
 from model import ByGain, GPT, Without, places_of
 
 # ------------------------------------------------------------------------- 1: a cost for turning
@@ -152,7 +152,7 @@ def rms(x):
 def stream_and_change(model, idx):
     """-> two lists, with a number a block; see above"""
     handed_on, changes = [], []
-    streams = after_blocks(model, idx)
+    streams = model.walk(idx)[::2]   # before block 1, and after each block, which is two sublayers
     for earlier, stream in zip(streams, streams[1:]):
         before, now = model.ends.as_tensor(earlier), model.ends.as_tensor(stream)
         source = now

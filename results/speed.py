@@ -1,23 +1,28 @@
 """
-How fast it is: ratios of two programs that run in turn.
+How fast it is: ratios of programs that run in turn.
 
-    python results/speed.py                               # 20 minutes on two idle cores
-    python results/speed.py --nanogpt nanoGPT/model.py    # also against a copy of nanoGPT's model
+    python results/speed.py                                     # 20 minutes on two idle cores
+    python results/speed.py --nanogpt nanoGPT/model.py          # also a copy of nanoGPT's model
+    python results/speed.py --device cuda --nanogpt ...         # GPT-2 small on a GPU, 4 minutes
+    python results/speed.py --device cuda --only kernels        # the ops of kernels.py
+    python results/speed.py --device cuda --seconds 45 --data data/stdlib-gpt2 --nanogpt ...
+                                          # losses after so many seconds; three rates, three seeds
 
 Protocol. The programs of a comparison run in turn, round after round, so what else the machine does
 hits all of them. Two rounds do not count. A number is the median over rounds of the ratio of two
 times of one round. Beside it stands its middle half: if that is wide, the machine was not idle.
-"training" is whole steps. Models are new, but the one whose skipping is measured has trained for 60
-steps on data/stdlib (python prepare.py stdlib). The angle below which half is skipped is found by
-bisection. A predicted saving is that of the FLOPs that run.
+"training" is whole iterations. Models are new, but the one whose skipping is measured has trained
+for 60 iterations on data/stdlib (python prepare.py stdlib). The angle below which half is skipped
+is found by bisection. A predicted saving is that of the FLOPs that run.
 """
-import functools
+import math
 import os
 import runpy
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -26,49 +31,123 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import dataset
-from flags import flag, parse
+import kernels
+import prepare
+from flags import flag, parse, refuse, start
 from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
-from sentences import refuse, say, start
-
-B, T, V = 16, 128, 320   # sequences, tokens, vocabulary
+from train import TrainConfig, lr_factor, make_optimizers, make_ready, say
 
 @dataclass
 class SpeedConfig:
     nanogpt: str = flag("", "model.py of a copy of nanoGPT; without it that comparison is left out")
-    only: Literal["all", "training", "skipping", "decoding"] = flag("all", "one of the comparisons")
+    device: Literal["cpu", "cuda"] = flag("cpu", "where it runs")
+    only: Literal["all", "training", "skipping", "decoding", "kernels"] = flag(
+        "all", "one of the comparisons; on a GPU there are training and kernels")
     rounds: int = flag(12, "rounds that count", 3, 1000)
+    seconds: float = flag(0.0, "compare losses after so many seconds of training", 0, 1e5)
+    data: str = flag("data/stdlib", "what --seconds trains on")
 
-def times(programs, rounds):
+@dataclass
+class Size:
+    """A batch is n_parts times n_sequences of T tokens."""
+    n_layer: int = 12
+    n_head: int = 4
+    n_embd: int = 128
+    T: int = 128
+    vocab_size: int = 320
+    n_sequences: int = 16
+    n_parts: int = 1
+
+GPT2_SMALL = Size(12, 12, 768, 1024, 50304, 16, 4)
+TINY = Size(2, 2, 16, 32, 320, 4, 2)   # On a CPU, only to see that this file works.
+
+# ------------------------------------------------------------------------ programs, and their times
+
+# A program is a model in training: loss(x, y) -> the loss, what it trains with, and its module.
+
+def ours(residual, size, device="cpu", optimizer="adamw", lr=1e-3, seed=1, **options):
+    """As train.py has it, with --compile on a GPU"""
+    model = GPT(GPTConfig(residual, size.n_layer, size.n_head, size.n_embd, size.T,
+                          size.vocab_size, seed=seed, **options))
+    config = TrainConfig(optimizer=optimizer, lr=lr, compile=device == "cuda")
+    call = make_ready(model, config, device)
+    return SimpleNamespace(module=model, loss=lambda x, y: call(x, y)[1],
+                           optimizers=make_optimizers(model, config))
+
+def nanogpt(path, size, device="cpu", lr=1e-3, seed=1):
+    """As nanoGPT's train.py has it: compiled and with autocast on a GPU"""
+    theirs = SimpleNamespace(**runpy.run_path(path))
+    torch.manual_seed(seed)
+    model = theirs.GPT(theirs.GPTConfig(size.T, size.vocab_size, size.n_layer, size.n_head,
+                                        size.n_embd, dropout=0.0, bias=False)).to(device)
+    call = torch.compile(model) if device == "cuda" else model
+    def loss(x, y):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return call(x, y)[1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.1, fused=True)
+    for group in optimizer.param_groups:
+        group["peak_lr"] = lr   # as in train.py
+    return SimpleNamespace(module=model, loss=loss, optimizers=[optimizer])
+
+def iteration(program, batch, factor=1.0):
+    """A whole one. batch: a list of its parts, (x, y); factor: learning rate / its peak"""
+    for x, y in batch:
+        (program.loss(x, y) / len(batch)).backward()
+    torch.nn.utils.clip_grad_norm_(program.module.parameters(), 1.0)
+    for optimizer in program.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+def random_batch(size, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    shape = size.n_parts, 2, size.n_sequences, size.T
+    tokens = torch.randint(size.vocab_size, shape, generator=generator).to(device)
+    return [(x, y) for x, y in tokens]
+
+def now():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()   # A GPU works on after a call has returned.
+    return time.perf_counter()
+
+def times(functions, rounds):
     """{name: function} -> {name: seconds in each round}"""
-    found = {name: [] for name in programs}
+    found = {name: [] for name in functions}
     for i in range(rounds + 2):
-        for name, program in programs.items():
-            begin = time.perf_counter()
-            program()
+        for name, function in functions.items():
+            begin = now()
+            function()
             if i >= 2:
-                found[name].append(time.perf_counter() - begin)
+                found[name].append(now() - begin)
     return found
 
+def ratio(found, slow, fast):
+    """-> how many times as fast `fast` is: the lower quartile over rounds, the median, the upper"""
+    return statistics.quantiles([a / b for a, b in zip(found[slow], found[fast])], n=4)
+
 def report(what, found, slow, fast):
-    """Says how many times as fast `fast` is, and returns it: the median over rounds"""
-    ratios = [a / b for a, b in zip(found[slow], found[fast])]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = ratio(found, slow, fast)
     say(f"{what}: {middle:.3f} times as fast ({low:.3f} to {high:.3f})")
     return middle
 
-def make(residual, n_layer, n_embd, **options):
-    return GPT(GPTConfig(residual, n_layer, n_embd=n_embd, block_size=T, vocab_size=V, **options))
+# -------------------------------------------------------------------------------------- on a CPU
 
-def trainer(model):
-    """-> step(x, y), a whole step of training"""
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), fused=True)
-    def step(x, y):
-        model(x, y)[1].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    return step
+def training(args):
+    for n_embd in 128, 256:
+        size = Size(n_embd=n_embd)
+        batch = random_batch(size)
+        programs = {name: ours(name, size) for name in ("pre", "nag", "attnres", "attnres:group=3")}
+        programs["nag that pays"] = ours("nag", size, gain_cost=0.1)
+        if args.nanogpt:
+            programs["nanoGPT"] = nanogpt(args.nanogpt, size)
+        found = times({name: partial(iteration, program, batch)
+                       for name, program in programs.items()}, args.rounds)
+        pairs = [("nag", "pre"), ("nag that pays", "nag"), ("attnres", "pre"),
+                 ("attnres:group=3", "pre"), ("pre", "nanoGPT")]
+        for mine, other in pairs:
+            if other in programs:
+                report(f"training 12 x {n_embd}: {mine} against {other}", found, other, mine)
 
 @torch.no_grad()
 def half_skips(model, x):
@@ -84,35 +163,16 @@ def half_skips(model, x):
             high = decider.below
     return decider, runner
 
-# -------------------------------------------------------------------------------- the comparisons
-
-def training(args):
-    x, y = torch.randint(V, (2, B, T), generator=torch.Generator().manual_seed(0))
-    for n_embd in 128, 256:
-        models = {name: make(name, 12, n_embd)
-                  for name in ("pre", "nag", "attnres", "attnres:group=3")}
-        models["nag that pays"] = make("nag", 12, n_embd, gain_cost=0.1)
-        if args.nanogpt:
-            theirs = SimpleNamespace(**runpy.run_path(args.nanogpt))
-            models["nanoGPT"] = theirs.GPT(theirs.GPTConfig(
-                T, V, n_layer=12, n_head=4, n_embd=n_embd, dropout=0.0, bias=False))
-        found = times({name: functools.partial(trainer(model), x, y)
-                       for name, model in models.items()}, args.rounds)
-        pairs = [("nag", "pre"), ("nag that pays", "nag"), ("attnres", "pre"),
-                 ("attnres:group=3", "pre"), ("pre", "nanoGPT")]
-        for ours, other in pairs:
-            if other in models:
-                report(f"training 12 x {n_embd}: {ours} against {other}", found, other, ours)
-
 def skipping(args):
     """A nag of 12 x 256 that pays for gain, where half is skipped: how much of the saving that
     FLOPs predict can be measured"""
-    model = make("nag", 12, 256, gain_cost=0.1)
-    train_step = trainer(model)
-    windows = dataset.windows_of(ROOT / "data/stdlib", "train", T, 60 * B)
-    for x, y in zip(*(tokens.split(B) for tokens in windows)):
-        train_step(x, y)
-    decider, runner = half_skips(model.eval(), x)
+    size = Size(n_embd=256)
+    program = ours("nag", size, gain_cost=0.1)
+    windows = prepare.windows_of(ROOT / "data/stdlib", "train", size.T, 60 * size.n_sequences)
+    for x, y in zip(*(tokens.split(size.n_sequences) for tokens in windows)):
+        iteration(program, [(x, y)])
+    model = program.module.eval()
+    decider, runner = half_skips(model, x)
     predicted = 1 - flops_per_token(model, runner=runner) / flops_per_token(model)
 
     @torch.no_grad()
@@ -123,31 +183,146 @@ def skipping(args):
         model(x, y, runner=Runner(model, decider))[1].backward()
         model.zero_grad(set_to_none=True)
 
-    for program in prefill, forward_and_backward:
-        found = times({"dense": lambda: program(None), "skips": lambda: program(decider)},
+    for function in prefill, forward_and_backward:
+        found = times({"dense": lambda: function(None), "skips": lambda: function(decider)},
                       args.rounds)
-        faster = report(f"skipping half, {program.__name__}", found, "dense", "skips")
+        faster = report(f"skipping half, {function.__name__}", found, "dense", "skips")
         share = (1 - 1 / faster) / predicted
         say(f"    {share:.2f} of what FLOPs predict: {predicted:.3f} of them are saved")
 
 def decoding(args):
     """48 tokens, half skipped or dense"""
-    model = make("nag", 24, 384, n_head=6).eval()
-    x = torch.randint(256, (8, T), generator=torch.Generator().manual_seed(0))
+    model = ours("nag", Size(24, 6, 384)).module.eval()
+    x = torch.randint(256, (8, 128), generator=torch.Generator().manual_seed(0))
     decider, _ = half_skips(model, x)
     prompt = x[:1, :8]
     found = times({"dense": lambda: model.generate(prompt, 48),
                    "skips": lambda: model.generate(prompt, 48, decider=decider)}, args.rounds)
     report("decoding 24 x 384, half skipped against dense", found, "dense", "skips")
 
+# -------------------------------------------------------------------------------------- on a GPU
+
+PROGRAMS = ["pre", "nag", "attnres:group=3", "review", "hyper"]
+
+def training_on_gpu(args, size=GPT2_SMALL):
+    """Prints a table: tokens a second, and times as fast as `pre` (`pre`: as nanoGPT); peak memory
+    of the program; seconds until its second iteration is done, so with compiling"""
+    batch = random_batch(size, args.device)
+    makers = {name: partial(ours, name, size, args.device) for name in PROGRAMS}
+    if args.nanogpt:
+        makers = {"nanoGPT": partial(nanogpt, args.nanogpt, size, args.device), **makers}
+    iterations, memory, ready = {}, {}, {}
+    for name, make in makers.items():
+        begin, before = now(), torch.cuda.memory_allocated()   # by the programs before it
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        iterations[name] = partial(iteration, make(), batch)
+        iterations[name]()
+        iterations[name]()
+        ready[name] = now() - begin
+        memory[name] = torch.cuda.max_memory_allocated() - before
+    found = times(iterations, args.rounds)
+    tokens = size.n_parts * size.n_sequences * size.T
+    say("| program | tokens/s | times as fast (middle half) | peak memory | seconds until ready |")
+    say("| --- | --- | --- | --- | --- |")
+    for name, seconds in found.items():
+        other = "nanoGPT" if name == "pre" else "pre"
+        low, middle, high = ratio(found, other, name) if other in found else (1.0, 1.0, 1.0)
+        speed = tokens / statistics.median(seconds)
+        say(f"| {name} | {speed:,.0f} | {middle:.2f} of {other} ({low:.2f} to {high:.2f}) | "
+            f"{memory[name] / 2 ** 30:.1f} GiB | {ready[name]:.0f} |")
+
+def kernels_on_gpu(args, N=16384, C=1024, n=9):
+    """Prints milliseconds of both ops, forward + backward, and which share of the speed of a plain
+    copy the kernels reach. The timer replays what the GPU was told: Python's time isn't in it."""
+    from triton.testing import do_bench_cudagraph as milliseconds
+    large = torch.empty(N * C * 16, device="cuda")
+    copy_speed = 2 * large.nbytes / milliseconds(large.clone)
+    ways = {"eager": (kernels.run, False), "compiled": (torch.compile(kernels.run), False),
+            "kernel": (kernels.run, True)}
+    # How many rows the kernels move, for each of the N rows: see the top of kernels.py.
+    for op, rows_forward, rows_backward in ("nag_write", 3, 5), ("depth_sum", n + 1, 2 * n + 1):
+        for dtype in torch.float32, torch.bfloat16:
+            inputs = kernels.some_inputs(op, N, C, n, dtype, "cuda")
+            for way, (function, by_kernel) in ways.items():
+                def both_ways():
+                    outputs = function(op, inputs, by_kernel)
+                    torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
+                forward = milliseconds(lambda: function(op, inputs, by_kernel))
+                backward = milliseconds(both_ways) - forward
+                say(f"{op:9} {str(dtype):14} {way:8} {forward:.3f} + {backward:.3f} ms")
+            moved = N * C * dtype.itemsize / copy_speed   # milliseconds to move a row for each row
+            say(f"of a copy's speed: {rows_forward * moved / forward:.0%} and "
+                f"{rows_backward * moved / backward:.0%}")
+
+# ----------------------------------------------------------------------- losses at equal seconds
+
+RATES = dict(adamw=[5e-4, 1e-3, 2e-3], muon=[2.5e-3, 5e-3, 1e-2])
+
+def losses(args, size):
+    """For each optimizer and rate, the loss (nats a token, on 96 validation windows) after
+    --seconds of training, for three seeds. The clock starts when all is compiled."""
+    vocab_size = math.ceil(prepare.load_meta(args.data)["vocab_size"] / 64) * 64
+    size = replace(size, vocab_size=vocab_size)
+    makers = {(f"pre, {optimizer}", rate): partial(ours, "pre", size, args.device, optimizer, rate)
+              for optimizer, rates in RATES.items() for rate in rates}
+    if args.nanogpt:
+        for rate in RATES["adamw"]:
+            makers["nanoGPT", rate] = partial(nanogpt, args.nanogpt, size, args.device, lr=rate)
+    shards = prepare.open_split(args.data, "train", size.T)
+    val = prepare.windows_of(args.data, "val", size.T, 96)
+    for (name, rate), make in makers.items():
+        found = [loss_after(args, size, make(seed=seed), shards, val, seed) for seed in (1, 2, 3)]
+        nats, counts = zip(*found)
+        say(f"{name}, rate {rate:g}: {statistics.mean(nats):.3f} nats ({min(nats):.3f} to "
+            f"{max(nats):.3f}), {statistics.mean(counts) / 1e6:.1f}M tokens")
+
+def loss_after(args, size, program, shards, val, seed):
+    """Trains a program -> its loss, and how many tokens it has seen"""
+    generator = torch.Generator().manual_seed(seed)
+    n_windows = sum(len(shard) - size.T for shard in shards)
+    def next_batch():
+        batch = []
+        for _ in range(size.n_parts):
+            numbers = torch.randint(n_windows, (size.n_sequences,), generator=generator).numpy()
+            batch.append([part.to(args.device)
+                          for part in prepare.read_windows(shards, numbers, size.T)])
+        return batch
+
+    iteration(program, next_batch(), 0.0)   # At a rate of 0 weights stay as they are.
+    iteration(program, next_batch(), 0.0)
+    begin, count, progress = now(), 0, 0.0
+    while progress < 1:
+        iteration(program, next_batch(), lr_factor(TrainConfig(), progress))
+        count += size.n_parts * size.n_sequences * size.T
+        progress = (now() - begin) / args.seconds
+    program.module.eval()
+    with torch.no_grad():
+        parts = [tokens.to(args.device).split(size.n_sequences) for tokens in val]
+        found = [program.loss(x, y).item() * len(x) for x, y in zip(*parts)]
+    return sum(found) / len(val[0]), count
+
+# ------------------------------------------------------------------------------------- the command
+
 def main(argv=None):
-    args, = parse((SpeedConfig,), argv, __doc__)
+    [args] = parse([SpeedConfig], argv, __doc__)
     if args.nanogpt and not Path(args.nanogpt).is_file():   # now, not after minutes
         refuse(f"--nanogpt {args.nanogpt}: no such file; name model.py of a copy of nanoGPT")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        refuse("--device cuda: torch sees no CUDA device; use --device cpu")
+    functions = dict(skipping=skipping, training=training, decoding=decoding)
+    if args.device == "cuda":
+        functions = dict(training=training_on_gpu, kernels=kernels_on_gpu)
+    if args.only not in ("all", *functions):
+        refuse(f"--only {args.only}: is not for --device {args.device}; choose from "
+               f"{', '.join(functions)}")
     say(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]}, {args.rounds} rounds")
-    for compare in skipping, training, decoding:
-        if args.only in ("all", compare.__name__):
-            compare(args)
+    if args.seconds:
+        losses(args, GPT2_SMALL if args.device == "cuda" else TINY)
+        return
+    for name, function in functions.items():
+        if args.only in ("all", name):
+            function(args)
 
 if __name__ == "__main__":
     start(main)

@@ -15,6 +15,7 @@ than 0.05 nats (0.072 bits per byte) below 4.427 bits, what the tokens' frequenc
 trains if, in all three, it is further below.
 """
 import csv
+import functools
 import math
 import statistics
 import sys
@@ -40,6 +41,7 @@ WORDS = dict(steps=("better", "worse"), bits=("worse", "better"), skipped=("more
 
 # ------------------------------------------------------------------------------------- statistics
 
+@functools.cache   # There are few n, and hundreds of gaps.
 def students_t(n):
     """Student's t with n degrees of freedom -> many t, and how likely each |t| or more is by chance
 

@@ -1,21 +1,15 @@
 """results/: the statistics against known values, commands that parse, and a page that says what the files say."""
-import re
-import shlex
-import shutil
-import sys
+import re, shlex, shutil, sys
 
-import pytest
-import torch
-
-import analyze
+import pytest, torch
+import analyze, prepare
 from conftest import ROOT, ids, make, refused
-from train import read_configs
+from flags import parse
+from model import GPTConfig
+from train import TrainConfig
 
 sys.path.append(str(ROOT / "results"))
-import cost
-import ill
-import run
-import summarize
+import rules, run, speed, summarize
 
 @pytest.mark.parametrize("p, n, t", [(0.05, 2, 4.302653), (0.05, 9, 2.262157), (0.1, 3, 2.353363), (0.4, 4, 0.940965)])
 def test_students_t(p, n, t):
@@ -45,17 +39,17 @@ def test_steps_learned():
     assert analyze.steps_learned([1.0, 0.625, 0.25], 0.25) == pytest.approx(0.5)
 
 def test_measures_of_a_sick_stream():
-    assert ill.slope([2 * block ** 0.5 for block in range(1, 25)]) == pytest.approx(0.5)
-    assert ill.spearman([1, 2, 4, 8, 16]) == pytest.approx(1) and ill.spearman([3, 2, 1]) == pytest.approx(-1)
-    assert ill.spearman([1, 2, 2]) == pytest.approx(0.75 ** 0.5)   # of ranks 1, 2.5, 2.5
-    assert ill.late_by_early([100.0, 4, 4, 9, 9, 9, 2, 1, 2]) == 0.5   # medians: one odd block does not count
+    assert rules.slope([2 * block ** 0.5 for block in range(1, 25)]) == pytest.approx(0.5)
+    assert rules.spearman([1, 2, 4, 8, 16]) == pytest.approx(1) and rules.spearman([3, 2, 1]) == pytest.approx(-1)
+    assert rules.spearman([1, 2, 2]) == pytest.approx(0.75 ** 0.5)   # of ranks 1, 2.5, 2.5
+    assert rules.late_by_early([100.0, 4, 4, 9, 9, 9, 2, 1, 2]) == 0.5   # medians: one odd block does not count
 
 @torch.no_grad()
 def test_a_block_that_does_nothing():
     model = make(n_layer=4, vocab_size=320, n_embd=64, n_head=8)
     for _, sublayer in model.blocks[2].pairs():
         torch.nn.init.zeros_(sublayer.c_proj.weight)
-    found = {(when, name): numbers for when, name, numbers in ill.numbers_by_block(
+    found = {(when, name): numbers for when, name, numbers in rules.numbers_by_block(
         model, [(ids(12, 12, V=256), ids(12, 12, V=256, seed=1))], {5: dict(grad_norms=[1.0, 2.0, 4.0, 8.0])})}
     change, stream = found["trained", "change"], found["trained", "stream"]
     assert change[2] == 0 < min(change[0], change[1], change[3]) and stream[2] == stream[1] != stream[3]
@@ -66,9 +60,9 @@ def test_a_block_that_does_nothing():
 def test_sources_begin_anew():
     """With Block Attention Residuals, a group's first block hands on its own updates alone."""
     model = make("attnres:group=4", n_layer=4)
-    stream, _ = ill.stream_and_change(model, ids())
-    last = [list(after[1].values())[-1][0] for place, after in model.walk(ids()) if place > 0 and place % 2 == 0]
-    assert stream == pytest.approx([ill.rms(each).mean().item() for each in last])
+    stream, _ = rules.stream_and_change(model, ids())
+    last = [list(after[1].values())[-1].value for after in model.walk(ids())[2::2]]
+    assert stream == pytest.approx([rules.rms(each).mean().item() for each in last])
     assert stream[2] < stream[1]
 
 @torch.no_grad()
@@ -76,15 +70,15 @@ def test_controls_of_skipping():
     """A greedy set begins with the sublayer that is missed least."""
     model = make("nag", n_layer=3)
     batches = [(ids(), ids(seed=1))]
-    losses = {place: cost.mean_loss(model, batches, cost.Without({place}, cost.ALL_RUN)) for place in range(1, 7)}
-    sets = cost.greedy_sets(model, batches, 3)
+    losses = {place: rules.mean_loss(model, batches, rules.Without({place}, rules.ALL_RUN)) for place in range(1, 7)}
+    sets = rules.greedy_sets(model, batches, 3)
     assert sets[0] == {min(losses, key=losses.get)} < sets[1] < sets[2] and [*map(len, sets)] == [1, 2, 3]
 
 def test_commands_parse_and_have_folders_of_their_own(tmp_path):
     runs = run.missing_runs({each["experiment"] for each in run.all_runs()}, tmp_path / "nothing.csv")
     assert len({run.folder_of(each) for each in runs}) == len(runs) > 300
     for each in runs:
-        gpt, config = read_configs(shlex.split(each["command"]))
+        gpt, config = parse([GPTConfig, TrainConfig], shlex.split(each["command"]))
         assert (str(gpt.seed), f"{config.lr:g}") == (each["seed"], each["lr"]) and config.out == ""
 
 def test_what_is_missing(tmp_path, monkeypatch):
@@ -127,42 +121,79 @@ def test_families():
     assert words(("1", "A", "B"), ("2", "A", "C")) == ["better", "better"]
     assert words(*[("1", "A", "B"), ("1", "A", "C")] * 4) == ["better", "open"] * 4
 
-def test_a_run_is_measured_and_kept(tmp_path, monkeypatch):
-    """A tiny experiment from its command to its line; the second time there is nothing to do."""
-    monkeypatch.setattr(run, "ROOT", tmp_path)
-    for name in "train.py", "data":
-        (tmp_path / name).symlink_to(ROOT / name, target_is_directory=name == "data")
-    import prepare, steps
-    monkeypatch.setattr(steps, "DOCUMENTS", dict(train=40, val=20))
-    (tmp_path / "data").unlink()
+@pytest.fixture
+def few_steps(tmp_path, monkeypatch):
+    """A short steps text in data/steps, and at the place of data/stdlib, too"""
+    monkeypatch.setattr(prepare, "SPLITS", dict(train=(40, 5), val=(20, 3)))
     for name in "steps", "stdlib":
         prepare.main(["steps", "--out", str(tmp_path / "data" / name)])
+    return tmp_path / "data/steps"
+
+def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps):
+    """A tiny experiment from its command to its line; the second time there is nothing to do."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
              "--batch_size 1 --residual")
     monkeypatch.setattr(run, "PLANS", {
-        "cost": [run.Plan("one, block", f"{flags} nag --gain_cost 0.1", [2e-2], [1, 2]),
-                 run.Plan("free", f"{flags} pre", [2e-2], [2])],
+        "cost": [run.Plan("one, block", f"{flags} nag --gain_cost 0.1", [2e-2], [1, 2])],
         "ill": [run.Plan("one block", f"{flags} pre", [3e-2], [2])]})
     monkeypatch.chdir(tmp_path)
     run.main(["cost", "ill", "--out", "mine"])
     lines = run.read_runs(tmp_path / "mine/runs.csv")
     trained = [line for line in lines if line["command"].startswith("--")]
     assert sorted((line["variant"], line["seed"], line["lr"]) for line in trained) == [
-        ("free", "2", "0.02"), ("one block", "2", "0.03"), ("one, block", "1", "0.02"), ("one, block", "2", "0.02")]
+        ("one block", "2", "0.03"), ("one, block", "1", "0.02"), ("one, block", "2", "0.02")]
     for line in trained:
         assert line["tokens"] == "2880" and float(line["bits"]) > 1 and float(line["seconds"]) >= 0
         assert len(line["right"].split()) == 10 and 0 <= float(line["steps"]) < 1
     skipping = [line for line in lines if line not in trained]   # of the model that pays, of the seed that decides
-    assert len(skipping) == len({line["variant"] for line in skipping}) == 1 + len(cost.BELOW) + 2 * (2 + len(cost.ASKED))
-    assert {(line["seed"], line["experiment"], line["command"]) for line in skipping} == {
-        ("2", "cost", "results/run.py cost")}
+    assert len(skipping) == len({line["variant"] for line in skipping}) == 1 + len(rules.BELOW) + 2 * (2 + len(rules.ASKED))
+    assert {(line["seed"], line["command"]) for line in skipping} == {("2", "results/run.py cost")}
     assert all(0 <= float(line["skipped"]) <= 1 for line in skipping)
-    by_block = ill.read_lines(tmp_path / "mine/ill.csv").values()
+    by_block = rules.read_ill(tmp_path / "mine/ill.csv").values()
     assert len(by_block) == 6 and {len(by_seed["2"]) for by_seed in by_block} == {1}   # of one block
 
     files = [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
     run.main(["cost", "ill", "--out", "mine"])   # The second time there is nothing to do.
     assert files == [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
+
+A_NANOGPT = '''
+from dataclasses import dataclass
+import torch.nn as nn
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+    def forward(self, x, y):
+        logits = self.head(self.wte(x))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+'''
+
+def test_the_benchmark_of_a_gpu_with_a_tiny_model(tmp_path, monkeypatch, capsys, few_steps):
+    (tmp_path / "nano.py").write_text(A_NANOGPT)
+    monkeypatch.setattr(speed, "PROGRAMS", ["pre", "nag"])
+    args = speed.SpeedConfig(nanogpt=str(tmp_path / "nano.py"), rounds=3)
+    speed.training_on_gpu(args, speed.TINY)
+    said = capsys.readouterr().out
+    assert re.findall(r"\| (\w+) \| [0-9,]+ \| [0-9.]+ of (\w+) ", said) == [
+        ("nanoGPT", "pre"), ("pre", "nanoGPT"), ("nag", "pre")]
+    monkeypatch.setattr(speed, "RATES", dict(adamw=[1e-3], muon=[0.0, 5e-3]))
+    speed.main(["--seconds", "0.2", "--nanogpt", args.nanogpt, "--data", str(few_steps)])
+    said = capsys.readouterr().out
+    found = {name: float(nats) for name, nats in re.findall(r"(.+): ([0-9.]+) nats", said)}
+    assert list(found) == ["pre, adamw, rate 0.001", "pre, muon, rate 0", "pre, muon, rate 0.005", "nanoGPT, rate 0.001"]
+    assert found["pre, muon, rate 0.005"] < found["pre, muon, rate 0"]   # It has learned.
+
+def test_programs_of_a_cpu(monkeypatch, capsys):
+    assert speed.ratio(dict(a=[2.0, 2.0, 2.0], b=[1.0, 1.0, 1.0]), "a", "b") == [2, 2, 2]
+    monkeypatch.setattr(speed, "Size", lambda n_embd: speed.TINY)
+    speed.main(["--only", "training", "--rounds", "3"])
+    assert capsys.readouterr().out.count("times as fast") == 2 * 4
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
@@ -181,9 +212,10 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "comparisons.csv").write_text("a,b,measure\n1,2,stpes\n")
     said = refused(summarize.read_comparisons, tmp_path / "comparisons.csv")
     assert "stpes is no measure; choose from steps, bits, skipped" in said
-    assert "--nope: unknown flag" in refused(summarize.main, ["--nope"])
-    said = refused(run.main, ["nope", "--dry"])
-    assert said.startswith("nope: no such experiment; choose from staircase, ")
+    assert "--nope" in refused(summarize.main, ["--nope"])
+    assert refused(run.main, ["nope", "--dry"]).startswith("nope: no such experiment; choose from staircase, ")
+    for words in ["--nanogpt", "nope.py"], ["--only", "kernels"]:
+        assert words[0] in refused(speed.main, words)
 
 def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     """Tables are those of the files, and each gap of the page, such as +0.100 (+0.005 to +0.196), is one of them."""
