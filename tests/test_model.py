@@ -445,13 +445,11 @@ def test_checkpoints_change_nothing(residual):
     same_step(model, lambda: M.checkpoint_blocks(model))
     assert len(ran) == 3   # once more in the backward pass
 
-COMPILED = [("pre", {}, 3), ("lns", {}, 3), ("nag", dict(gain_cost=0.1), 4), ("hyper", {}, 3), ("review", {}, 3),
-            ("nag", dict(gain_cost=0.1, mod="gain:below=0.3"), None), ("pre", dict(mod="router"), None),
-            ("nag", dict(deep_supervision=True), 3), ("attnres", {}, 1),
-            ("attnres:group=3", dict(deep_supervision=True), 1), ("denseformer", {}, 1)]
-
-@pytest.mark.parametrize("also_checkpoints", [False, True], ids=["", "checkpoints"])
-@pytest.mark.parametrize("residual, config, graphs", COMPILED, ids=str)
+@pytest.mark.parametrize("residual, config, graphs, also_checkpoints", [
+    ("lns", {}, 3, False), ("nag", dict(gain_cost=0.1), 4, False), ("hyper", {}, 3, False),
+    ("nag", dict(gain_cost=0.1, mod="gain:below=0.3"), None, True), ("pre", dict(mod="router"), None, False),
+    ("pre", dict(deep_supervision=True), 3, True), ("attnres", {}, 1, False),
+    ("attnres:group=3", dict(deep_supervision=True), 1, True), ("denseformer", {}, 1, False)], ids=str)
 def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_checkpoints):
     """Loss, what the Runner knows, and gradients that two parts of a batch add up. A later step compiles nothing.
     graphs: attention, MLP, head with loss, gain; or one; None: also those for numbers of kept tokens"""
@@ -469,7 +467,7 @@ def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_c
             counts.append(counter.frame_count)
         return found
     torch._dynamo.reset()
-    model, counter, counts = make(residual, **config).train(), CompileCounterWithBackend("aot_eager"), []
+    model, counter, counts = make(residual, n_layer=2, **config).train(), CompileCounterWithBackend("eager"), []
     right = steps()
     M.compile_model(model, backend=counter, fullgraph=True)
     if also_checkpoints:
@@ -483,24 +481,23 @@ def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_c
     same(decode(model, ids(), [4] + [1] * 8), whole)
     assert counter.frame_count == counts[-1]   # Only training is compiled.
 
-@pytest.mark.parametrize("residual, config", [("pre", {}), ("nag", dict(gain_cost=0.1)), ("attnres:group=3", {}),
-                                              ("denseformer", {}), ("hyper", {}), ("review", {})])
+@pytest.mark.parametrize("residual, config", [("nag", dict(gain_cost=0.1)), ("hyper", {}), ("review", {})])
 def test_a_whole_pass_can_be_one_graph(residual, config):
     """With a Runner that is passed in, and asked afterwards"""
     torch._dynamo.reset()
-    model, counter = make(residual, **config).train(), CompileCounterWithBackend("eager")
+    model, counter = make(residual, n_layer=2, **config).train(), CompileCounterWithBackend("eager")
     compiled = torch.compile(model.forward, fullgraph=True, backend=counter)
     for seed in range(2):
         mine, right = M.Runner(model, keeps_streams=True), M.Runner(model)
         same(compiled(ids(seed=seed), ids(), runner=mine), model(ids(seed=seed), ids(), runner=right), 1e-12)
-        assert mine.who_ran().all() and len(mine.streams) == 7 and counter.frame_count == 1
+        assert mine.who_ran().all() and len(mine.streams) == 5 and counter.frame_count == 1
         same((mine.cross_entropy, *filter(torch.is_tensor, mine.gains)),
              (right.cross_entropy, *filter(torch.is_tensor, right.gains)))
 
 @pytest.mark.parametrize("residual", ["pre", "attnres:group=3"])
 def test_no_logits_in_float32_leave_a_compiled_graph(residual):
     """Neither as a result, nor for the backward pass. Those in bfloat16 do."""
-    model, idx, left = make(residual, dtype=torch.float32, vocab_size=192, n_embd=32).train(), ids(), []
+    model, idx, left = make(residual, dtype=torch.float32, vocab_size=192, n_layer=1).train(), ids(), []
     model.compute_in(torch.bfloat16)
     def look(graph, _):
         outputs = [node.meta["val"] for node in graph.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
@@ -516,10 +513,12 @@ def test_no_logits_in_float32_leave_a_compiled_graph(residual):
     assert none is None and (torch.float32, size) not in left and (torch.bfloat16, size) in left, left
     assert model(idx)[0].shape == (2, 12, 192)   # Who gives no targets wants logits.
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
-def test_a_step_compiled_by_inductor():
+@pytest.mark.parametrize("residual", ["pre", "nag", "attnres:group=3"])
+def test_a_step_compiled_by_inductor(residual):
     torch._dynamo.reset()
-    model = make(dtype=torch.float32, n_layer=2)
+    model = make(residual, dtype=torch.float32, n_layer=2)
     same_step(model, lambda: M.compile_model(model), 1e-4)
 
 def test_generate():
