@@ -280,16 +280,6 @@ class Residual(nn.Module):
     knows_gain = False                # Is there a gain(stream), and forward(stream, f, gain=None)?
     stream_grows = False              # Has the stream more and more tensors with depth?
 
-    def read(self, stream):
-        """What f would get: the residual runs with a stand-in for f, which notes its input. (If a
-        token skips an attention, its key and value are made of this.)"""
-        notes = []
-        def stand_in(x):
-            notes.append(x)
-            return torch.zeros_like(x)
-        self(stream, stand_in)
-        return notes[0]
-
     def flops(self):
         """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
@@ -604,7 +594,7 @@ class NAG(Residual):
         along = (update * direction).mean(-1, keepdim=True)
         return update - direction * along
 
-    def read(self, stream):   # what Residual.read finds, but without computing gains
+    def read(self, stream):   # what input_of_f (part 3) finds, but without computing gains
         direction, _ = stream
         return direction
 
@@ -921,7 +911,7 @@ class Gated(Residual):
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
-    def read(self, h):   # what Residual.read finds, but without computing gates
+    def read(self, h):   # what input_of_f (part 3) finds, but without computing gates
         return self.norm(h)
 
 # -------------------------------------------------------------------------- several streams at once
@@ -1528,7 +1518,8 @@ def run_some(runner, f, keep):
     is_attention = isinstance(f, partial)   # GPT.forward makes it: an attention, with two keywords
     kv_of_all = None
     if is_attention and runner.decider.skippers_make_keys:
-        kv_of_all = keys_of_all(f, residual.read(stream))   # In sampling, the cache gets them, too.
+        # In sampling, they go into the cache, too.
+        kv_of_all = keys_of_all(f, input_of_f(residual, stream))
     if n_kept == 0:
         return stream
     kept = KeptTokens(keep)
@@ -1541,6 +1532,18 @@ def run_some(runner, f, keep):
         residual = partial(type(residual).forward, residual)
     # (An MLP needs nothing of this. It treats each token by itself.)
     return kept.put(stream, call_residual(residual, some, f, gain))
+
+def input_of_f(residual, stream):
+    """-> what f would get. Some residuals have a method `read`, which is cheaper. The others run
+    with a stand-in for f, which notes its input."""
+    if hasattr(residual, "read"):
+        return residual.read(stream)
+    inputs = []
+    def stand_in(x):
+        inputs.append(x)
+        return torch.zeros_like(x)
+    residual(stream, stand_in)
+    return inputs[0]
 
 class KeptTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:

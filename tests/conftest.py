@@ -3,7 +3,6 @@ import math, os, signal, sys, zlib
 from pathlib import Path
 
 import pytest, torch
-import torch.nn as nn
 import torch.nn.functional as F
 
 if not torch.cuda.is_available():
@@ -87,11 +86,11 @@ def logits(model, idx=None, **options):
 @torch.no_grad()
 def streams(model, idx=None):
     """The stream as one vector per token: before sublayer 1, and after each sublayer."""
-    return [model.ends.as_tensor(stream) for _, stream in model.walk(ids() if idx is None else idx)]
+    return [model.ends.as_tensor(stream) for stream in model.walk(ids() if idx is None else idx)]
 
 def decode(model, idx, pieces, decider=None):
     """The logits of all tokens, piece by piece through a KV cache"""
-    cache = KVCache(model, len(idx), model.config.block_size)
+    cache = KVCache(model.config.block_size)
     return torch.cat([logits(model, piece, cache=cache, runner=Runner(model, decider))
                       for piece in idx.split(pieces, dim=1)], 1)
 
@@ -134,7 +133,7 @@ def attention_by_hand(attn, x, keep=None):
         return torch.stack(pair, -1).flatten(-2)
 
     q, k = turned(q), turned(k)
-    if not isinstance(attn.scale_q, nn.Identity):   # nGPT's factors are stored as factor / sqrt(C).
+    if hasattr(attn, "scale_q"):   # nGPT's factors are stored as factor / sqrt(C).
         q = q * attn.scale_q.weight.view(nh, hs) * C ** 0.5
         k = k * attn.scale_k.weight.view(nh, hs) * C ** 0.5
     seen = torch.ones(T, T, dtype=torch.bool).tril().expand(B, T, T)
@@ -147,7 +146,7 @@ def attention_by_hand(attn, x, keep=None):
 def mlp_by_hand(mlp, x):
     C = x.shape[-1]
     x = x @ mlp.c_fc.weight.T
-    if not isinstance(mlp.scale, nn.Identity):   # nGPT's
+    if hasattr(mlp, "scale"):   # nGPT's
         x = x * mlp.scale.weight * C ** 0.5
     if mlp.activation == "swiglu":
         gate, x = x.chunk(2, dim=-1)
