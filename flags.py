@@ -97,7 +97,10 @@ def parse(classes, argv=None, doc=None, positional=()):
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        refuse(f"{message}; see --help")
+        hint = "see --help"
+        if message.startswith("unrecognized arguments: ") and ": -" not in message:
+            hint = "quote names that have spaces"
+        refuse(f"{message}; {hint}")
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
     """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help"""

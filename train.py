@@ -458,6 +458,8 @@ def read_metrics(run):
 def read_checkpoint(run):
     """-> what a run's ckpt.pt holds, a dict"""
     path = Path(run) / "ckpt.pt"
+    if Path(run).name == "ckpt.pt":
+        refuse(f"{run}: name its folder, {Path(run).parent}")
     if not path.exists():
         refuse(f"{path}: no checkpoint there; train that run first")
     try:
@@ -509,6 +511,10 @@ def data_of_run(run, settings, data=""):
     if not Path(folder).exists():
         refuse(f"{run}: was trained on {settings['data']}, and {folder} is not here; say where "
                f"these data are, with --data")
+    tokenizer = prepare.load_meta(folder)["tokenizer"]
+    if tokenizer != settings["tokenizer"]:
+        refuse(f"{run}: its tokens are those of {settings['tokenizer']}, and {folder} has "
+               f"{tokenizer}")
     if not is_same_data(folder, settings["fingerprint"]):
         return folder, f"{folder} is not as it was when {run} was trained: losses may differ"
     return folder, ""
