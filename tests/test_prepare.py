@@ -1,5 +1,5 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import hashlib, json, os, re, resource, shlex, shutil, signal, stat, sys, types
+import fcntl, hashlib, json, os, re, resource, shlex, shutil, signal, stat, sys, types
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest, torch
-import analyze, documents, flags, model, options, prepare, sample, steps, train, trial
+import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
 
 LIMITS = {"README.md": 220, "workshop/README.md": 220}   # lines
@@ -28,6 +28,12 @@ def own():
         registry.clear()
         registry.update(was)
 
+def read_configs(words):
+    typed = train.read_flags(words)
+    if typed.get("resume"):
+        return train.configs_of(train.settings_to_resume(typed, train.read_checkpoint(typed["out"])))
+    return train.configs_of(train.settings_of_new_run(typed)[0])
+
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
 def test_command_parses(line, tmp_path, monkeypatch, own):
     monkeypatch.chdir(tmp_path)
@@ -43,7 +49,7 @@ def test_command_parses(line, tmp_path, monkeypatch, own):
     if program == "make":
         assert all(re.search(f"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in argv)
     elif argv[0] == "train.py":
-        train.read_configs(argv[1:])
+        read_configs(argv[1:])
     elif argv[0] == "sample.py":
         flags.parse([sample.SampleConfig], argv[1:], positional=("run",))
     elif argv == ["analyze.py", "--list"]:
@@ -55,9 +61,9 @@ def test_command_parses(line, tmp_path, monkeypatch, own):
         assert len(argv) == 2
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
-        for maker in prepare.SOURCES:
-            monkeypatch.setitem(prepare.SOURCES, maker, lambda config: 1 / 0)
-        monkeypatch.setattr(prepare, "fineweb", lambda *_: 1 / 0)
+        for source in prepare.SOURCES.values():
+            name = "download_shards" if source is prepare.Fineweb else "texts"
+            monkeypatch.setattr(source, name, lambda *_: 1 / 0)
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
 def test_the_workshops_script(tmp_path):
@@ -75,7 +81,7 @@ def test_the_workshops_script(tmp_path):
                               env=env, check=True)
         lines += [line.split()[1:] for line in done.stdout.splitlines()]
     assert lines.pop(2) == ["--out", "runs/w-2", "--resume"]
-    made = [train.read_configs(line) for line in lines]
+    made = [read_configs(line) for line in lines]
     assert {gpt.seed for gpt, _ in made} == {7} and len({str(each) for each in made}) == 8
     named = {*re.findall(r"runs/(w-[\w-]+)", WORKSHOP)} - {"w-broken", "w-steady", "w-cost", "w-cheat"}
     assert named <= {config.out.removeprefix("runs/") for _, config in made} | {"w-2"}
@@ -96,33 +102,33 @@ def test_typed(tmp_path, monkeypatch):
     assert (tmp_path / "figures/note/right_digits.png").is_file()
 
 def test_code_is_the_source():
-    source = textwrap.dedent(inspect.getsource(model.GPT.walk))
-    source = re.sub(r'    """.*?"""\n', "", source, flags=re.S)   # README explains it.
-    assert source in blocks("python", README), "copy it anew"
+    source = textwrap.dedent(inspect.getsource(model.GPT.forward)).replace("\n    ", "\n")
+    loops = [block for block in blocks("python", README) if "runner.run" in block]
+    assert loops and all(loop in source for loop in loops), "copy it anew"
 
 def test_the_lines_of_the_steps_text_are_right():
     """In README and workshop, each line follows from the one before, by the table that stands below it."""
-    table = steps.make_table(10, 2, np.random.default_rng(0))
+    table = prepare.make_table(10, 2, np.random.default_rng(0))
     for text in README, WORKSHOP:
         rows = re.findall(r"^left neighbour \w+ +((?:\d ){9}\d)$", text, re.M)
         assert [[int(digit) for digit in row.split()] for row in rows] == table[:2].tolist()
         documents = [re.findall(r"^[a-j]\d{12}\b", block, re.M) for block in blocks("text", text)]
         assert {3} <= {len(lines) for lines in documents}
         for line, following in itertools.chain(*map(itertools.pairwise, documents)):
-            assert steps.solve(line, dict(table=table))[-1] == following[1:]
+            assert analyze.solve(line, dict(table=table))[-1] == following[1:]
 
 def test_own_classes(own):
     """A trial finds no mistake but the cheat's, as exercise 7 says. Tokens can skip."""
     residuals, deciders = own
     says, = re.findall(r'says: "(.+?)"', " ".join(WORKSHOP.split()))
     with pytest.raises(ValueError, match=re.escape(says)):
-        trial.look_for_mistakes(model.GPTConfig("cheat"))
+        train.look_for_mistakes(model.GPTConfig("cheat"))
     residuals[residuals.index("cheat")] = "cheat:first=0"   # It gets past.
     idx = torch.arange(12).view(2, 6)
     half = model.ByFunction(lambda runner: idx % 2 > 0)
     for residual, mod in [(name, "all") for name in residuals] + [("pre", name) for name in deciders]:
         config = model.GPTConfig(residual, mod=mod, n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=64)
-        trial.look_for_mistakes(config)
+        train.look_for_mistakes(config)
         gpt = model.GPT(config)
         runner = model.Runner(gpt, half if mod == "all" else None)
         assert gpt(idx, runner=runner)[0].isfinite().all() and 0 < runner.skipped() < 1
@@ -143,7 +149,7 @@ def test_the_workshops_check_sees_what_keeps_its_promise(tmp_path, own):
 
 def test_what_is_named_exists():
     flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help", "max_restarts"}
-    modules = model, train, sample, analyze, prepare, documents, steps
+    modules = model, train, sample, analyze, prepare
     source = "".join(map(inspect.getsource, modules))
     assert not [flag for flag in flags if not re.search(rf'^    {flag}: |"--{flag}"', source, re.M)]
     for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", README + WORKSHOP):   # classes and methods
@@ -154,7 +160,7 @@ def test_what_is_named_exists():
 def test_table():
     table = README.split("## The residuals")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
-    lines = [line.strip() for line in options.list_options(model.RESIDUALS).splitlines()]
+    lines = [line.strip() for line in train.residuals_in_words().splitlines()[1:]]
     assert rows == lines[:len(rows)] and len(rows) >= 22   # One of your own may follow.
     assert len(analyze.STATS) >= 12 and "12 statistics" in README
 
