@@ -145,8 +145,7 @@ class Run:
         ran each sublayer, bools (2L, B, T)"""
         runner = Runner(self.model, decider)
         # A stream may be several tensors. as_tensor makes one of them.
-        streams = [self.model.ends.as_tensor(stream)
-                   for _, stream in self.model.walk(idx, runner=runner)]
+        streams = [self.model.ends.as_tensor(stream) for stream in self.model.walk(idx, runner)]
         return torch.stack(streams), runner.who_ran()
 
     def degrees(self, idx, decider=None):
@@ -367,9 +366,9 @@ def read(vectors, weights):
     return (vectors @ weights).argmax(-1)
 
 def after_blocks(model, idx):
-    """-> L + 1 streams: of the embedding, and after each block. (A walk yields those after 0, 1, 2,
-    .. sublayers, and a block is two of them.)"""
-    return [stream for _, stream in model.walk(idx)][::2]
+    """-> L + 1 streams: of the embedding, and after each block. (A walk returns those after 0, 1,
+    2, .. sublayers, and a block is two of them.)"""
+    return model.walk(idx)[::2]
 
 @torch.no_grad()
 def vectors_of(model, idx, window, column, cells):
@@ -480,9 +479,9 @@ class PatchingRunner(Runner):
         super().__init__(model)
         self.last_place, self.columns = 2 * block, columns   # A block is two sublayers.
 
-    def run(self, place, stream, residual, f):
-        stream = super().run(place, stream, residual, f)
-        return self.patched(stream) if place == self.last_place else stream
+    def run(self, stream, residual, f):
+        stream = super().run(stream, residual, f)
+        return self.patched(stream) if self.place == self.last_place else stream
 
     def patched(self, stream):
         """stream: (n, T, ...), or a tuple of such tensors, as with --residual nag"""

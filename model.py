@@ -272,7 +272,7 @@ class Residual(nn.Module):
 
     # --- What other rules change, and what parts 3 and 4 ask for. Part 1 can do without.
 
-    attention, mlp = Attention, MLP   # the classes of the sublayers
+    attention, mlp = Attention, MLP   # the classes of the sublayers: nGPT has its own
     has_norm = True                   # Is there a self.norm, for --norm to choose?
     allowed = {}                      # range of each option; in Template: {"first": (0, 2)}, say
     own_lr = ()                       # names of parameters that train with --gate_lr, not with --lr
@@ -334,16 +334,16 @@ def init_weights(model):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """train.py calls it after each iteration."""
+    """Again after each iteration: train.py calls it."""
     model.ends.constrain(model)
 
 # -------------------------------------------------------------------------------------- the model
 
 class PlainRunner:
-    """Runs the sublayers of one pass through the model. Whoever wants tokens to skip, or wants to
-    know what happens inside, gives the model another one, such as the Runner of part 3."""
+    """Runs the sublayers of one pass through the model. If tokens are to skip, or if you want to
+    know what happens inside, the model gets another one: the Runner of part 3."""
     def begin(self, shape, stream):
-        """A pass of (B, T) tokens begins, with its first stream."""
+        """shape: (B, T) of the tokens; stream: the first one"""
 
     def run(self, stream, residual, f):
         """-> the stream after the sublayer f"""
@@ -385,11 +385,11 @@ class GPT(nn.Module):
         runner = runner or make_runner(self)   # a PlainRunner, unless a flag asks for more
         stream = self.ends.start(self.wte(idx))
         runner.begin(idx.shape, stream)
-        for row, number in enumerate(self.order):
+        for row, number in enumerate(self.order):   # Each attention that runs has a row in a cache.
             block = self.blocks[number]
             store = None if cache is None else partial(cache.store, row)
             attention = partial(block.attn, rotation=self.rotation[past:end], store=store)
-            stream = runner.run(stream, block.attn_residual, attention)
+            stream = runner.run(stream, block.attn_residual, attention)   # residual(stream, f)
             stream = runner.run(stream, block.mlp_residual, block.mlp)
         if targets is None:
             return self.head(stream), None
@@ -455,8 +455,8 @@ class KVCache:
 
     def store(self, row, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. row: 0, 1, .. in the order of
-        running. has_key: bools (B, n), if some tokens skip the attention (part 3)"""
+        of all S tokens so far, and a mask (B, n, S) as in attend. row: which attention, 0, 1, .. in
+        the order of running; has_key: bools (B, n), if some tokens skip it (part 3)"""
         n, room = k.shape[1], (len(k), self.size)
         if row not in self.rows:
             self.rows[row] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),

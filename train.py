@@ -33,8 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from flags import (Mistake, flag, make_configs, option_defaults, read_command_line, refuse, start)
 from model import (DECIDERS, GPT, Decider, GPTConfig, RESIDUALS, Residual, Runner,
-                   checkpoint_blocks, choose, compile_blocks, flops_per_token,
-                   num_params, residual_kind)
+                   checkpoint_blocks, choose, compile_model, constrain_weights,
+                   flops_per_token, num_params, residual_kind)
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
 RANK = int(os.environ.get("RANK", 0))
@@ -281,9 +281,9 @@ def evaluate(model, x, y, token_bytes, batch_size):
     torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
         runner = Runner(model)
-        model(xi.to(model.device), yi.to(model.device), runner=runner)
+        _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
         share = len(xi) / len(x)
-        nats += runner.cross_entropy.item() * share   # the loss, without what flags add
+        nats += loss.item() * share
         skipped += runner.skipped() * share
     model.train(was_training)
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
@@ -459,14 +459,21 @@ def look_for_mistakes(config):
     model = GPT(GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd,
                           block_size=4, vocab_size=8, mlp_ratio=0.1, mod=config.mod)).eval()
     idx = torch.arange(4).view(2, 2)
-    for place, stream in model.walk(idx, runner=Runner(model, Decider())):   # All tokens run.
-        found = shape_of(stream)
-        wanted = found if place == 0 else wanted
-        if found != wanted and not model.ends.stream_grows:
-            raise Mistake(f"{kind.__name__}.forward got {wanted} and returned {found}; is a return "
-                          f"missing? (A stream of its own form needs a method start, too.)")
+    model(idx, runner=LookingRunner(model, Decider()))   # All tokens run.
     look_at_other_tokens(model, kind.__name__, Decider())
     look_at_other_tokens(model, decider_kind.__name__, model.decider)
+
+class LookingRunner(Runner):
+    """Looks at the shape of each stream, before the next sublayer gets it."""
+    def run(self, stream, residual, f):
+        wanted = shape_of(stream)
+        stream = super().run(stream, residual, f)
+        found = shape_of(stream)
+        if found != wanted and not residual.stream_grows:
+            raise Mistake(f"{type(residual).__name__}.forward got {wanted} and returned {found}; "
+                          f"is a return missing? (A stream of its own form needs a method start, "
+                          f"too.)")
+        return stream
 
 def look_at_names(kind, base):
     """Is a method misspelt, or forgotten, in this class, which is derived from base?"""
@@ -508,9 +515,9 @@ def make_ready(model, config, device):
     model.to(device)
     if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
-        model.dtype = torch.bfloat16
+        model.compute_in(torch.bfloat16)
     if config.compile:
-        compile_blocks(model)
+        compile_model(model)
     if config.checkpoint_blocks:
         checkpoint_blocks(model)
     if N_PROCESSES == 1:
@@ -615,7 +622,7 @@ def train(model_config, config, data, settings, device, signals):
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        model.ends.constrain(model)   # nGPT normalises its weights.
+        constrain_weights(model)   # nGPT normalises its weights.
 
         # --- Report
         if is_logged:

@@ -54,9 +54,7 @@ def rms(x):
 def stream_and_change(model, idx):
     """-> two lists, with a number a block; see above"""
     handed_on, changes, before = [], [], None
-    for place, stream in model.walk(idx):
-        if place % 2 == 1:
-            continue   # It is inside of a block.
+    for stream in model.walk(idx)[::2]:   # the embedding's, and those after blocks
         now = model.ends.as_tensor(stream)
         if before is not None:
             source = now
