@@ -1037,9 +1037,13 @@ class ScaledAttention(Attention):
         self.scale_k = LearnedScale(config.n_embd, config.n_embd)
 
     def queries(self, q, rotation):
-        # A score multiplies queries and keys, so the queries can have the factors of both.
-        factor = self.scale_q.factor() * self.scale_k.factor()
-        return (super().queries(q, rotation) * self.heads(factor)).to(q.dtype)
+        return self.scaled(super().queries(q, rotation), self.scale_q)
+
+    def keys(self, k, rotation):
+        return self.scaled(super().keys(k, rotation), self.scale_k)
+
+    def scaled(self, x, scale):
+        return (x * self.heads(scale.factor())).to(x.dtype)
 
 class ScaledMLP(MLP):
     def __init__(self, config, hidden):
@@ -1588,27 +1592,25 @@ def attention_of_kept(f, kept, kv_of_all, x):
     what keys_of_all returns; None: kept tokens see nobody but each other"""
     attn, rotation = f.func, f.keywords["rotation"][kept.position]
     if kv_of_all is None:
-        k, v = keys_and_values(attn, x, rotation)
-        kv_of_all = with_older(f, kept.spread(k), kept.spread(v), kept.keep)
-    k, v, mask = kv_of_all
-    q = attn.queries(part_of_c_attn(attn, x, slice(0, x.shape[-1])), rotation)
+        q, k, v = attn.c_attn(x).chunk(3, dim=-1)
+        k, v = kept.spread(attn.keys(k, rotation)), kept.spread(attn.heads(v))
+        k, v, mask = with_older(f, k, v, kept.keep)
+    else:   # Only queries are missing. The first C rows of c_attn make them.
+        q = linear(x, attn.c_attn.weight[:x.shape[-1]], attn.c_attn.dtype)
+        k, v, mask = kv_of_all
     sees = mask.expand(len(kept.keep), -1, -1)[kept.sequence, kept.position]   # (N, S)
     # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
-    out = attend(kept.in_rows(q, fill=0), k, v, kept.in_rows(sees, fill=True))
-    return attn.c_proj(out[kept.sequence, kept.column].flatten(-2)).to(x.dtype)
+    q, sees = kept.in_rows(attn.queries(q, rotation), fill=0), kept.in_rows(sees, fill=True)
+    out = attend(q, k, v, sees)[kept.sequence, kept.column]
+    return attn.c_proj(out.flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
-    """x (B, T, C): what an attention f would get, if all tokens ran it -> see with_older"""
-    return with_older(f, *keys_and_values(f.func, x, f.keywords["rotation"]))
-
-def keys_and_values(attn, x, rotation):
-    """x (..., C) -> its keys and values, (..., n_head, head_size) each"""
-    k, v = part_of_c_attn(attn, x, slice(x.shape[-1], None)).chunk(2, dim=-1)
-    return attn.keys(k, rotation), attn.heads(v)
-
-def part_of_c_attn(attn, x, rows):
-    """x (..., C) -> what some rows of c_attn make of it. The first C rows make queries."""
-    return linear(x, attn.c_attn.weight[rows], attn.c_attn.dtype)
+    """x (B, T, C): what an attention f would get, if all tokens ran it -> keys, values and a mask:
+    see with_older"""
+    attn, rotation = f.func, f.keywords["rotation"]
+    kv = linear(x, attn.c_attn.weight[x.shape[-1]:], attn.c_attn.dtype)
+    k, v = kv.chunk(2, dim=-1)
+    return with_older(f, attn.keys(k, rotation), attn.heads(v))
 
 def with_older(f, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
