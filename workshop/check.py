@@ -22,7 +22,7 @@ def promise(residual, stream):
 @torch.no_grad()
 def measure(model, idx):
     """-> of each sublayer: promise, tangent, |change| / |stream|, all of the last token of idx (1, T)"""
-    rows, streams = [], [stream for _, stream in model.walk(idx)]
+    rows, streams = [], model.walk(idx)
     for residual, before, after in zip(model.residuals(), streams, streams[1:]):
         x, y = (residual.as_tensor(stream)[0, -1].double() for stream in (before, after))
         along = x @ y / x.norm()
