@@ -272,7 +272,7 @@ class Residual(nn.Module):
 
     # --- What other rules change, and what parts 3 and 4 ask for. Part 1 can do without.
 
-    attention, mlp = Attention, MLP   # the classes of the sublayers
+    attention, mlp = Attention, MLP   # the classes of the sublayers: nGPT has its own
     has_norm = True                   # Is there a self.norm, for --norm to choose?
     allowed = {}                      # range of each option; in Template: {"first": (0, 2)}, say
     own_lr = ()                       # names of parameters that train with --gate_lr, not with --lr
@@ -334,16 +334,16 @@ def init_weights(model):
 
 @torch.no_grad()
 def constrain_weights(model):
-    """train.py calls it after each iteration."""
+    """Again after each iteration: train.py calls it."""
     model.ends.constrain(model)
 
 # -------------------------------------------------------------------------------------- the model
 
 class PlainRunner:
-    """Runs the sublayers of one pass through the model. Whoever wants tokens to skip, or wants to
-    know what happens inside, gives the model another one, such as the Runner of part 3."""
+    """Runs the sublayers of one pass through the model. If tokens are to skip, or if you want to
+    know what happens inside, the model gets another one: the Runner of part 3."""
     def begin(self, shape, stream):
-        """A pass of (B, T) tokens begins, with its first stream."""
+        """shape: (B, T) of the tokens; stream: the first one"""
 
     def run(self, stream, residual, f):
         """-> the stream after the sublayer f"""
@@ -385,11 +385,11 @@ class GPT(nn.Module):
         runner = runner or make_runner(self)   # a PlainRunner, unless a flag asks for more
         stream = self.ends.start(self.wte(idx))
         runner.begin(idx.shape, stream)
-        for row, number in enumerate(self.order):
+        for row, number in enumerate(self.order):   # Each attention that runs has a row in a cache.
             block = self.blocks[number]
             store = None if cache is None else partial(cache.store, row)
             attention = partial(block.attn, rotation=self.rotation[past:end], store=store)
-            stream = runner.run(stream, block.attn_residual, attention)
+            stream = runner.run(stream, block.attn_residual, attention)   # residual(stream, f)
             stream = runner.run(stream, block.mlp_residual, block.mlp)
         if targets is None:
             return self.head(stream), None
@@ -455,8 +455,8 @@ class KVCache:
 
     def store(self, row, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. row: 0, 1, .. in the order of
-        running. has_key: bools (B, n), if some tokens skip the attention (part 3)"""
+        of all S tokens so far, and a mask (B, n, S) as in attend. row: which attention, 0, 1, .. in
+        the order of running; has_key: bools (B, n), if some tokens skip it (part 3)"""
         n, room = k.shape[1], (len(k), self.size)
         if row not in self.rows:
             self.rows[row] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
@@ -1037,9 +1037,13 @@ class ScaledAttention(Attention):
         self.scale_k = LearnedScale(config.n_embd, config.n_embd)
 
     def queries(self, q, rotation):
-        # A score multiplies queries and keys, so the queries can have the factors of both.
-        factor = self.scale_q.factor() * self.scale_k.factor()
-        return (super().queries(q, rotation) * self.heads(factor)).to(q.dtype)
+        return self.scaled(super().queries(q, rotation), self.scale_q)
+
+    def keys(self, k, rotation):
+        return self.scaled(super().keys(k, rotation), self.scale_k)
+
+    def scaled(self, x, scale):
+        return (x * self.heads(scale.factor())).to(x.dtype)
 
 class ScaledMLP(MLP):
     def __init__(self, config, hidden):
@@ -1588,27 +1592,25 @@ def attention_of_kept(f, kept, kv_of_all, x):
     what keys_of_all returns; None: kept tokens see nobody but each other"""
     attn, rotation = f.func, f.keywords["rotation"][kept.position]
     if kv_of_all is None:
-        k, v = keys_and_values(attn, x, rotation)
-        kv_of_all = with_older(f, kept.spread(k), kept.spread(v), kept.keep)
-    k, v, mask = kv_of_all
-    q = attn.queries(part_of_c_attn(attn, x, slice(0, x.shape[-1])), rotation)
+        q, k, v = attn.c_attn(x).chunk(3, dim=-1)
+        k, v = kept.spread(attn.keys(k, rotation)), kept.spread(attn.heads(v))
+        k, v, mask = with_older(f, k, v, kept.keep)
+    else:   # Only queries are missing. The first C rows of c_attn make them.
+        q = linear(x, attn.c_attn.weight[:x.shape[-1]], attn.c_attn.dtype)
+        k, v, mask = kv_of_all
     sees = mask.expand(len(kept.keep), -1, -1)[kept.sequence, kept.position]   # (N, S)
     # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
-    out = attend(kept.in_rows(q, fill=0), k, v, kept.in_rows(sees, fill=True))
-    return attn.c_proj(out[kept.sequence, kept.column].flatten(-2)).to(x.dtype)
+    q, sees = kept.in_rows(attn.queries(q, rotation), fill=0), kept.in_rows(sees, fill=True)
+    out = attend(q, k, v, sees)[kept.sequence, kept.column]
+    return attn.c_proj(out.flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
-    """x (B, T, C): what an attention f would get, if all tokens ran it -> see with_older"""
-    return with_older(f, *keys_and_values(f.func, x, f.keywords["rotation"]))
-
-def keys_and_values(attn, x, rotation):
-    """x (..., C) -> its keys and values, (..., n_head, head_size) each"""
-    k, v = part_of_c_attn(attn, x, slice(x.shape[-1], None)).chunk(2, dim=-1)
-    return attn.keys(k, rotation), attn.heads(v)
-
-def part_of_c_attn(attn, x, rows):
-    """x (..., C) -> what some rows of c_attn make of it. The first C rows make queries."""
-    return linear(x, attn.c_attn.weight[rows], attn.c_attn.dtype)
+    """x (B, T, C): what an attention f would get, if all tokens ran it -> keys, values and a mask:
+    see with_older"""
+    attn, rotation = f.func, f.keywords["rotation"]
+    kv = linear(x, attn.c_attn.weight[x.shape[-1]:], attn.c_attn.dtype)
+    k, v = kv.chunk(2, dim=-1)
+    return with_older(f, attn.keys(k, rotation), attn.heads(v))
 
 def with_older(f, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or

@@ -494,7 +494,7 @@ def test_a_whole_pass_can_be_one_graph(residual, config):
         same((mine.cross_entropy, *filter(torch.is_tensor, mine.gains)),
              (right.cross_entropy, *filter(torch.is_tensor, right.gains)))
 
-@pytest.mark.parametrize("residual", ["pre", "attnres:group=3"])
+@pytest.mark.parametrize("residual", ["pre", pytest.param("attnres:group=3", marks=pytest.mark.slow)])
 def test_no_logits_in_float32_leave_a_compiled_graph(residual):
     """Neither as a result, nor for the backward pass. Those in bfloat16 do."""
     model, idx, left = make(residual, dtype=torch.float32, vocab_size=192, n_layer=1).train(), ids(), []

@@ -131,11 +131,18 @@ def test_executed_flops(residual, mod, decider):
         assert runner.skipped() == pytest.approx(1 - forward(model, decider=given)[1].double().mean().item())
 
 def test_no_runner_serves_twice():
-    for model, decider in [(nag(), M.ByGain(nag().config, 0.3)), (routed(), None)]:
-        runner = M.Runner(model, decider)
+    runner, model = M.Runner(nag()), nag()
+    model(IDX, runner=runner)
+    with pytest.raises(ValueError, match="one pass"):
         model(IDX, runner=runner)
-        with pytest.raises(ValueError, match="one pass"):
-            model(IDX, runner=runner)
+
+@pytest.mark.parametrize("config", [{}, dict(mod="gain"), dict(gain_cost=0.1), dict(deep_supervision=True)], ids=str)
+def test_who_gives_no_runner_gets_what_the_flags_ask_for(config):
+    model = nag(**config).train()
+    assert (type(M.make_runner(model)) is M.PlainRunner) == (not config)
+    same(model(IDX, TARGETS), model(IDX, TARGETS, runner=M.Runner(model)), 1e-14)
+    model.decider = M.EarlyExit(0.05)   # as sample.py does
+    same(model.eval()(IDX)[0], forward(model)[0].detach(), 1e-14)
 
 # ----------------------------------------------------------------------------- paying for gain
 
