@@ -11,8 +11,8 @@ A dataclass becomes a command line, and a wrong value one sentence. This file kn
 
     [config] = parse([Config])      # reads: --size 7 --kind b
 
-One flag may have options of its own, as in --residual hyper:kind=mhc,n=2. They are the keyword
-arguments of a class, and the end of this file reads them.
+A flag may have options of its own, as in --residual hyper:kind=mhc,n=2: read_options reads them.
+`refuse` ends a program with a sentence, and `start` runs a script so that errors are sentences.
 """
 import argparse
 import dataclasses
@@ -20,34 +20,6 @@ import inspect
 import os
 import sys
 from typing import get_args
-
-# ------------------------------------------------------------------------------ the end of a script
-
-class Mistake(ValueError):
-    """A mistake in a class that the user wrote. `start` prints its sentence, and no traceback."""
-
-def refuse(*sentences):
-    """Ends the program: Python prints the sentences to stderr, a line each, and exits with 1."""
-    raise SystemExit("\n".join(sentences))
-
-def mute():
-    """Nobody reads stdout any more. From now on, what is printed there goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-def start(main):
-    """Runs a script: main() -> exit status, or None. What the user can mend becomes a sentence: a
-    Mistake, a file that isn't there, a full disk. All other errors show their traceback."""
-    script = os.path.basename(sys.argv[0])
-    if sys.stdout:   # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
-    try:
-        sys.exit(main())
-    except BrokenPipeError:   # The reader, such as head, has closed the pipe.
-        mute()
-    except (Mistake, OSError) as error:
-        refuse(f"{script}: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)   # what shells expect of Ctrl-C
 
 # --------------------------------------------------------------------------- fields of a dataclass
 
@@ -187,3 +159,31 @@ def read_options(text, defaults, allowed):
         if why:
             raise ValueError(f"option {option}: {why}")
     return found
+
+# ------------------------------------------------------------------------------ the end of a script
+
+class Mistake(ValueError):
+    """A mistake in a class that the user wrote. `start` prints its sentence, and no traceback."""
+
+def refuse(*sentences):
+    """Ends the program: Python prints the sentences to stderr, a line each, and exits with 1."""
+    raise SystemExit("\n".join(sentences))
+
+def mute():
+    """Nobody reads stdout any more. From now on, what is printed there goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+def start(main):
+    """Runs a script: main() -> exit status, or None. What the user can mend becomes a sentence: a
+    Mistake, a file that isn't there, a full disk. All other errors show their traceback."""
+    script = os.path.basename(sys.argv[0])
+    if sys.stdout:   # None if it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
+    try:
+        sys.exit(main())
+    except BrokenPipeError:   # The reader, such as head, has closed the pipe.
+        mute()
+    except (Mistake, OSError) as error:
+        refuse(f"{script}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)   # what shells expect of Ctrl-C

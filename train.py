@@ -112,6 +112,64 @@ class TrainConfig:
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
 
+# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
+#
+#     --resume                the run in --out, as its checkpoint says
+#     --config RUN or FILE    the settings with which that run began, or those of a file
+#     --init_from RUN         the model of that run
+#     the defaults
+
+DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
+
+# What an earlier run can't change, and why. (Kernels change how a model is computed, and not what.)
+FIXED = {name: "its weights are of that model" for name in asdict(GPTConfig()) if name != "kernels"}
+FIXED |= dict(seed="the order of its data depends on it",
+              batch_size="the order of its data depends on it",
+              optimizer="the moments that are saved are of that optimizer",
+              eval_windows="losses on other windows can't be compared")
+
+# Of these, --init_from is free: its weights fit all the same.
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+
+def gather_settings(typed):
+    """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
+    with, or None. SystemExit, with a sentence, if a value is impossible"""
+    if typed.get("resume"):
+        ckpt = read_checkpoint(typed["out"])
+        earlier = DEFAULTS | of_the_run(ckpt["settings"])
+        settings = earlier | typed
+        refuse_changes(settings, earlier, FIXED, typed["out"])
+    else:
+        from_config, from_model, ckpt = {}, {}, None
+        if "config" in typed:
+            from_config = of_the_run(read_settings(typed["config"]))
+        # --config repeats a run, and so the --init_from that it began with.
+        source = typed.get("init_from", from_config.get("init_from"))
+        if source:
+            ckpt = read_checkpoint(source)
+            from_model = of_the_run(ckpt["model_config"])
+        settings = DEFAULTS | from_model | from_config   # What stands further right counts.
+        if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+            settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
+        settings |= typed
+        refuse_changes(settings, from_model, from_model.keys() - FREE, source)
+    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
+    config.lr = config.lr or RATES[config.optimizer]
+    if not config.out:   # attnres:group=4 -> runs/attnres-group4
+        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+    return model_config, config, ckpt
+
+def refuse_changes(settings, earlier, names, run):
+    for name in names:
+        if settings[name] != earlier[name]:
+            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
+                   f"{FIXED[name]}; leave the flag out, or start a new run")
+
+def of_the_run(settings):
+    """Without what says where a run goes and how it is started, and without what the data say"""
+    others = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
+    return {name: value for name, value in settings.items() if name not in others}
+
 # --------------------------------------------------------------------------------------------- data
 
 class Data:
@@ -121,7 +179,7 @@ class Data:
         if RANK == 0 and folder == TrainConfig.data and not Path(folder).exists():
             say(f"{folder} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", folder])
-        wait()   # The first process may still be writing.
+        wait_for_all()   # The first process may still be writing.
         meta = prepare.load_meta(folder)
         self.tokenizer, self.vocab_size = meta["tokenizer"], meta["vocab_size"]
         self.token_bytes = prepare.token_bytes(self.tokenizer, self.vocab_size)   # of each token
@@ -165,7 +223,7 @@ def evaluate(model, x, y, token_bytes, batch_size):
 def evaluate_and_report(model, data, batch_size, step, out):
     loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, batch_size)
     refuse_if_not_finite("validation loss", loss, step, out)
-    log(out, step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
+    write_log(out, step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
     say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | {skipped:.1%} "
         f"skipped")
 
@@ -237,8 +295,9 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
 def orthogonal(x):
-    """A matrix with the directions of x, and singular values of about 1 (0.7 to 1.2). Five steps of
-    a polynomial bring them there (Newton-Schulz). It is fast, and need not be exact."""
+    """A matrix with the directions of x, whose singular values are about 1 (0.7 to 1.2, or less if
+    they were far below the others). Five steps of a polynomial bring them there (Newton-Schulz). It
+    is fast, and need not be exact."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
     if x.is_cuda:
@@ -339,9 +398,9 @@ def train(model_config, config, ckpt, data, device, signals):
         for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
             # Rates and decay stay as the flags say.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
-        begin_again(out, settings, ckpt)
+        continue_run(out, settings, ckpt)
     else:
-        begin(out, settings)   # Only now, after all checks, a run that it replaces is deleted.
+        begin_run(out, settings)   # Only now, after all checks, a run that it replaces is deleted.
     tokens_per_step = config.batch_size * model_config.block_size
     part_size = config.batch_size // (config.grad_accum * N_PROCESSES)   # sequences at a time
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
@@ -352,7 +411,7 @@ def train(model_config, config, ckpt, data, device, signals):
 
     while True:
         # If any process has got a signal, all of them stop at this step.
-        is_stopped = mean(len(signals)) > 0
+        is_stopped = mean_of_all(len(signals)) > 0
         is_last = is_stopped or progress_of(config, step, flops) >= 1
 
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
@@ -363,7 +422,7 @@ def train(model_config, config, ckpt, data, device, signals):
             refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
-            save(out, dict(model=model.state_dict(), model_config=asdict(model_config),
+            save_checkpoint(out, dict(model=model.state_dict(), model_config=asdict(model_config),
                            settings=settings, optimizers=moments, step=step, flops=flops,
                            data=data.fingerprint))
             timed_from, start_time = step, time.perf_counter()   # Speed is that without pauses.
@@ -382,7 +441,7 @@ def train(model_config, config, ckpt, data, device, signals):
 
         # --- From gradients to weights
         # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * mean(token_flops)
+        flops += 3 * tokens_per_step * mean_of_all(token_flops)
         factor = lr_factor(config, progress_of(config, step, flops))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -395,13 +454,12 @@ def train(model_config, config, ckpt, data, device, signals):
         if is_logged:
             refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
             speed = (step - timed_from) * tokens_per_step / (time.perf_counter() - start_time)
-            means = {name: mean(float(value)) for name, value in means.items()}
             report(out, step, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
                    tok_s=speed, tokens=step * tokens_per_step, grad_norms=block_norms.tolist(),
-                   **means)
+                   **{name: mean_of_all(float(value)) for name, value in means.items()})
             timed_from, start_time = step, time.perf_counter()
 
-    wait()   # Nobody leaves while another one is still writing.
+    wait_for_all()   # Nobody leaves while another one is still writing.
     folder = shlex.quote(config.out)
     if is_stopped:
         say(f"stopped at iteration {step}, all is saved; go on with: "
@@ -413,7 +471,7 @@ def train(model_config, config, ckpt, data, device, signals):
 
 def report(out, step, **found):
     """A line of metrics.jsonl, and a line for people"""
-    log(out, step=step, **found)
+    write_log(out, step=step, **found)
     about_gain = f"mean gain {found['mean_gain']:.3f} | " if "mean_gain" in found else ""
     say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
         f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | "
@@ -450,7 +508,7 @@ def read_metrics(run):
     """-> {step: all that metrics.jsonl says about it}"""
     path, metrics = Path(run) / "metrics.jsonl", {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):   # A crash may have cut a line short.
+        with contextlib.suppress(ValueError, KeyError):   # A crash may have cut a line short.
             entry = json.loads(line)
             metrics.setdefault(entry["step"], {}).update(entry)
     return metrics
@@ -496,7 +554,7 @@ def open_run(run, device="auto"):
                f"by git checkout e690699.)")
     model = GPT(config)
     load_weights(model, ckpt, run)
-    model.to(pick_device(device, config.n_embd)).eval()
+    model.to(set_up_device(device, config.n_embd)).eval()
     return model, ckpt["settings"] | asdict(config) | dict(fingerprint=ckpt["data"])
 
 def is_same_data(folder, fingerprint):
@@ -519,31 +577,37 @@ def data_of_run(run, settings, data=""):
         return folder, f"{folder} is not as it was when {run} was trained: losses may differ"
     return folder, ""
 
+def is_run(folder):
+    """Other programs have a config.json or a ckpt.pt, too. The config of a run has a residual."""
+    try:
+        return "residual" in json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
     if (out / "meta.json").exists():
         refuse(f"--out {out}: is a data set; take another --out")
     found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
-    # Other programs have a config.json or a ckpt.pt, too. The config of a run has a residual.
-    if found and (found[0] != "config.json" or "residual" not in read_settings(out)):
+    if found and not is_run(out):
         refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
     if found and not overwrite:
         refuse(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
                f"another --out keeps it")
 
-def log(out, **values):
+def write_log(out, **values):
     """Adds a line to metrics.jsonl."""
     if RANK == 0:
         with open(out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(values) + "\n")
 
-def save(out, state):
+def save_checkpoint(out, state):
     """state: what ckpt.pt is to hold, a dict"""
     if RANK == 0:
         with whole_file(out / "ckpt.pt") as file:
             torch.save(state, file)
 
-def begin(out, settings):
+def begin_run(out, settings):
     """The first files of a new run"""
     if RANK == 0:
         for name in "ckpt.pt", "metrics.jsonl":   # of the run that this one replaces
@@ -551,7 +615,7 @@ def begin(out, settings):
         with whole_file(out / "config.json") as file:
             file.write(json.dumps(settings, indent=2).encode())
 
-def begin_again(out, settings, ckpt):
+def continue_run(out, settings, ckpt):
     """What was logged after the checkpoint goes: the run takes those steps again. What this start
     changes is logged."""
     if RANK == 0:
@@ -563,11 +627,12 @@ def begin_again(out, settings, ckpt):
     if changed:
         words = " ".join(f"{flag} {value}" for flag, value in changed.items())
         say(f"from iteration {ckpt['step']} on: {words}")
-        log(out, step=ckpt["step"], **changed)
+        save_checkpoint(out, ckpt | dict(settings=settings))   # A kill must not undo the change.
+        write_log(out, step=ckpt["step"], **changed)
 
 # --------------------------------------------------------------- device, processes, and signals
 
-def pick_device(name, n_embd):
+def set_up_device(name, n_embd):
     """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
     if name == "cuda" and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
@@ -581,12 +646,12 @@ def pick_device(name, n_embd):
         torch.set_num_threads(1)
     return "cpu"
 
-def wait():
+def wait_for_all():
     """Until all processes are here. All call it, and `mean`, at the same time."""
     if N_PROCESSES > 1:
         dist.barrier()
 
-def mean(number):
+def mean_of_all(number):
     """Each process gives a number, such as a loss -> their mean"""
     if N_PROCESSES == 1:
         return number
@@ -697,21 +762,23 @@ def look_at_sampling(model, name):
         raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
                       f"something else; only f may look at other tokens")
 
-# -------------------------------------------------------------------- where settings come from
+# --------------------------------------------------------------------------------------------- main
 
-# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
-#
-#     --resume                the run in --out, as its checkpoint says
-#     --config RUN or FILE    the settings with which that run began, or those that a file names
-#     --init_from RUN         the model of that run
-#     the defaults
-#
-# typed, settings, earlier: dicts of flags and their values
+def main(argv=None):
+    """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
+    typed = read_flags(argv)
+    if typed.get("resume"):
+        with only_here(typed["out"]):   # Nobody changes the run while it is read.
+            return run(*gather_settings(typed))
+    model_config, config, ckpt = gather_settings(typed)
+    with only_here(config.out):
+        refuse_if_taken(Path(config.out), config.overwrite)
+        return run(model_config, config, ckpt)
 
 def read_flags(argv=None):
     """The command line -> what is typed, a dict"""
     typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `begin_training` sets it.
+    if "vocab_size" in typed:   # `run` sets it.
         refuse("--vocab_size: the data say it; leave it out")
     if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
@@ -726,100 +793,15 @@ def residuals_in_words():
         lines.append(f"  {name}:{options}" if options else f"  {name}")
     return "residuals, with their options:\n" + "\n".join(lines)
 
-# Flags that say where a run goes and how it is started are no settings of the run. Nor is what the
-# data say.
-NOT_OF_THE_RUN = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
-
-def of_the_run(settings):
-    return {name: value for name, value in settings.items() if name not in NOT_OF_THE_RUN}
-
-DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
-MODEL_FLAGS = of_the_run(asdict(GPTConfig()))
-
-# What a run can't change when it goes on, and why. (Kernels change how a model is computed, and not
-# what it computes.)
-FIXED_IN_RUN = {name: "its weights are of that model" for name in MODEL_FLAGS if name != "kernels"}
-FIXED_IN_RUN |= dict(seed="the order of its data depends on it",
-                     batch_size="the order of its data depends on it",
-                     optimizer="the moments that are saved are of that optimizer",
-                     eval_windows="losses on other windows can't be compared")
-
-# What --init_from can't change. These may differ:
-MAY_DIFFER = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-FIXED_IN_WEIGHTS = {name: "its weights are of that model" for name in MODEL_FLAGS
-                    if name not in MAY_DIFFER}
-
-def refuse_changes(settings, earlier, fixed, run):
-    """earlier: the settings of the run; fixed: names of those that can't change, each with a reason
-    """
-    for name, reason in fixed.items():
-        if settings[name] != earlier[name]:
-            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
-                   f"{reason}; leave the flag out, or start a new run")
-
-def settings_to_resume(typed, ckpt):
-    """What is typed (a dict) and the checkpoint to go on from -> a value for each flag, a dict"""
-    earlier = DEFAULTS | of_the_run(ckpt["settings"])
-    settings = earlier | typed
-    refuse_changes(settings, earlier, FIXED_IN_RUN, typed["out"])
-    return settings
-
-def settings_of_new_run(typed):
-    """What is typed, a dict -> a value for each flag, a dict, and the checkpoint of --init_from, or
-    None. What isn't typed comes from --config, then from the model of --init_from, then from the
-    defaults."""
-    from_config, from_model, ckpt = {}, {}, None
-    if "config" in typed:
-        from_config = of_the_run(read_settings(typed["config"]))
-    # --config repeats a run, and so the --init_from that it began with.
-    source = typed.get("init_from", from_config.get("init_from"))
-    if source:
-        ckpt = read_checkpoint(source)
-        from_model = of_the_run(ckpt["model_config"])
-    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
-    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
-    settings |= typed
-    if source:
-        refuse_changes(settings, from_model, FIXED_IN_WEIGHTS, source)
-    return settings, ckpt
-
-def configs_of(settings):
-    """A dict -> model_config, config. SystemExit, with a sentence, if a value is impossible"""
-    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
-    config.lr = config.lr or RATES[config.optimizer]
-    if not config.out:   # attnres:group=4 -> runs/attnres-group4
-        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
-    return model_config, config
-
-# --------------------------------------------------------------------------------------------- main
-
-def main(argv=None):
-    """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
-    typed = read_flags(argv)
-    if typed.get("resume"):
-        out = Path(typed["out"])
-        if not out.is_dir():
-            refuse(f"--out {out}: no run there to be resumed")
-        with only_here(out):   # Only then it is read, so nobody changes it meanwhile.
-            ckpt = read_checkpoint(out)
-            model_config, config = configs_of(settings_to_resume(typed, ckpt))
-            return begin_training(model_config, config, ckpt)
-    settings, ckpt = settings_of_new_run(typed)
-    model_config, config = configs_of(settings)
-    with only_here(config.out):
-        refuse_if_taken(Path(config.out), config.overwrite)
-        return begin_training(model_config, config, ckpt)
-
 def only_here(out):
     """with only_here(out): no other run, and no prepare.py, writes to that folder."""
     return locked(out) if RANK == 0 else contextlib.nullcontext()
 
-def begin_training(model_config, config, ckpt):
+def run(model_config, config, ckpt):
     """What is needed before `train`: a trial of the model, the device, the processes, the data"""
     look_for_mistakes(model_config)
-    device = pick_device(config.device, model_config.n_embd)
-    if N_PROCESSES > 1:   # gloo is for numbers on the CPU (see `mean`), nccl for gradients on GPUs.
+    device = set_up_device(config.device, model_config.n_embd)
+    if N_PROCESSES > 1:   # gloo: for numbers on the CPU, as in mean_of_all; nccl: for gradients
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
         atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
     data = Data(config, model_config.block_size)

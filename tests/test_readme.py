@@ -29,10 +29,7 @@ def own():
         registry.update(was)
 
 def read_configs(words):
-    typed = train.read_flags(words)
-    if typed.get("resume"):
-        return train.configs_of(train.settings_to_resume(typed, train.read_checkpoint(typed["out"])))
-    return train.configs_of(train.settings_of_new_run(typed)[0])
+    return train.gather_settings(train.read_flags(words))[:2]
 
 @pytest.mark.parametrize("line", dict.fromkeys(COMMANDS))
 def test_command_parses(line, tmp_path, monkeypatch, own):

@@ -38,10 +38,7 @@ def resume(out, flags=""):
     return main(f"--out {out} --resume {flags}")
 
 def parsed(line):
-    typed = train.read_flags(shlex.split(line))
-    if typed.get("resume"):
-        return train.configs_of(train.settings_to_resume(typed, train.read_checkpoint(typed["out"])))
-    return train.configs_of(train.settings_of_new_run(typed)[0])
+    return train.gather_settings(train.read_flags(shlex.split(line)))[:2]
 
 def settings(run):
     return json.loads((run / "config.json").read_text())
@@ -321,6 +318,11 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     assert content(copy)["config.json"] == before
     assert changes(copy) == {8: dict(max_iters=12, lr=0.003), 12: dict(weight_decay=0.2, max_iters=14)}
     assert parsed(f"--out {copy} --resume")[1].lr == train.open_run(copy)[1]["lr"] == 0.003
+    with pytest.raises(KeyboardInterrupt):   # A change stays, also if it is stopped before it saves.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "forward_and_backward", Mock(side_effect=KeyboardInterrupt))
+            resume(copy, "--max_iters 15 --lr 0.002")
+    assert parsed(f"--out {copy} --resume")[1].lr == 0.002
     assert main(f"--config {copy} --out {tmp_path}/new") == 0
     assert max(metrics(tmp_path / "new")) == 8
     assert metrics(tmp_path / "new")[4] == metrics(copy)[4]
@@ -552,7 +554,7 @@ def test_a_full_disk(copy, data):
         assert "ckpt.pt: can't be written" in refused(resume, copy, "--max_iters 9 --log_interval 99")
         (copy / "metrics.jsonl").write_bytes(b" " * 9000)
         with pytest.raises(OSError, match="File too large"):
-            train.log(copy, step=0)
+            train.write_log(copy, step=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     after = content(copy)
@@ -685,7 +687,7 @@ def test_threads(monkeypatch, n_embd, environment, chosen):
     found = []
     monkeypatch.setattr(os, "environ", environment)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    assert train.pick_device("cpu", n_embd) == "cpu"
+    assert train.set_up_device("cpu", n_embd) == "cpu"
     assert found == chosen
 
 @pytest.mark.parametrize("error, words", [
@@ -778,7 +780,7 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--resume --init_from {run} --out {run}", "--init_from"),
     ("--resume --overwrite --out {run}", "contradict"),
     ("--resume --out {run} --n_embd 64", "has 32, and can't change it"),
-    ("--resume --out nowhere", "no run there"), ("--data nowhere", "no data set there"),
+    ("--resume --out nowhere", "no checkpoint there"), ("--data nowhere", "no data set there"),
     ("--resume --out {run} --batch_size 8", "--batch_size 8"),
     # Moments are of one optimizer, so a run that is resumed keeps it.
     ("--resume --out {run} --optimizer sgd --lr 1", "--optimizer sgd"),
