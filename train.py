@@ -20,6 +20,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
 import atexit
 import contextlib
+import datetime
 import difflib
 import json
 import math
@@ -282,31 +283,37 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            momentum = group["momentum"]
+            momentum, together = group["momentum"], {}
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if p not in self.state:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-                update = orthogonal(p.grad.lerp(mean, momentum))   # one step ahead: Nesterov's way
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                # Its entries have the rms 1 / sqrt(longer side). Those of AdamW's are near 0.2.
-                p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
+                ahead = p.grad.lerp(mean, momentum)   # one iteration ahead: Nesterov's way
+                # A GPU takes all matrices of a shape at once, because one is too small for it. A
+                # CPU takes one by one, because one fits into its cache.
+                together.setdefault(p.shape if p.is_cuda else p, []).append((p, ahead))
+            for pairs in together.values():
+                updates = orthogonal(torch.stack([ahead for _, ahead in pairs]))
+                for (p, _), update in zip(pairs, updates):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    # Its entries have the rms 1 / sqrt(longer side). Those of AdamW's are near 0.2.
+                    p.sub_(update, alpha=0.2 * max(p.shape) ** 0.5 * group["lr"])
 
 def orthogonal(x):
-    """A matrix with the directions of x, whose singular values are about 1 (0.7 to 1.2, or less if
-    they were far below the others). Five steps of a polynomial bring them there (Newton-Schulz). It
-    is fast, and need not be exact."""
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x   # x @ x.T is then the smaller one of two products.
+    """Matrices x (n, rows, columns) -> such with the same directions, whose singular values are
+    about 1 (0.7 to 1.2, or less if they were far below the others). Five steps of a polynomial
+    bring them there (Newton-Schulz). It is fast, and need not be exact."""
+    is_tall = x.shape[1] > x.shape[2]
+    x = x.mT if is_tall else x   # x @ x.mT is then the smaller one of two products.
     if x.is_cuda:
         x = x.bfloat16()
-    x = x / x.norm().clamp_min(1e-7)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
     for _ in range(5):
-        square = x @ x.T
+        square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.T if is_tall else x
+    return x.mT if is_tall else x
 
 def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
@@ -357,10 +364,10 @@ def make_ready(model, config, device):
     # Where tokens skip, it may be that a sublayer is run by no token of this process.
     return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
 
-def forward_and_backward(model, wrapped, config, data, step):
+def forward_and_backward(model, wrapped, config, data, step, dense_flops):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
     the parameters -> means over the parts, a dict of what is reported, and the FLOPs per token of
-    the forward pass, fewer where tokens skip. wrapped: see make_ready"""
+    the forward pass: dense_flops, or fewer where tokens skip. wrapped: see make_ready"""
     records, token_flops = [], 0.0
     n_parts = config.grad_accum * N_PROCESSES
     parts = range(RANK, n_parts, N_PROCESSES)   # those of this process
@@ -379,7 +386,9 @@ def forward_and_backward(model, wrapped, config, data, step):
         if (gain := runner.mean_gain()) is not None:   # Somebody has asked for gains.
             record["mean_gain"] = gain.detach()
         records.append(record)
-        token_flops += flops_per_token(model, runner=runner) / config.grad_accum
+        all_ran = runner.all_ran() and not runner.decider_flops
+        ran_flops = dense_flops if all_ran else flops_per_token(model, runner=runner)
+        token_flops += ran_flops / config.grad_accum
     means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
     return means, token_flops
 
@@ -407,7 +416,7 @@ def train(model_config, config, ckpt, data, device, signals):
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
-    timed_from, start_time = step, time.perf_counter()
+    dense_flops, clock = flops_per_token(model), start_clock(config, step, flops)
 
     while True:
         # If any process has got a signal, all of them stop at this step.
@@ -425,12 +434,13 @@ def train(model_config, config, ckpt, data, device, signals):
             save_checkpoint(out, dict(model=model.state_dict(), model_config=asdict(model_config),
                            settings=settings, optimizers=moments, step=step, flops=flops,
                            data=data.fingerprint))
-            timed_from, start_time = step, time.perf_counter()   # Speed is that without pauses.
+            clock = start_clock(config, step, flops)   # Speed is measured without these pauses.
         if is_last:
             break
 
         # --- From a batch to gradients
-        means, token_flops = forward_and_backward(model, wrapped, config, data, step)
+        means, token_flops = forward_and_backward(model, wrapped, config, data, step,
+                                                  dense_flops)
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
@@ -453,11 +463,11 @@ def train(model_config, config, ckpt, data, device, signals):
         # --- Report
         if is_logged:
             refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
-            speed = (step - timed_from) * tokens_per_step / (time.perf_counter() - start_time)
-            report(out, step, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
-                   tok_s=speed, tokens=step * tokens_per_step, grad_norms=block_norms.tolist(),
+            tok_s, pace = read_clock(clock, config, step, flops, tokens_per_step)
+            report(out, step, pace, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
+                   tok_s=tok_s, tokens=step * tokens_per_step, grad_norms=block_norms.tolist(),
                    **{name: mean_of_all(float(value)) for name, value in means.items()})
-            timed_from, start_time = step, time.perf_counter()
+            clock = start_clock(config, step, flops)
 
     wait_for_all()   # Nobody leaves while another one is still writing.
     folder = shlex.quote(config.out)
@@ -469,13 +479,33 @@ def train(model_config, config, ckpt, data, device, signals):
         f"next: python sample.py {folder}   or: python analyze.py {folder}")
     return 0
 
-def report(out, step, **found):
+def report(out, step, pace, **found):
     """A line of metrics.jsonl, and a line for people"""
     write_log(out, step=step, **found)
     about_gain = f"mean gain {found['mean_gain']:.3f} | " if "mean_gain" in found else ""
     say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
-        f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | "
-        f"{found['tok_s']:,.0f} tokens/s")
+        f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | {pace}")
+
+def start_clock(config, step, flops):
+    progress = progress_of(config, step, flops)
+    return dict(step=step, flops=flops, progress=progress, time=time.perf_counter())
+
+# FLOP/s of a GPU in dense bfloat16 products, as its maker says
+PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
+
+def read_clock(clock, config, step, flops, tokens_per_step):
+    """-> tokens per second since start_clock, and words: these, the FLOPs per second of what ran,
+    on a GPU the share of its peak, and how long the rest of the run will take"""
+    now = start_clock(config, step, flops)
+    seconds, iterations, flops, progress = (now[key] - clock[key]
+                                            for key in ("time", "step", "flops", "progress"))
+    tok_s, flop_s = iterations * tokens_per_step / seconds, flops / seconds
+    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e12:.3g} TFLOP/s"
+    for name, peak in PEAKS.items():
+        if torch.cuda.is_available() and name in torch.cuda.get_device_name():
+            pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"
+    left = max(0.0, 1 - now["progress"]) / progress * seconds
+    return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
 
 # --------------------------------------------------------------------------------------- run folder
 

@@ -251,7 +251,7 @@ def test_a_training_step_costs_three_forward_passes(copy):
     ckpt, model = load(copy), train.open_run(copy)[0]
     assert ckpt["flops"] == pytest.approx(ckpt["step"] * 3 * 128 * flops_per_token(model))
 
-def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch):
+def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch, capsys):
     """A step takes one second here, and an evaluation 100."""
     now = [0]
     def pass_time(seconds):
@@ -265,13 +265,15 @@ def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch):
     go(data, tmp_path, "--max_iters 4 --log_interval 2 --eval_interval 3")
     found = train.read_metrics(tmp_path)
     assert found[2]["tok_s"] == found[4]["tok_s"] == 4 * 32
+    said = capsys.readouterr().out   # Of 4 iterations of a second, 2 were left.
+    assert "128 tokens/s, " in said and " TFLOP/s | 0:00:02 left" in said
 
 # --------------------------------------------------------------------------------- settings
 
 def test_configs():
     """Typed, then --config, then defaults. A file may say some settings only."""
     gpt, config = parsed(f"--config {ROOT}/configs/gpt2.json --n_layer 6")
-    assert [gpt.n_layer, gpt.n_embd, config.batch_size, config.lr] == [6, 768, 512, 1e-3]
+    assert [gpt.n_layer, gpt.n_embd, config.batch_size, config.lr] == [6, 768, 512, 1e-2]
     assert config.min_lr == train.TrainConfig.min_lr and config.compile
     assert not parsed(f"--config {ROOT}/configs/gpt2.json --no-compile")[1].compile
     gpt, config = parsed("--n_layer 6")
