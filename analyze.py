@@ -95,7 +95,7 @@ def stat(title, draw="lines", needs_puzzle=False, **options):
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
 
-# ======================================================= part 2: the Run that a statistic gets
+# ============================================================ part 2: the Run that a statistic gets
 
 def in_batches(x, y):
     """Windows x, y (n, T) -> [(idx, targets), ...]: eight windows each; the last may have fewer"""
@@ -294,7 +294,7 @@ def skipping(run):
         return run.model.decider
     return by_gain(run, run.skip_below)
 
-# ======================================================= part 3: lines and answers of the steps text
+# ===================================================== part 3: lines and answers of the steps text
 
 # A line asks for the digits after some steps, and the next line has them: so it is the answer, and
 # asks in its turn. What a step is, and its table, is on prepare.py's page, part 1. The words:
@@ -318,7 +318,7 @@ def in_words(n):
     words = "no one two three four five six seven eight nine ten".split()
     return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
 
-# ------------------------------------------------------------------------------------ in a window
+# ------------------------------------------------------------------------------------- in a window
 
 # A window is a row of T tokens, idx, and of their targets: each token is to predict the next one.
 # A token's place in its window is its column. If lines had four digits only, c3141 and its answer
@@ -355,8 +355,7 @@ def columns_of(column, cells):
     """Where is each cell? column (N,): those of the answers' letters. Returns columns (N, cells):
     {"line": .., "answer": ..}, as in the picture"""
     answer = column[:, None] + torch.arange(cells, device=column.device)
-    # A line's digit is one line before the answer's, and that is predicted one column before it
-    # stands.
+    # A line's digit stands one line before the answer's, which is predicted a column earlier.
     return {"line": answer - line_length(cells) + 1, "answer": answer}
 
 def find_lines(idx, k, cells):
@@ -376,7 +375,7 @@ def check_length(T, cells):
     if line_length(cells) + cells > T:
         raise NotHere("a line and its answer don't fit into its --block_size")
 
-# -------------------------------------------------------------------- a line to type, and its answer
+# ------------------------------------------------------------------ a line to type, and its answer
 
 def some_digits(puzzle):
     """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
@@ -700,8 +699,8 @@ def gain_by_steps(run):
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
     those who need it. On the far right may stand what the model has not learned.
 
-    Mean angle between the stream before and after, where the digit is predicted; 0 if it skips. (A
-    gain is the tangent of this angle.)"""
+    Mean angle between the stream before and after, where the digit is predicted; 0 if it skips."""
+    # A gain is the tangent of such an angle. The figure has degrees, because all runs have those.
     rows = run.by_steps(lambda idx, targets: run.degrees(idx))
     panels, most = {"mean angle (degrees)": rows}, run.most_known
     if most == 0:
@@ -905,7 +904,7 @@ def pruning(run):
     of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter)
     turned = [sum(of_sublayers[place - 1].item() for place in places_of(run.model, block))
               for block in range(n_blocks)]
-    scores = {"least gradient (CascadeFlow)": run.gradients.tolist(), "least worth": run.worth,
+    scores = {"CascadeFlow": run.gradients.tolist(), "least worth": run.worth,
               "least angle": turned, "last first": list(range(n_blocks, 0, -1))}
     lines = {}
     for name, score in scores.items():
@@ -913,7 +912,8 @@ def pruning(run):
         lines[name] = [run.loss_rise(without(run, lowest_first[:n])) for n in range(n_blocks)]
     n = max(1, n_blocks // 3)
     rises = ", ".join(f"{line[n]:.2f} ({name})" for name, line in lines.items())
-    return {"loss increase (nats)": lines}, f"Without {n} of {n_blocks} blocks: {rises}."
+    return {"loss increase (nats)": lines}, (f"Without {n} of {n_blocks} blocks, "
+                                            f"the loss rises by {rises}.")
 
 # ================================================================================= part 6: drawings
 
@@ -1079,8 +1079,8 @@ def main(argv=None):
     if any(STATS[name].draw for name in wanted):
         import matplotlib   # If it is missing, we hear it now, too.
     found = measure_all(runs, wanted)
-    about = {name: about_run(run, color)
-             for (name, run), color in zip(runs.items(), itertools.cycle(COLORS))}
+    colors = dict(zip(runs, itertools.cycle(COLORS)))
+    about = {name: about_run(run, colors[name]) for name, run in runs.items()}
     write_numbers(out, about, found)
     write_page(out, about, found)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
@@ -1144,6 +1144,7 @@ def as_json(value):
     return json.loads(text, parse_constant=lambda nan: None)
 
 def about_run(run, color):
+    """-> what the page says of it above all figures"""
     return dict(config=run.config, color=color, loss=run.loss, bits=run.bits, warning=run.warning,
                 parameters=num_params(run.model), flops=flops_per_token(run.model))
 
