@@ -213,7 +213,7 @@ class Run:
         # At the first iterations, gradients say little of what will become of a block.
         begin = self.config["warmup"] * max(logged)
         norms = [norms for step, norms in logged.items() if step >= begin]
-        return torch.tensor(norms).mean(0) / torch.tensor(sizes).sqrt()
+        return torch.tensor(norms).double().mean(0) / torch.tensor(sizes).sqrt()
 
     # --- On the steps text (part 3): what is right, and so what it has learned
 
@@ -900,20 +900,22 @@ def pruning(run):
     Gradients as above. Least worth: the loss rises least without this block alone. (The same
     windows choose it, so no other first block can be better.) Least angle: its sublayers turn the
     stream least. Source: CascadeFlow Pruning, arXiv:2606.26538."""
-    n_blocks = len(run.model.blocks)
-    of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter)
-    turned = [sum(of_sublayers[place - 1].item() for place in places_of(run.model, block))
-              for block in range(n_blocks)]
-    scores = {"CascadeFlow": run.gradients.tolist(), "least worth": run.worth,
-              "least angle": turned, "last first": list(range(n_blocks, 0, -1))}
+    gradients, blocks = run.gradients, range(len(run.model.blocks))
+    of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter).tolist()
+    turned = [sum(of_sublayers[place - 1] for place in places_of(run.model, block))
+              for block in blocks]
+    @functools.cache   # Different orders often come to the same blocks.
+    def rise(removed):
+        return run.loss_rise(without(run, removed))
     lines = {}
-    for name, score in scores.items():
-        lowest_first = sorted(range(n_blocks), key=score.__getitem__)
-        lines[name] = [run.loss_rise(without(run, lowest_first[:n])) for n in range(n_blocks)]
-    n = max(1, n_blocks // 3)
+    for name, score in [("CascadeFlow", gradients.tolist()), ("least worth", run.worth),
+                        ("least angle", turned), ("last first", [-block for block in blocks])]:
+        lowest_first = sorted(blocks, key=lambda block: score[block])
+        lines[name] = [rise(frozenset(lowest_first[:n])) for n in blocks]
+    n = max(1, len(blocks) // 3)
     rises = ", ".join(f"{line[n]:.2f} ({name})" for name, line in lines.items())
-    return {"loss increase (nats)": lines}, (f"Without {n} of {n_blocks} blocks, "
-                                            f"the loss rises by {rises}.")
+    return ({"loss increase (nats)": lines},
+            f"Without {n} of {len(blocks)} blocks, the loss rises by {rises}.")
 
 # ================================================================================= part 6: drawings
 
