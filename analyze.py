@@ -124,8 +124,9 @@ def angles(x, y):
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
 def once(of_run):
-    """A property of a Run that is measured when it is first asked for. Its coins (--mod coins) are
-    its own, so who comes later tosses the same ones, whether he was the first to ask or not."""
+    """A property of a Run that is measured when a statistic first asks for it. With --mod coins it
+    tosses coins of its own. So those of the statistic are the same, whether it was the first to ask
+    or not."""
     def measured(run):
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(0)
@@ -199,9 +200,9 @@ class Run:
 
     @functools.cached_property
     def gradients(self):
-        """-> for each block the norm of its gradient in the training, per root of its size (so with
-        --taper a wide block counts no more). A mean over what train.py has logged. NotHere if it
-        has logged none"""
+        """-> for each block the norm of its gradient in the training: a mean over the iterations
+        that train.py has logged, per root of the block's size (or with --taper, wide blocks would
+        always win). NotHere if it has logged none"""
         metrics = read_metrics(self.folder) if self.folder else {}
         logged = {step: entry["grad_norms"] for step, entry in metrics.items()
                   if "grad_norms" in entry}
@@ -210,7 +211,7 @@ class Run:
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.model.blocks]
         if len(sizes) == 1:
             raise NotHere("one block has nobody to be compared with")
-        # At the first iterations, gradients say little of what will become of a block.
+        # During the warmup, gradients say little of what will become of a block.
         begin = self.config["warmup"] * max(logged)
         norms = [norms for step, norms in logged.items() if step >= begin]
         return torch.tensor(norms).double().mean(0) / torch.tensor(sizes).sqrt()
@@ -236,6 +237,7 @@ class Run:
         means = []
         for k in range(self.puzzle["most"] + 1):
             if not (asked == k).any():
+                check_length(self.model.config.block_size, cells)
                 raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; "
                               f"give it more of them, with --windows")
             means.append(values[:, asked == k].mean(1))
@@ -704,7 +706,7 @@ def gain_by_steps(run):
     rows = run.by_steps(lambda idx, targets: run.degrees(idx))
     panels, most = {"mean angle (degrees)": rows}, run.most_known
     if most == 0:
-        return panels, "It knows no step, so nobody works for one."
+        return panels, "It knows no step, so no sublayer works for one."
     more = [row[most] - row[0] for row in rows]
     return panels, (f"Sublayer {more.index(max(more)) + 1} turns digits after {in_words(most)} by "
                     f"{max(more):.0f} degrees more than copies.")
@@ -1081,8 +1083,8 @@ def main(argv=None):
     if any(STATS[name].draw for name in wanted):
         import matplotlib   # If it is missing, we hear it now, too.
     found = measure_all(runs, wanted)
-    colors = dict(zip(runs, itertools.cycle(COLORS)))
-    about = {name: about_run(run, colors[name]) for name, run in runs.items()}
+    about = {name: about_run(run, color)
+             for (name, run), color in zip(runs.items(), itertools.cycle(COLORS))}
     write_numbers(out, about, found)
     write_page(out, about, found)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
@@ -1151,9 +1153,8 @@ def about_run(run, color):
                 parameters=num_params(run.model), flops=flops_per_token(run.model))
 
 def write_numbers(out, about, found):
-    """numbers.json has what was measured, and why something could not be. (Whether it could be
-    drawn, only the page says.) about: {run: as about_run returns it}; found: as measure_all returns
-    it"""
+    """numbers.json: what was measured, and why something could not be. (What can't be drawn stands
+    here all the same.) about: {run: as about_run returns it}; found: as measure_all returns it"""
     numbers = dict(runs=about, statistics={name: each["results"] for name, each in found.items()},
                    missing={name: each["missing"] for name, each in found.items()})
     with prepare.whole_file(out / "numbers.json") as file:
@@ -1180,7 +1181,7 @@ def figure_of(name, of_runs, colors, out):
     if a new statistic of yours returns something else, the others still have their page."""
     try:
         png, inches = as_png(STATS[name], of_runs["results"], colors)
-    except Exception as error:   # Who knows what it is
+    except Exception as error:   # It can be any: what it got has some other form.
         why = (f"it can't be drawn ({type(error).__name__}: {error}); lines are "
                "{panel: {name: line}}, and heat maps {panel: matrix}")
         print(f"no figure of {name}, because {why}", file=sys.stderr)

@@ -271,7 +271,7 @@ def test_who_turns_by_steps(run, monkeypatch):
         gain = residual.gain(before).abs()[..., 0]
         assert row == means(run, lambda *_: torch.where(gain >= 0.3, gain.atan().rad2deg(), 0))
     more = [row[MOST] - row[0] for row in rows]
-    assert sentence == "It knows no step, so nobody works for one."
+    assert sentence == "It knows no step, so no sublayer works for one."
     with monkeypatch.context() as known:
         known.setattr(analyze, "KNOWN", 0.0)   # Now it knows all.
         sentence = analyze.gain_by_steps(run)[1]
