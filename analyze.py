@@ -11,8 +11,9 @@ blocks in running order): odd ones are attention, even ones MLP. Windows and los
 train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in a run's training
 (--mod) skip them here, too.
 """
-# The parts of this file: what a statistic is (1), what it gets (2), the statistics of the steps
-# text (3) and of any text (4), the drawings (5), the page and the command (6). Its words:
+# The parts of this file: what a statistic is (1), the Run that it gets (2), lines and answers of
+# the steps text (3), the statistics of the steps text (4) and of any text (5), the drawings (6),
+# the page and the command (7). Its words (those of the steps text stand in part 3):
 #
 #     L         how many blocks run; one that --repeat runs twice counts twice
 #     place     the number of a sublayer, from 1 to 2L
@@ -23,14 +24,6 @@ train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in
 #               Without(places, decider)  nobody runs these; of the others, that decider decides
 #               (places_of(model, block) are those of a block: attention, MLP)
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
-#
-# And of the steps text, the puzzle that prepare.py explains, part 1:
-#
-#     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
-#     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
-#     answer    a line after another one, with the digits that this one asks for
-#     asked     how many steps lead to an answer, as the letter of the line before says
-#     known     at least 90 % of the digits are right
 import base64
 import codecs
 import functools
@@ -53,7 +46,7 @@ import prepare
 from flags import flag, parse, refuse, start
 from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
                    places_of, unit, why_not)
-from train import data_of_run, evaluate, open_run, say
+from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
 
@@ -74,11 +67,11 @@ from train import data_of_run, evaluate, open_run, say
 #
 # Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list or a tensor
 # of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat", numbers are shown as
-# colours: {panel: matrix}. Part 5 has all drawings, and their keywords, such as x.
+# colours: {panel: matrix}. Part 6 has all drawings, and their keywords, such as x.
 
 @dataclass
 class Statistic:
-    measure: Callable    # the function
+    of_run: Callable     # the function
     title: str
     caption: str
     definition: str
@@ -91,22 +84,243 @@ STATS = {}   # name -> Statistic, in the order of the page
 def stat(title, draw="lines", needs_puzzle=False, **options):
     """A decorator: the function below it is a statistic, which --only calls by the function's name.
     options: keywords of the drawing"""
-    def add(measure):
-        measure = torch.no_grad()(measure)   # It measures, and nothing learns.
-        caption, _, definition = (inspect.getdoc(measure) or title).partition("\n\n")
-        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw, options,
-                                            needs_puzzle)
-        return measure
+    def add(of_run):
+        of_run = torch.no_grad()(of_run)   # It measures, and nothing learns.
+        caption, _, definition = (inspect.getdoc(of_run) or title).partition("\n\n")
+        STATS[of_run.__name__] = Statistic(of_run, title, caption, definition, draw, options,
+                                           needs_puzzle)
+        return of_run
     return add
 
 class NotHere(Exception):
     """One sentence: why a run can't have what was asked for"""
 
-# =================================================================== part 2: what a statistic gets
+# ============================================================ part 2: the Run that a statistic gets
 
-# It gets a Run. Half of a Run is for the steps text, so we begin with how to find answers there.
+def in_batches(x, y):
+    """Windows x, y (n, T) -> [(idx, targets), ...]: eight windows each; the last may have fewer"""
+    return list(zip(x.split(8), y.split(8)))
 
-# ---------------------------------------------------------------- answers in windows of steps text
+def mean_over(batches, of_batch):
+    """of_batch(idx, targets) -> a number or a tensor, the mean over these windows. Returns the mean
+    over all windows of the batches."""
+    total = sum(len(idx) * of_batch(idx, targets) for idx, targets in batches)
+    return total / sum(len(idx) for idx, _ in batches)
+
+def mean_loss(model, batches, decider=None):
+    """Nats per token. decider: says who runs what, in place of the model's own"""
+    def loss_of(idx, targets):
+        _, loss = model(idx, targets, runner=Runner(model, decider))
+        return loss.item()
+    return mean_over(batches, loss_of)
+
+def after_blocks(model, idx):
+    """-> L + 1 streams: that of the embedding, and that after each block, which is two sublayers"""
+    return model.walk(idx)[::2]
+
+def angles(x, y):
+    """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
+    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
+
+def once(of_run):
+    """A property of a Run that is measured when a statistic first asks for it. With --mod coins it
+    tosses coins of its own. So those of the statistic are the same, whether it was the first to ask
+    or not."""
+    def measured(run):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(0)
+            return of_run(run)
+    return functools.cached_property(measured)
+
+class Run:
+    """A trained model, and validation windows to measure it on"""
+    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05, warning="",
+                 folder=None):
+        """windows: x, y (n, T)"""
+        self.model = model             # in eval mode
+        self.config = config           # of the run folder
+        self.puzzle = puzzle           # None, if it is a run on another text
+        self.text = text               # --text
+        self.skip_below = skip_below   # --skip_below
+        self.warning = warning         # a sentence, if its data have changed since
+        self.folder = folder           # of the run; None: nobody knows what was logged
+        x, y = (part.to(model.device) for part in windows)
+        self.batches = in_batches(x, y)
+        self.quarter = in_batches(x[::4], y[::4])           # for what is slow
+        self.other_quarter = in_batches(x[2::4], y[2::4])   # to choose a fixed set by
+        token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
+        # Nats per token, and bits per byte of text
+        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
+
+    def mean(self, of_idx, batches=None):
+        """of_idx(idx) -> a tensor, the mean over these windows. Returns that over all windows."""
+        return mean_over(batches or self.batches, lambda idx, targets: of_idx(idx))
+
+    def forward(self, idx, decider=None):
+        """-> logits, and who ran each sublayer, bools (2L, B, T)"""
+        runner = Runner(self.model, decider)
+        logits, _ = self.model(idx, runner=runner)
+        return logits, runner.who_ran()
+
+    def watch(self, idx, decider=None):
+        """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
+        ran each sublayer, bools (2L, B, T)"""
+        runner = Runner(self.model, decider)
+        streams = self.model.walk(idx, runner)
+        # A stream may be several tensors. as_tensor makes one of them.
+        vectors = [self.model.ends.as_tensor(stream) for stream in streams]
+        return torch.stack(vectors), runner.who_ran()
+
+    def degrees(self, idx, decider=None):
+        """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
+        streams, _ = self.watch(idx, decider)
+        return angles(streams[1:], streams[:-1]).rad2deg()
+
+    def share_that_ran(self, decider, batches=None):
+        """-> the share of the tokens that ran each sublayer (2L,)"""
+        def share(idx):
+            _, ran = self.forward(idx, decider)
+            return ran.float().mean((1, 2))
+        return self.mean(share, batches)
+
+    @once
+    def loss_of_quarter(self):
+        return mean_loss(self.model, self.quarter)
+
+    def loss_rise(self, decider):
+        """By how much the loss rises if this decider says who runs what, on a quarter of the
+        windows"""
+        return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
+
+    @once
+    def worth(self):
+        """-> a list: by how much the loss rises without block 1, 2, .."""
+        return [self.loss_rise(without(self, [block])) for block in range(len(self.model.blocks))]
+
+    @functools.cached_property
+    def gradients(self):
+        """-> for each block the norm of its gradient in the training: a mean over the iterations
+        that train.py has logged, per root of the block's size (or with --taper, wide blocks would
+        always win). NotHere if it has logged none"""
+        metrics = read_metrics(self.folder) if self.folder else {}
+        logged = {step: entry["grad_norms"] for step, entry in metrics.items()
+                  if "grad_norms" in entry}
+        if not logged:
+            raise NotHere("its folder has no gradient norms of blocks, in metrics.jsonl")
+        sizes = [sum(p.numel() for p in block.parameters()) for block in self.model.blocks]
+        if len(sizes) == 1:
+            raise NotHere("one block has nobody to be compared with")
+        # During the warmup, gradients say little of what will become of a block.
+        begin = self.config["warmup"] * max(logged)
+        norms = [norms for step, norms in logged.items() if step >= begin]
+        return torch.tensor(norms).double().mean(0) / torch.tensor(sizes).sqrt()
+
+    # --- On the steps text (part 3): what is right, and so what it has learned
+
+    def by_steps(self, of_targets):
+        """of_targets(idx, targets) -> values (rows, B, T) of all targets, such as a row a sublayer.
+        Returns for each row a list: its means over the digits to which 0, 1, .. steps lead.
+
+        Only the second half of a line counts. Digits of the first half depend on few others, so a
+        model may have learned them by heart."""
+        cells = self.puzzle["cells"]
+        values, asked = [], []
+        for idx, targets in self.batches:
+            of_batch = of_targets(idx, targets).double()
+            window, column, steps = find_answers(idx, cells)
+            for cell in range(cells // 2, cells):
+                inside = column + cell < idx.shape[1]   # An answer's end may lie beyond its window.
+                values.append(of_batch[:, window[inside], column[inside] + cell])
+                asked.append(steps[inside])
+        values, asked = torch.cat(values, 1), torch.cat(asked)
+        means = []
+        for k in range(self.puzzle["most"] + 1):
+            if not (asked == k).any():
+                check_length(self.model.config.block_size, cells)
+                raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; "
+                              f"give it more of them, with --windows")
+            means.append(values[:, asked == k].mean(1))
+        return torch.stack(means, 1).tolist()
+
+    def right_by_steps(self, decider=None):
+        """-> the shares of right digits by steps asked: 0, 1, .."""
+        def is_right(idx, targets):
+            logits, _ = self.forward(idx, decider)
+            return (logits.argmax(-1) == targets)[None]
+        [right] = self.by_steps(is_right)
+        return right
+
+    @once
+    def right(self):
+        """These shares, of the model as it is"""
+        return self.right_by_steps()
+
+    @property
+    def guess(self):
+        """The share of digits that are right by chance"""
+        return 1 / len(self.puzzle["table"])
+
+    @property
+    def most_known(self):
+        """The most steps up to which digits are known. 0: it knows no step, and copies at best"""
+        for k, share in enumerate(self.right):
+            if share < KNOWN:
+                return max(0, k - 1)
+        return len(self.right) - 1
+
+    def steps_with(self, decider):
+        """How many steps it has learned if this decider says who runs what"""
+        return steps_learned(self.right_by_steps(decider), self.guess)
+
+# ------------------------------------------------------------------------------------ who runs what
+
+ALL_RUN = Decider()   # All tokens run all sublayers.
+
+def by_gain(run, below):
+    """The decider of --mod gain:below=..: a token skips a sublayer that would turn it by less, if
+    the residual knows this before (as NAG does). NotHere if not"""
+    decider = ByGain(run.model.config, below)
+    if why := why_not(decider, run.model.config):
+        raise NotHere(why)
+    return decider
+
+def without(run, blocks):
+    """-> the decider that removes these blocks, from 0. Who skips the others: as in training"""
+    places = {place for block in blocks for place in places_of(run.model, block)}
+    return Without(places, run.model.decider)
+
+def skipping(run):
+    """-> the decider that says who skips: as in training, or else by --skip_below"""
+    if run.model.config.mod != "all":
+        return run.model.decider
+    return by_gain(run, run.skip_below)
+
+# ===================================================== part 3: lines and answers of the steps text
+
+# A line asks for the digits after some steps, and the next line has them: so it is the answer, and
+# asks in its turn. What a step is, and its table, is on prepare.py's page, part 1. The words:
+#
+#     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
+#     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
+#     asked     how many steps lead to an answer, as the letter of the line before says
+#     known     at least 90 % of the digits are right
+
+KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
+
+def steps_learned(right, guess):
+    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
+    digits are right, and 0 if no more are right than by guessing.
+
+    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
+    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
+
+def in_words(n):
+    """2 -> two steps"""
+    words = "no one two three four five six seven eight nine ten".split()
+    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
+
+# ------------------------------------------------------------------------------------- in a window
 
 # A window is a row of T tokens, idx, and of their targets: each token is to predict the next one.
 # A token's place in its window is its column. If lines had four digits only, c3141 and its answer
@@ -139,6 +353,13 @@ def find_answers(idx, cells):
     asked = idx[window, column - line_length(cells)] - ord("a")
     return window, column, asked
 
+def columns_of(column, cells):
+    """Where is each cell? column (N,): those of the answers' letters. Returns columns (N, cells):
+    {"line": .., "answer": ..}, as in the picture"""
+    answer = column[:, None] + torch.arange(cells, device=column.device)
+    # A line's digit stands one line before the answer's, which is predicted a column earlier.
+    return {"line": answer - line_length(cells) + 1, "answer": answer}
+
 def find_lines(idx, k, cells):
     """All N lines that ask for k steps, and whose whole answer is in the window. (Its last digit
     may be the last target.) Returns three tensors:
@@ -148,185 +369,15 @@ def find_lines(idx, k, cells):
     window, column, asked = find_answers(idx, cells)
     chosen = (asked == k) & (column + cells <= idx.shape[1])
     window, column = window[chosen], column[chosen]
-    of_line = column[:, None] - line_length(cells) + 1 + torch.arange(cells, device=idx.device)
-    return window, column, idx[window[:, None], of_line] - ord("0")
+    tokens = idx[window[:, None], columns_of(column, cells)["line"]]
+    return window, column, tokens - ord("0")
 
-def in_words(n):
-    """2 -> two steps"""
-    words = "no one two three four five six seven eight nine ten".split()
-    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
+def check_length(T, cells):
+    """NotHere if a line and its answer are too long for a window"""
+    if line_length(cells) + cells > T:
+        raise NotHere("a line and its answer don't fit into its --block_size")
 
-# ------------------------------------------------------------------------------------------- a Run
-
-KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
-
-def in_batches(x, y):
-    """Windows x, y (n, T) -> [(idx, targets), ...]. All batches have the same size, so that their
-    means can be averaged."""
-    size = math.gcd(len(x), 8)
-    return list(zip(x.split(size), y.split(size)))
-
-def mean_loss(model, batches, decider=None):
-    """Nats per token. decider: says who runs what, in place of the model's own"""
-    total = 0.0
-    for idx, targets in batches:
-        _, loss = model(idx, targets, runner=Runner(model, decider))
-        total += loss.item()
-    return total / len(batches)
-
-def after_blocks(model, idx):
-    """-> L + 1 streams: that of the embedding, and that after each block, which is two sublayers"""
-    return model.walk(idx)[::2]
-
-def angles(x, y):
-    """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
-    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
-    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
-
-def steps_learned(right, guess):
-    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
-    digits are right, and 0 if no more are right than by guessing.
-
-    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
-    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
-
-class Run:
-    """A trained model, and validation windows to measure it on"""
-    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05,
-                 warning=""):
-        """windows: x, y (n, T)"""
-        self.model = model             # in eval mode
-        self.config = config           # of the run folder
-        self.puzzle = puzzle           # None, if it is a run on another text
-        self.text = text               # --text
-        self.skip_below = skip_below   # --skip_below
-        self.warning = warning         # a sentence, if its data have changed since
-        x, y = (part.to(model.device) for part in windows)
-        self.batches = in_batches(x, y)
-        self.quarter = in_batches(x[::4], y[::4])           # for what is slow
-        self.other_quarter = in_batches(x[2::4], y[2::4])   # to choose a fixed set by
-        token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
-        # Nats per token, and bits per byte of text
-        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
-
-    def mean(self, measure, batches=None):
-        """The mean over batches of measure(idx), a tensor"""
-        batches = batches or self.batches
-        return sum(measure(idx) for idx, _ in batches) / len(batches)
-
-    def forward(self, idx, decider=None):
-        """-> logits, and who ran each sublayer, bools (2L, B, T)"""
-        runner = Runner(self.model, decider)
-        logits, _ = self.model(idx, runner=runner)
-        return logits, runner.who_ran()
-
-    def watch(self, idx, decider=None):
-        """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
-        ran each sublayer, bools (2L, B, T)"""
-        runner = Runner(self.model, decider)
-        streams = self.model.walk(idx, runner)
-        # A stream may be several tensors. as_tensor makes one of them.
-        vectors = [self.model.ends.as_tensor(stream) for stream in streams]
-        return torch.stack(vectors), runner.who_ran()
-
-    def degrees(self, idx, decider=None):
-        """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
-        streams, _ = self.watch(idx, decider)
-        return angles(streams[1:], streams[:-1]).rad2deg()
-
-    def share_that_ran(self, decider, batches=None):
-        """-> the share of the tokens that ran each sublayer (2L,)"""
-        def share(idx):
-            _, ran = self.forward(idx, decider)
-            return ran.float().mean((1, 2))
-        return self.mean(share, batches)
-
-    @functools.cached_property
-    def loss_of_quarter(self):
-        return mean_loss(self.model, self.quarter)
-
-    def loss_rise(self, decider):
-        """By how much the loss rises if this decider says who runs what, on a quarter of the
-        windows"""
-        return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
-
-    # --- On the steps text: what is right, and so what it has learned
-
-    def by_steps(self, measure):
-        """measure(idx, targets) -> values (rows, B, T) of all targets, such as a row a sublayer.
-        Returns for each row a list: its means over the digits to which 0, 1, .. steps lead.
-
-        Only the second half of a line counts. Digits of the first half depend on few others, so a
-        model may have learned them by heart."""
-        cells = self.puzzle["cells"]
-        values, asked = [], []
-        for idx, targets in self.batches:
-            of_targets = measure(idx, targets).double()
-            window, column, steps = find_answers(idx, cells)
-            for cell in range(cells // 2, cells):
-                inside = column + cell < idx.shape[1]   # An answer's end may lie beyond its window.
-                values.append(of_targets[:, window[inside], column[inside] + cell])
-                asked.append(steps[inside])
-        values, asked = torch.cat(values, 1), torch.cat(asked)
-        means = []
-        for k in range(self.puzzle["most"] + 1):
-            if not (asked == k).any():
-                raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; "
-                              f"give it more of them, with --windows")
-            means.append(values[:, asked == k].mean(1))
-        return torch.stack(means, 1).tolist()
-
-    def right_by_steps(self, decider=None):
-        """-> the shares of right digits by steps asked: 0, 1, .."""
-        def is_right(idx, targets):
-            logits, _ = self.forward(idx, decider)
-            return (logits.argmax(-1) == targets)[None]
-        [right] = self.by_steps(is_right)
-        return right
-
-    @functools.cached_property
-    def right(self):
-        """These shares, of the model as it is"""
-        return self.right_by_steps()
-
-    @property
-    def guess(self):
-        """The share of digits that are right by chance"""
-        return 1 / len(self.puzzle["table"])
-
-    @property
-    def most_known(self):
-        """The most steps up to which digits are known. If there are none, we look at one step."""
-        for k, share in enumerate(self.right):
-            if share < KNOWN:
-                return max(1, k - 1)
-        return len(self.right) - 1
-
-    def steps_with(self, decider):
-        """How many steps it has learned if this decider says who runs what"""
-        return steps_learned(self.right_by_steps(decider), self.guess)
-
-# ------------------------------------------------------------------------------------ who runs what
-
-ALL_RUN = Decider()   # All tokens run all sublayers.
-
-def by_gain(run, below):
-    """The decider of --mod gain:below=..: a token skips a sublayer that would turn it by less, if
-    the residual knows this before (as NAG does). NotHere if not"""
-    decider = ByGain(run.model.config, below)
-    if why := why_not(decider, run.model.config):
-        raise NotHere(why)
-    return decider
-
-def skipping(run):
-    """-> the decider that says who skips: as in training, or else by --skip_below"""
-    if run.model.config.mod != "all":
-        return run.model.decider
-    return by_gain(run, run.skip_below)
-
-# ============================================================= part 3: statistics of the steps text
-
-# -------------------------------------------------------------------- what it answers, and how well
+# ------------------------------------------------------------------ a line to type, and its answer
 
 def some_digits(puzzle):
     """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
@@ -347,11 +398,10 @@ def solve(line, puzzle):
     return [spelled(each) for each in lines_after(digits, steps, puzzle["table"])]
 
 def answers(model, lines, puzzle):
-    """What a model answers to each line, digit by digit the likeliest. (We write the answer's
-    letter, because the text draws it at random.)"""
+    """-> tokens (lines, cells): what a model answers to each line, the likeliest each time. (We
+    write the answer's letter, because the text draws it at random.)"""
     idx = torch.stack([tokens_of(f"{line}\na") for line in lines]).to(model.device)
-    tokens = model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:]
-    return [spelled(answer - ord("0")) for answer in tokens]
+    return model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:].cpu()
 
 def tokens_of(text):
     """A token is a byte. "a0" -> tensor([97, 48])"""
@@ -360,6 +410,10 @@ def tokens_of(text):
 def spelled(digits):
     """A tensor of digits -> a text. What is no digit becomes a question mark."""
     return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
+
+# ============================================================= part 4: statistics of the steps text
+
+# -------------------------------------------------------------------- what it answers, and how well
 
 @stat("The puzzle", draw=None, needs_puzzle=True)
 def written(run):
@@ -370,7 +424,8 @@ def written(run):
     The likeliest digit each time, after this line alone. What is right follows from the table."""
     digits = some_digits(run.puzzle)
     lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
-    return {"lines": lines, "answers": answers(run.model, lines, run.puzzle),
+    found = answers(run.model, lines, run.puzzle)
+    return {"lines": lines, "answers": [spelled(tokens - ord("0")) for tokens in found],
             "true": [solve(line, run.puzzle)[-1] for line in lines]}   # its last line
 
 @stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
@@ -393,10 +448,10 @@ def right_digits(run):
 # is a linear map from the stream of one token, after a block, to a digit. Cell 0 of c3141 is a 3
 # after no step, a 5 after one, which nobody wrote, and a 1 after two. We look for all three in two
 # places: where the line's 3 stands, and where the answer's 1 is predicted. The words, besides those
-# at the top of this file:
+# of part 3:
 #
 #     k        how many steps a line asks for; `steps` counts from 0 to k
-#     where    "line" or "answer": in which columns we look (there is a picture in part 2)
+#     where    "line" or "answer": in which columns we look (there is a picture in part 3)
 #     block    after which block we look; 0: at the embedding. Each run of one counts (--repeat).
 #     vector   what a probe reads: the stream of one token, divided by its rms
 #     share    which part of some digits is right, from 0 to 1
@@ -434,20 +489,17 @@ def vectors_and_digits(model, puzzle, windows, k):
 
     vectors   {(where, block): (N, C)}, on the CPU, wherever the model is
     digits    (N, k + 1): those of these cells after 0, 1, .. k steps"""
-    cells = puzzle["cells"]
-    cell = torch.arange(cells)
     vectors, digits = {}, []   # lists of parts, of 64 windows each
     for idx in windows.split(64):
-        window, column, written = find_lines(idx, k, cells)   # written: the lines' digits
-        window, column = window[:, None], column[:, None]
-        columns = {"line": column - line_length(cells) + 1 + cell, "answer": column + cell}
+        window, column, of_lines = find_lines(idx, k, puzzle["cells"])
+        columns = columns_of(column, puzzle["cells"])
         for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
-            of_tokens = unit(model.ends.as_tensor(stream)).cpu()   # (64, T, C)
+            of_tokens = unit(model.ends.as_tensor(stream)).cpu()            # (64, T, C)
             for where in columns:
-                of_cells = of_tokens[window, columns[where]]       # (lines, cells, C)
+                of_cells = of_tokens[window[:, None], columns[where]]       # (lines, cells, C)
                 vectors.setdefault((where, block), []).append(of_cells.flatten(0, 1))
-        lines = lines_after(written, k, puzzle["table"])           # (k + 1, lines, cells)
-        digits.append(lines.flatten(1).T)
+        of_steps = lines_after(of_lines, k, puzzle["table"])                # (k + 1, lines, cells)
+        digits.append(of_steps.flatten(1).T)
     return {key: torch.cat(parts) for key, parts in vectors.items()}, torch.cat(digits)
 
 class Inside:
@@ -457,6 +509,7 @@ class Inside:
     share[where, block][steps]    of the digits in the other half, as they read them"""
     def __init__(self, model, puzzle, windows, k):
         """windows (n, T): tokens of validation text. NotHere if they have too few such lines"""
+        check_length(windows.shape[1], puzzle["cells"])
         self.model, self.puzzle, self.k = model, puzzle, k
         self.blocks = range(len(model.order) + 1)
         self.probes, self.share = {}, {}
@@ -495,7 +548,7 @@ class Inside:
         share: how often these probes are right, on other lines; digits: what they read here"""
         [answer] = answers(self.model, [line], self.puzzle)
         # Here the line is the only one of its window. The answer's last digit predicts no cell.
-        idx = tokens_of(f"{line}\na{answer[:-1]}")[None]
+        idx = torch.cat([tokens_of(f"{line}\na"), answer[:-1]])[None]
         vectors, digits = vectors_and_digits(self.model, self.puzzle, idx, self.k)
         rows = []
         for block in self.blocks:
@@ -506,22 +559,24 @@ class Inside:
                 row = dict(steps=steps, where=where, share=self.share[where, block][steps],
                            digits=spelled(read[:, steps]), true=spelled(digits[:, steps]))
             rows.append(row)
-        return dict(line=line, answer=answer, true=spelled(digits[:, self.k]), blocks=rows)
+        return dict(line=line, answer=spelled(answer - ord("0")), true=spelled(digits[:, self.k]),
+                    blocks=rows)
 
-@stat("The lines inside, which nobody wrote", draw="lines_inside", needs_puzzle=True,
+@stat("The lines inside, which nobody wrote", draw="probes", needs_puzzle=True,
       x="the line after so many steps", first_x=0, y="blocks run", first_y=0,
       label="share of digits read", share=True)
 def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
     digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
     The figure shows which share it reads: on the left where the line stands, on the right where the
-    answer is predicted. Without its left neighbour, there are two digits to choose from: .5.
+    answer is predicted. Who doesn't know the left neighbour can choose among as many digits as the
+    table has different rows: with two, .5 is no step.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.
     Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
     reads no such line in an untrained model, nor shuffled digits."""
-    k, T = run.most_known, run.model.config.block_size
+    k, T = max(1, run.most_known), run.model.config.block_size   # If it knows none, we look at one.
     # To fit probes takes many windows, whatever --windows says.
     windows, _ = prepare.windows_of(run.config["data"], "val", T, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
@@ -534,39 +589,19 @@ def lines_inside(run):
                  examples=[inside.example(letter + digits) for digits in examples])
     furthest = [inside.furthest(block) for block in inside.blocks]
     steps = ["none" if each is None else str(each[0]) for each in furthest]
-    return found, f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}."
+    sentence = f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}."
+    return found, sentence if run.most_known else f"The model knows no step. {sentence}"
 
 # ------------------------------------------------------------------------ does the answer need it?
 
-# A probe sees that digits are there, but not that the model uses them. So we change what is there:
-# after one block, the stream of another line takes the place of this one's. Whose answer comes out?
-
-class PatchingRunner(Runner):
-    """Runs the sublayers of a pass. After one block, some columns of window i get the stream of
-    window i - 1, and those of the first window that of the last."""
-    def __init__(self, model, block, columns):
-        super().__init__(model)
-        self.block, self.columns = block, columns
-
-    def run(self, stream, residual, f):
-        """The model calls it for each sublayer, at self.place 1, 2, 3, .. -> the stream after it"""
-        stream = super().run(stream, residual, f)
-        block_ends_here = self.place == 2 * self.block   # A block is two sublayers.
-        return self.patched(stream) if block_ends_here else stream
-
-    def patched(self, stream):
-        """stream: (n, T, ...), or a tuple of such tensors, as with --residual nag"""
-        if isinstance(stream, tuple):
-            return tuple(self.patched(part) for part in stream)
-        stream = stream.clone()
-        stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
-        return stream
+# A probe sees that digits are there, but not that the model uses them. So we change what is there.
+# A window has a line and its right answer, so a model says each digit after the right ones before
+# it, as in training. After one block, the stream of another window takes the place of this one's,
+# in the columns of the line, or in those of the answer. Whose answer does the model say?
 
 def random_windows(puzzle, k, n):
     """n windows: in each a line of random digits, and its right answer. Returns idx (n, T), without
-    the answer's last digit, which nobody reads, and the answers (n, cells), as tokens. So a model
-    says each digit after the right ones before it, as in training. (Only the stream is patched, not
-    these tokens.)"""
+    the answer's last digit, which nobody reads, and the answers (n, cells), as tokens."""
     cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
     digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
     answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
@@ -576,6 +611,41 @@ def random_windows(puzzle, k, n):
              torch.full((n, 1), ord("a")),       # the answer's; the text draws it at random
              answer[:, :-1]]
     return torch.cat(parts, 1), answer
+
+class PatchingRunner(Runner):
+    """Runs the sublayers of a pass. After one block, some columns of window i get the stream of
+    window i - 1, and those of the first window that of the last. Their tokens stay."""
+    def __init__(self, model, block, columns):
+        super().__init__(model)
+        self.block, self.columns = block, columns
+
+    def run(self, stream, residual, f):
+        """The model calls it for each sublayer, at self.place 1, 2, 3, .. -> the stream after it"""
+        stream = super().run(stream, residual, f)
+        block_ends_here = self.place == 2 * self.block   # A block is two sublayers.
+        return self.with_patch(stream) if block_ends_here else stream
+
+    def with_patch(self, stream):
+        """stream: (n, T, ...), or a tuple of such tensors, as with --residual nag"""
+        if isinstance(stream, tuple):
+            return tuple(self.with_patch(part) for part in stream)
+        stream = stream.clone()
+        stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
+        return stream
+
+def said_after_patch(model, idx, answer, columns):
+    """idx, answer: as random_windows returns them; columns: what is patched, a slice. Which share
+    of an answer does the model say, if we patch after block 1, 2, ..? Returns two lists: shares of
+    its own answer, and of the other line's."""
+    cells = answer.shape[1]
+    own, other = [], []
+    for block in range(1, len(model.order) + 1):
+        logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
+        said = logits[:, -cells:].argmax(-1)   # The last columns predict the answer.
+        for shares, wanted in (own, answer), (other, answer.roll(1, dims=0)):
+            second_half = (said == wanted)[:, cells // 2:]   # see by_steps
+            shares.append(second_half.float().mean().item())
+    return own, other
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
       y="share of the digits", share_y=True)
@@ -590,24 +660,14 @@ def patched(run):
     model, cells = run.model, run.puzzle["cells"]
     if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    begin = line_length(cells)   # of the answer: the column of its letter
-    if begin + cells > model.config.block_size:
-        raise NotHere("a line and its answer don't fit into its --block_size")
-    idx, answer = random_windows(run.puzzle, run.most_known, 400)
+    check_length(model.config.block_size, cells)
+    idx, answer = random_windows(run.puzzle, max(1, run.most_known), 400)
     idx, answer = idx.to(model.device), answer.to(model.device)
-
-    def share_said(said, answer):   # in its second half: see by_steps
-        return (said == answer)[:, cells // 2:].float().mean().item()
-
+    begin = line_length(cells)   # of the answer: the column of its letter
     panels = {}
     for where, columns in [("where the line stands", slice(0, begin)),
                            ("where the answer is predicted", slice(begin, None))]:
-        own, other = [], []   # shares, if patched after block 1, 2, ..
-        for block in range(1, len(model.order) + 1):
-            logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
-            said = logits[:, -cells:].argmax(-1)   # The last columns predict the answer.
-            own.append(share_said(said, answer))
-            other.append(share_said(said, answer.roll(1, dims=0)))
+        own, other = said_after_patch(model, idx, answer, columns)
         panels[where] = {"its own answer": own, "the other line's answer": other}
     own = panels["where the line stands"]["its own answer"]
     if own[-1] < KNOWN:
@@ -625,16 +685,14 @@ def removal_by_steps(run):
     bright, the model hardly needs that block.
 
     The stream passes a removed block unchanged; nothing is trained after it."""
-    rows = [run.right]
-    for block in range(len(run.model.blocks)):
-        without = Without(places_of(run.model, block), run.model.decider)
-        rows.append(run.right_by_steps(without))
+    blocks = range(len(run.model.blocks))
+    rows = [run.right] + [run.right_by_steps(without(run, [block])) for block in blocks]
     panels, most = {"share of right digits": rows}, run.most_known
-    if run.right[most] < KNOWN:
+    if most == 0:
         return panels, "It knows no step, so nothing can be missed."
-    block = min(range(1, len(rows)), key=lambda block: rows[block][most])
-    return panels, (f"Block {block} is missed most. Without it, {rows[block][most]:.0%} of the "
-                    f"digits after {in_words(most)} are right.")
+    block = min(blocks, key=lambda block: rows[block + 1][most])   # Row 0 is the whole model.
+    return panels, (f"Block {block + 1} is missed most. Without it, {rows[block + 1][most]:.0%} of "
+                    f"the digits after {in_words(most)} are right.")
 
 @stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
       y="sublayer")
@@ -644,12 +702,14 @@ def gain_by_steps(run):
     those who need it. On the far right may stand what the model has not learned.
 
     Mean angle between the stream before and after, where the digit is predicted; 0 if it skips."""
+    # A gain is the tangent of such an angle. The figure has degrees, because all runs have those.
     rows = run.by_steps(lambda idx, targets: run.degrees(idx))
-    most = run.most_known
-    more = {place: row[most] - row[0] for place, row in enumerate(rows, 1)}
-    place = max(more, key=more.get)
-    return {"mean angle (degrees)": rows}, (f"Sublayer {place} turns digits after {in_words(most)} "
-                                            f"by {more[place]:.0f} degrees more than copies.")
+    panels, most = {"mean angle (degrees)": rows}, run.most_known
+    if most == 0:
+        return panels, "It knows no step, so no sublayer works for one."
+    more = [row[most] - row[0] for row in rows]
+    return panels, (f"Sublayer {more.index(max(more)) + 1} turns digits after {in_words(most)} by "
+                    f"{max(more):.0f} degrees more than copies.")
 
 @stat("Who skips", needs_puzzle=True, x="steps asked for", first_x=0)
 def who_skips(run):
@@ -669,11 +729,11 @@ def who_skips(run):
     if_all_run = run.right_by_steps(ALL_RUN)
     panels = {"sublayers that run for a digit": {"as it skips": n_run},
               "share of right digits": {"as it skips": right, "if all run": if_all_run}}
-    most = run.most_known
+    most = max(1, run.most_known)
     return panels, (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after {in_words(most)} "
                     f"{n_run[most]:.1f}.")
 
-# =================================================================== part 4: statistics of any text
+# =================================================================== part 5: statistics of any text
 
 def coins(shares):
     """-> a decider that tosses a coin for each token. shares (2L,): that of the tokens which is to
@@ -685,6 +745,29 @@ def coins(shares):
 
 BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
 
+def ways_to_skip(run, batches):
+    """-> {name of a line: [(share of the sublayer runs that is skipped, decider), ...]}. The shares
+    are those in these batches."""
+    # The fixed set is chosen by a quarter of the windows on which no loss is measured. (Steps are
+    # measured on all windows.)
+    deciders = [by_gain(run, below) for below in BELOW]
+    turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
+    weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
+    ways = {"by gain": [], "a fixed set": [], "coins": []}
+    for decider in deciders:
+        shares = run.share_that_ran(decider, batches)
+        skipped = 1 - shares.mean().item()
+        ways["by gain"].append((skipped, decider))
+        ways["coins"].append((skipped, coins(shares)))
+        n_removed = round(skipped * len(shares))
+        if n_removed > 0:
+            fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
+            ways["a fixed set"].append((n_removed / len(shares), fixed_set))
+    if run.model.config.mod != "all":
+        skipped = 1 - run.share_that_ran(run.model.decider, batches).mean().item()
+        ways["as trained"] = [(skipped, run.model.decider)]
+    return ways
+
 @stat("What skipping costs", x="share of the sublayer runs skipped", share_x=True)
 def skip_curve(run):
     """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. Where a line stays
@@ -694,27 +777,11 @@ def skip_curve(run):
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
     trained: as the model skipped in training. It was trained for none of the others."""
-    what, batches, measure = "rise of the loss (nats)", run.quarter, run.loss_rise
+    what, batches, of_decider = "rise of the loss (nats)", run.quarter, run.loss_rise
     if run.puzzle:
-        what, batches, measure = "steps learned", run.batches, run.steps_with
-    deciders = [by_gain(run, below) for below in BELOW]
-    # The fixed set is chosen by a quarter of the windows on which no loss is measured. (Steps are
-    # measured on all windows.)
-    turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
-    weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    lines = {"by gain": [], "a fixed set": [], "coins": []}   # of points [share skipped, measured]
-    for decider in deciders:
-        shares = run.share_that_ran(decider, batches)
-        skipped = 1 - shares.mean().item()
-        lines["by gain"].append([skipped, measure(decider)])
-        lines["coins"].append([skipped, measure(coins(shares))])
-        n_removed = round(skipped * len(shares))
-        if n_removed > 0:
-            fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
-            lines["a fixed set"].append([n_removed / len(shares), measure(fixed_set)])
-    if run.model.config.mod != "all":
-        skipped = 1 - run.share_that_ran(run.model.decider, batches).mean().item()
-        lines["as trained"] = [[skipped, measure(run.model.decider)]]
+        what, batches, of_decider = "steps learned", run.batches, run.steps_with
+    lines = {name: [[skipped, of_decider(decider)] for skipped, decider in points]
+             for name, points in ways_to_skip(run, batches).items()}
     at = BELOW.index(0.1)
     (_, if_all_run), (skipped, by_gains) = lines["by gain"][0], lines["by gain"][at]
     by_coins = lines["coins"][at][1]
@@ -775,11 +842,11 @@ def logit_lens(run):
 
     Final norm and head, applied to the stream after each block (0: to the embedding). Source: the
     logit lens, as in arXiv:2505.13898."""
-    losses = torch.zeros(len(run.model.order) + 1)
-    for idx, targets in run.batches:
-        for block, stream in enumerate(after_blocks(run.model, idx)):
-            loss = F.cross_entropy(run.model.head(stream).flatten(0, 1), targets.flatten())
-            losses[block] += loss.item() / len(run.batches)
+    def losses_of(idx, targets):
+        logits = [run.model.head(stream) for stream in after_blocks(run.model, idx)]
+        return torch.stack([F.cross_entropy(each.flatten(0, 1), targets.flatten())
+                            for each in logits])
+    losses = mean_over(run.batches, losses_of)
     panels = {"loss (nats per token)": {"after each block": losses}}
     block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
     return panels, f"After block {block}, the head reads as well as at the end, to 0.1 nats."
@@ -794,14 +861,65 @@ def removal(run):
     def worth(places):
         return run.loss_rise(Without(places, run.model.decider))
     blocks = [places_of(run.model, block) for block in range(len(run.model.blocks))]
-    of_blocks = [worth(places) for places in blocks]
     panels = {"without one sublayer": {"attention": [worth(places[::2]) for places in blocks],
                                        "MLP": [worth(places[1::2]) for places in blocks]},
-              "without the block": {"block": of_blocks}}
-    most = max(of_blocks)
-    return panels, f"Block {of_blocks.index(most) + 1} is worth most, {most:.2f} nats."
+              "without the block": {"block": run.worth}}
+    most = max(run.worth)
+    return panels, f"Block {run.worth.index(most) + 1} is worth most, {most:.2f} nats."
 
-# ================================================================================= part 5: drawings
+def rank_correlation(x, y):
+    """Spearman's. 1: both have the same order; -1: the opposite one. x, y: numbers of all blocks"""
+    ranks = [torch.as_tensor(values).argsort().argsort().double() for values in (x, y)]
+    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+
+@stat("Gradients, and what blocks are worth", x="block")
+def fan_in(run):
+    """In PreNorm, a block's gradient comes to it through each later block, and past all of them. So
+    the earlier a block, the more comes in. Do gradients fall like this, and do they tell what a
+    block is worth?
+
+    Norm of a block's gradient per root of its size, a mean over what was logged in the training,
+    after its warmup. Fan-in: how many blocks run from this one on (of a block that --repeat runs
+    twice, the sum), scaled to the same mean. Rank correlation: Spearman's. Source: Gradient Fan-in
+    Asymmetry, arXiv:2606.26538."""
+    gradients, order = run.gradients, run.model.order
+    counts = torch.zeros(len(gradients))
+    for n_before, block in enumerate(order):
+        counts[block] += len(order) - n_before
+    panels = {"gradient": {"measured": gradients,
+                           "as the fan-in": counts / counts.mean() * gradients.mean()},
+              "loss increase without it (nats)": {"measured": run.worth}}
+    return panels, (f"Rank correlation of the gradients with the fan-in: "
+                    f"{rank_correlation(gradients, counts):.2f}; with what blocks are worth: "
+                    f"{rank_correlation(gradients, run.worth):.2f}.")
+
+@stat("Which blocks can go first", x="blocks removed", first_x=0, asinh=True)
+def pruning(run):
+    """Blocks are removed, one after another, and nothing is trained after it. CascadeFlow begins
+    with the one that had the least gradients in the training, so it needs no text. Is its line as
+    low as those that need some, and lower than if the last blocks go first?
+
+    Gradients as above. Least worth: the loss rises least without this block alone. (The same
+    windows choose it, so no other first block can be better.) Least angle: its sublayers turn the
+    stream least. Source: CascadeFlow Pruning, arXiv:2606.26538."""
+    gradients, blocks = run.gradients, range(len(run.model.blocks))
+    of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter).tolist()
+    turned = [sum(of_sublayers[place - 1] for place in places_of(run.model, block))
+              for block in blocks]
+    @functools.cache   # Different orders often come to the same blocks.
+    def rise(removed):
+        return run.loss_rise(without(run, removed))
+    lines = {}
+    for name, score in [("CascadeFlow", gradients.tolist()), ("least worth", run.worth),
+                        ("least angle", turned), ("last first", [-block for block in blocks])]:
+        lowest_first = sorted(blocks, key=lambda block: score[block])
+        lines[name] = [rise(frozenset(lowest_first[:n])) for n in blocks]
+    n = max(1, len(blocks) // 3)
+    rises = ", ".join(f"{line[n]:.2f} ({name})" for name, line in lines.items())
+    return ({"loss increase (nats)": lines},
+            f"Without {n} of {len(blocks)} blocks, the loss rises by {rises}.")
+
+# ================================================================================= part 6: drawings
 
 # A drawing gets results, {run: what a statistic has returned}, and colors, {run: colour}. It
 # returns a figure. Its other keywords are what stands in @stat(...). Only here is matplotlib
@@ -904,8 +1022,9 @@ def write_number(axes, x, y, number, image, share):
         axes.text(x, y, text, ha="center", va="center", fontsize=7,
                   color="white" if red + green + blue < 1.5 else "black")
 
-def draw_lines_inside(results, colors, **options):
-    """What a probe reads: where the line stands, and where the answer is predicted"""
+def draw_probes(results, colors, **options):
+    """Two heat maps of each run: what is read where the line stands, and where the answer is
+    predicted"""
     shares = {run: {"where the line stands": found["line"],
                     "where the answer is predicted": found["answer"]}
               for run, found in results.items()}
@@ -923,7 +1042,7 @@ def draw_token_map(results, colors, **options):
                         rotation=90 if max(map(len, tokens)) > 2 else 0)
     return figure
 
-DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "lines_inside": draw_lines_inside,
+DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "probes": draw_probes,
             "token_map": draw_token_map}
 
 def as_png(statistic, results, colors):
@@ -935,7 +1054,7 @@ def as_png(statistic, results, colors):
         figure.savefig(png, format="png", dpi=130)
     return png.getvalue(), figure.get_figwidth()
 
-# =============================================================== part 6: the page, and the command
+# =============================================================== part 7: the page, and the command
 
 @dataclass
 class AnalyzeConfig:
@@ -961,7 +1080,13 @@ def main(argv=None):
     runs = open_runs(args)
     out = Path(args.out)
     make_folder(out)   # now, not after minutes of measuring
-    write_page(out, runs, measure_all(runs, wanted))
+    if any(STATS[name].draw for name in wanted):
+        import matplotlib   # If it is missing, we hear it now, too.
+    found = measure_all(runs, wanted)
+    about = {name: about_run(run, color)
+             for (name, run), color in zip(runs.items(), itertools.cycle(COLORS))}
+    write_numbers(out, about, found)
+    write_page(out, about, found)
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def open_runs(args):
@@ -977,7 +1102,7 @@ def open_runs(args):
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(config["data"], "val", config["block_size"], n)
         puzzle = prepare.load_meta(config["data"]).get("steps")
-        run = Run(model, config, windows, puzzle, text, args.skip_below, warning)
+        run = Run(model, config, windows, puzzle, text, args.skip_below, warning, folder=path)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
@@ -1002,12 +1127,12 @@ def measure_all(runs, wanted):
     for run_name, run in runs.items():
         for name, of_runs in found.items():
             print(f"{run_name}: measuring {name}", file=sys.stderr)
-            torch.manual_seed(0)   # Coins fall the same, whatever else is measured.
+            torch.manual_seed(0)   # Coins fall the same, whatever else is measured: see `once`.
             try:
                 if STATS[name].needs_puzzle and not run.puzzle:
                     raise NotHere("it is for the steps text (prepare.py steps), whose depth is "
                                   "known")
-                returned = STATS[name].measure(run)
+                returned = STATS[name].of_run(run)
             except NotHere as why:
                 print(f"{run_name}: no {name}, because {why}", file=sys.stderr)
                 of_runs["missing"][run_name] = str(why)
@@ -1022,40 +1147,49 @@ def as_json(value):
     text = json.dumps(value, default=lambda tensor: tensor.tolist())
     return json.loads(text, parse_constant=lambda nan: None)
 
-def write_page(out, runs, found):
-    """Writes numbers, figures and page to the folder `out`. found: as measure_all returns it"""
-    colors = dict(zip(runs, itertools.cycle(COLORS)))
-    about = {name: dict(config=run.config, color=colors[name], loss=run.loss, bits=run.bits,
-                        parameters=num_params(run.model), flops=flops_per_token(run.model),
-                        warning=run.warning)
-             for name, run in runs.items()}
+def about_run(run, color):
+    """-> what the page says of it above all figures"""
+    return dict(config=run.config, color=color, loss=run.loss, bits=run.bits, warning=run.warning,
+                parameters=num_params(run.model), flops=flops_per_token(run.model))
+
+def write_numbers(out, about, found):
+    """numbers.json: what was measured, and why something could not be. (What can't be drawn stands
+    here all the same.) about: {run: as about_run returns it}; found: as measure_all returns it"""
     numbers = dict(runs=about, statistics={name: each["results"] for name, each in found.items()},
                    missing={name: each["missing"] for name, each in found.items()})
     with prepare.whole_file(out / "numbers.json") as file:
         file.write(json.dumps(numbers, indent=1).encode())
+
+def write_page(out, about, found):
+    """The page, and its figures as files, too. about, found: as above"""
+    colors = {name: each["color"] for name, each in about.items()}
     entries = {}
     for name, of_runs in found.items():
         statistic = STATS[name]
         entries[name] = dict(title=statistic.title, caption=statistic.caption,
                              definition=statistic.definition, **of_runs)
         if statistic.draw and of_runs["results"]:
-            try:
-                png, inches = as_png(statistic, of_runs["results"], colors)
-            except Exception as error:   # What a statistic of yours returns may have another form.
-                why = (f"it can't be drawn ({type(error).__name__}: {error}); lines are "
-                       "{panel: {name: line}}, and heat maps {panel: matrix}")
-                print(f"no figure of {name}, because {why}", file=sys.stderr)
-                of_runs["missing"].update(dict.fromkeys(of_runs["results"], why))
-                continue   # The others are worth a page.
-            with prepare.whole_file(out / f"{name}.png") as file:
-                file.write(png)
-            entries[name]["image"] = "data:image/png;base64," + base64.b64encode(png).decode()
-            entries[name]["width"] = 80 * inches   # in pixels of the page
+            entries[name] |= figure_of(name, of_runs, colors, out)
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
     with prepare.whole_file(out / "index.html") as file:
         file.write(template.replace("REPORT", report).encode())
+
+def figure_of(name, of_runs, colors, out):
+    """Draws a statistic, as a file -> what the page needs to show it, or why it can't be drawn. So
+    if a new statistic of yours returns something else, the others still have their page."""
+    try:
+        png, inches = as_png(STATS[name], of_runs["results"], colors)
+    except Exception as error:   # It can be any: what it got has some other form.
+        why = (f"it can't be drawn ({type(error).__name__}: {error}); lines are "
+               "{panel: {name: line}}, and heat maps {panel: matrix}")
+        print(f"no figure of {name}, because {why}", file=sys.stderr)
+        return dict(missing=of_runs["missing"] | dict.fromkeys(of_runs["results"], why))
+    with prepare.whole_file(out / f"{name}.png") as file:
+        file.write(png)
+    return dict(image="data:image/png;base64," + base64.b64encode(png).decode(),
+                width=80 * inches)   # in pixels of the page
 
 if __name__ == "__main__":
     start(main)

@@ -23,9 +23,8 @@ from typing import Literal
 import torch
 
 import prepare
-from analyze import WINDOWS, Inside, NotHere, in_words   # for --inside: there the probes are
 from flags import flag, parse, refuse, start
-from model import ByGain, EarlyExit, Without, new_tokens, places_of, why_not
+from model import ByGain, Decider, EarlyExit, Without, new_tokens, places_of, why_not
 from train import data_of_run, open_run
 
 @dataclass
@@ -58,6 +57,8 @@ class SampleConfig:
     def problems(self):
         if self.skip_below >= 0 and self.exit < 1:
             yield "--skip_below and --exit: each decides by itself who runs; give one of them"
+        if self.data and not self.inside:
+            yield "--data: only --inside reads a data set; leave it out, or add --inside"
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
@@ -78,26 +79,29 @@ def pick_decider(model, config):
     """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks
     for it, and without the blocks of --remove. SystemExit if the model can't do so"""
     decider, asked = model.decider, None
-    if config.skip_below >= 0:
+    if config.skip_below > 0:
         decider, asked = ByGain(model.config, config.skip_below), "--skip_below"
-    if config.exit < 1:
+    elif config.skip_below == 0:
+        decider, asked = Decider(), "--skip_below"   # All run, so no gain has to be known.
+    elif config.exit < 1:
         decider, asked = EarlyExit(config.exit), "--exit"
     if asked:
-        if model.decider.changes_stream():   # A router's blocks need its weights.
-            refuse(f"{asked}: the run's own --mod {model.config.mod} decides who skips; use "
-                   f"another run")
         why = why_not(decider, model.config)
+        if model.decider.changes_stream():   # A router's blocks need its weights.
+            why = f"the run's own --mod {model.config.mod} decides who skips; use another run"
         if why:
             refuse(f"{asked}: {why}")
     if config.remove:
-        words, n_blocks = config.remove.split(","), len(model.blocks)
-        known = [str(number) for number in range(1, n_blocks + 1)]
-        if not all(word in known for word in words) or len({*words}) == n_blocks:
-            refuse(f"--remove {config.remove}: name some, not all, of the blocks 1 to {n_blocks}, "
-                   f"such as 1,2")
-        places = {place for word in words for place in places_of(model, int(word) - 1)}
-        decider = Without(places, decider)
+        decider = Without(places_to_remove(model, config.remove), decider)
     return decider
+
+def places_to_remove(model, blocks):
+    """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
+    words, n_blocks = blocks.split(","), len(model.blocks)
+    known = [str(number) for number in range(1, n_blocks + 1)]
+    if not all(word in known for word in words) or len({*words}) == n_blocks:
+        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as 1,2")
+    return {place for word in words for place in places_of(model, int(word) - 1)}
 
 # ---------------------------------------------------------------------------------------- sampling
 
@@ -172,6 +176,7 @@ def show(text, share=None):
 def show_inside(model, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
     folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
+    from analyze import WINDOWS, Inside, NotHere   # here: who samples doesn't need its probes
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
@@ -189,6 +194,7 @@ def show_inside(model, data, line):
 
 def print_example(example, k):
     """example: as Inside.example returns it"""
+    from analyze import in_words
     line, answer, true = example["line"], example["answer"], example["true"]
     # Where no step or one is asked for, nothing is between.
     between = " The text never shows what is between." if k > 1 else ""

@@ -81,7 +81,52 @@ def test_a_repeated_block_is_removed_wherever_it_runs():
     assert removed["without the block"]["block"][1] == pytest.approx(increase(run, {3, 4, 7, 8}))
     assert removed["without one sublayer"]["MLP"][1] == pytest.approx(increase(run, {4, 8}))
 
+def test_gradients_and_which_blocks_go_first(tmp_path):
+    run = run_of(repeat="2:2")   # blocks 1, 2, 2, 3, 4
+    with pytest.raises(analyze.NotHere, match="no gradient norms"):
+        analyze.fan_in(run)
+    logged = {2: [9, 9, 9, 9], 5: [4, 1, 1, 5], 10: [4, 1, 3, 1]}   # The first one is of the warmup.
+    lines = [dict(step=5, val_loss=1.0), *(dict(step=step, grad_norms=norms) for step, norms in logged.items())]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    run.folder, run.config["warmup"] = tmp_path, 0.5
+    gradients = torch.tensor([4, 1, 2, 3]) / sum(p.numel() for p in run.model.blocks[0].parameters()) ** 0.5
+    panels, sentence = analyze.fan_in(run)
+    paths = torch.tensor([5, 4 + 3, 2, 1])
+    assert panels["gradient"]["measured"].tolist() == pytest.approx(gradients.tolist())
+    assert panels["gradient"]["as the fan-in"].tolist() == pytest.approx((paths / 15 * gradients.sum()).tolist())
+    [worth] = panels["loss increase without it (nats)"].values()
+    places = [{1, 2}, {3, 4, 5, 6}, {7, 8}, {9, 10}]
+    assert worth == pytest.approx([increase(run, each) for each in places], abs=1e-9)
+    # Ranks of the gradients are 3 0 1 2, of the paths 2 3 1 0: the squares of the differences make 14.
+    assert "fan-in: -0.40; with" in sentence
+    ranks = [sorted(worth).index(each) for each in worth]
+    rho = 1 - 6 * sum((a - b) ** 2 for a, b in zip(ranks, [3, 0, 1, 2])) / 60
+    assert sentence.endswith(f"are worth: {rho:.2f}.")
+
+    lines, sentence = analyze.pruning(run)
+    [lines] = lines.values()
+    turned = [pair for kinds in zip(*analyze.turning(run)[0]["turned by (degrees)"].values()) for pair in kinds]
+    angles = [sum(turned[place - 1] for place in each) for each in places]
+    orders = {"CascadeFlow": [1, 2, 3, 0], "least worth": sorted(range(4), key=worth.__getitem__),
+              "least angle": sorted(range(4), key=angles.__getitem__), "last first": [3, 2, 1, 0]}
+    for name, order in orders.items():
+        removed = [set().union(*(places[block] for block in order[:n])) for n in range(4)]
+        assert lines[name] == pytest.approx([increase(run, each) for each in removed], abs=1e-9)
+    assert f"Without 1 of 4 blocks, the loss rises by {worth[1]:.2f} (CascadeFlow), {min(worth):.2f} (" in sentence
+    run.model.blocks[1].mlp.c_fc = torch.nn.Linear(16, 999)   # Its gradient counts for less.
+    del run.gradients
+    assert run.gradients.argmin() == 1 and run.gradients[0].item() == pytest.approx(gradients[0].item())
+    del run.gradients, run.model.blocks[1:]
+    with pytest.raises(analyze.NotHere, match="one block"):
+        analyze.pruning(run)
+
 # ---------------------------------------------------------------------------------- who skips
+
+@torch.no_grad()
+def test_coins_fall_the_same_whatever_else_is_measured():
+    alone, after_others = run_of(mod="coins:rate=0.5"), run_of(mod="coins:rate=0.5")
+    assert after_others.worth
+    assert len({str(analyze.measure_all({"a": run}, ["removal"])) for run in (alone, after_others)}) == 1
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "pre"])
@@ -169,7 +214,7 @@ def made(data, tmp_path_factory):
     """Two runs, their data, and their page. (The odd names are no formulas, and no tags.)"""
     folder = tmp_path_factory.mktemp("analyze")
     shutil.copytree(data, folder / "data")
-    flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6 --device cpu".split()
+    flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6 --log_interval 2 --device cpu".split()
     for name, residual in (("a$x^$b", "nag"), ("_<b>", "review")):
         train.main(["--data", f"{folder}/data", "--out", f"{folder}/{name}", "--residual", residual, *flags])
     analyze.main([f"{folder}/a$x^$b", f"{folder}/_<b>", "--out", f"{folder}/out", "--text", "</script>&amp;é"])
@@ -195,7 +240,7 @@ def test_page(made):
         assert {*stat["sentences"]} == ({*stat["results"]} if name != "depth_map" else set())
         assert ("image" in stat) == (made / f"out/{name}.png").exists() == bool(stat["results"]), name
     assert "knows no gain" in numbers["missing"]["skip_curve"]["_<b>"]
-    assert sum(1 for stat in report["statistics"].values() if "image" in stat) >= 5
+    assert {*numbers["statistics"]["pruning"]} == {"a$x^$b", "_<b>"}
 
 def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     """That in the comments of analyze.py, some without a docstring, and some that can't be drawn"""
@@ -269,7 +314,9 @@ def test_what_figures_show():
 
 def test_who_only_measures_loads_no_matplotlib():
     """... and a notebook keeps its figures."""
-    code = """import os, sys, analyze, sample
+    code = """import os, sys, sample
+assert "analyze" not in sys.modules   # Who samples needs no analysis, either.
+import analyze
 analyze.main(["--list"])
 assert "matplotlib" not in sys.modules
 analyze.draw_lines({"run": {"panel": {"line": [1]}}}, {"run": "r"})
@@ -281,7 +328,7 @@ assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg"
                           capture_output=True, text=True)
     assert done.stdout.count("\n") == len(analyze.STATS)
 
-def test_bad_input(made, tmp_path):
+def test_bad_input(made, tmp_path, monkeypatch):
     run, text = str(made / "a$x^$b"), tmp_path / "text"
     text.write_text("precious $text$")
     for words in ([run, "--only", "remuval"], [run, "--skip_below", "-1"], [run, "--windows", "-1"],
@@ -301,3 +348,7 @@ def test_bad_input(made, tmp_path):
     ckpt["model"]["lm_head.weight"][0, 0] = torch.nan
     torch.save(ckpt, f"{both[0]}/ckpt.pt")
     assert "run: its loss is nan" in refused(analyze.main, [both[0], "--out", str(tmp_path / "new")])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(analyze, "measure_all", None)
+    with pytest.raises(ImportError):   # before anything is measured
+        analyze.main([run, "--out", str(tmp_path / "new")])

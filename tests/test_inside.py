@@ -123,8 +123,18 @@ def test_lines_inside_a_model_that_we_know(text, windows, monkeypatch):
     assert found.furthest(0) == (0, "line")
     monkeypatch.setattr(analyze, "KNOWN", 2.0)   # No share is so large, so nothing can be read.
     assert found.furthest(3) is None and found.example("d3141")["blocks"] == [None] * 4
+    with pytest.raises(analyze.NotHere, match="block_size"):
+        Inside(Known(text), text, windows[0][:, :2 * CELLS + 1], 3)
     with pytest.raises(analyze.NotHere, match="too few lines that ask for three steps: fewer than 200"):
         Inside(Known(text), text, windows[0][:20], 3)
+
+def test_probes_read_what_the_model_has_written(text, windows):
+    """... and no question marks, as which we show what is no digit."""
+    model, read = Known(text), []
+    found = Inside(model, text, windows[0], 1)
+    model.generate = lambda idx, n, temperature: torch.cat((idx, torch.tensor([[49, 256, 10, 50]])), 1)
+    model.walk = lambda idx: read.append(idx.tolist()) or Known.walk(model, idx)
+    assert found.example("b3141")["answer"] == "1??2" and read == [[[*b"b3141\na1", 256, 10]]]
 
 class Noise(Known):
     """It has more channels than the text has lines, so a probe could learn each line by heart."""
@@ -252,7 +262,7 @@ def test_what_is_right_by_steps(run, monkeypatch):
         analyze.removal_by_steps(run)
 
 @torch.no_grad()
-def test_who_turns_by_steps(run):
+def test_who_turns_by_steps(run, monkeypatch):
     runner, x = Runner(run.model), torch.cat([idx for idx, _ in run.batches])
     befores = run.model.walk(x, runner)[:-1]
     panels, sentence = analyze.gain_by_steps(run)
@@ -260,8 +270,12 @@ def test_who_turns_by_steps(run):
     for row, residual, before in zip(rows[:4], run.model.residuals(), befores):   # The last two turn nothing.
         gain = residual.gain(before).abs()[..., 0]
         assert row == means(run, lambda *_: torch.where(gain >= 0.3, gain.atan().rad2deg(), 0))
-    more = [row[1] - row[0] for row in rows]
-    assert sentence == (f"Sublayer {more.index(max(more)) + 1} turns digits after one step by "
+    more = [row[MOST] - row[0] for row in rows]
+    assert sentence == "It knows no step, so no sublayer works for one."
+    with monkeypatch.context() as known:
+        known.setattr(analyze, "KNOWN", 0.0)   # Now it knows all.
+        sentence = analyze.gain_by_steps(run)[1]
+    assert sentence == (f"Sublayer {more.index(max(more)) + 1} turns digits after three steps by "
                         f"{max(more):.0f} degrees more than copies.")
     panels, sentence = analyze.who_skips(run)
     n_run, right = panels.values()
@@ -272,7 +286,7 @@ def test_who_turns_by_steps(run):
     assert right == {"as it skips": right_by_hand(run), "if all run": right_by_hand(run, Decider())}
 
 @pytest.mark.parametrize("right, most", [
-    ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1)])
+    ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 0), ([0.1], 0)])
 def test_the_most_steps_that_are_known(right, most):
     assert analyze.Run.most_known.fget(SimpleNamespace(right=right)) == most
 
@@ -335,6 +349,7 @@ def test_page_of_the_steps_text(page, data, text):
     share = Inside(model, text, windows, 1).share_by_block("line")
     assert np.array(found["line"]) == pytest.approx(np.array(share), abs=4e-3)
     assert found["examples"][0]["line"] == "b3141" and len(found["examples"]) == 5
+    assert "The model knows no step. After block 0, 1" in (page / "index.html").read_text()
     read = [str(block["steps"]) if block else "none" for block in found["examples"][0]["blocks"]]
     assert f"a probe reads up to step {', '.join(read)}, of 1." in (page / "index.html").read_text()
     assert table["lines"] == ["a3141", "b3141", "c3141", "d3141"] and len(table["answers"]) == MOST + 1

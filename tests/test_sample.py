@@ -6,7 +6,7 @@ import pytest, torch
 
 import prepare, sample, train
 from conftest import ROOT, make, refused
-from model import ByGain, EarlyExit
+from model import ByGain, Decider, EarlyExit
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
@@ -56,7 +56,8 @@ def test_what_the_flags_ask_for():
     picked = sample.pick_decider(repeated, sample.SampleConfig(exit=0.9))
     assert isinstance(picked, EarlyExit) and picked.confidence == 0.9
     nag = make("nag", mod="gain:below=0.3")
-    assert sample.pick_decider(nag, sample.SampleConfig(skip_below=0.0)).below == 0   # None skips.
+    for model in nag, make("pre"):   # None skips, so no gain has to be known.
+        assert type(sample.pick_decider(model, sample.SampleConfig(skip_below=0.0))) is Decider
     picked = sample.pick_decider(nag, sample.SampleConfig(skip_below=0.2, remove="2"))
     assert isinstance(picked.decider, ByGain) and picked.decider.below == 0.2
     said = refused(sample.pick_decider, make("pre", mod="router"), sample.SampleConfig(exit=0.9))
@@ -78,7 +79,7 @@ def test_depth(main):
 @pytest.mark.parametrize("name, flags, message", [
     ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
     ("nag", "--skip_below 101", "from -1 to 100"), ("attnres", "--exit 0.5", "--exit"),
-    ("nag", "--temperature nan", "must be from"),
+    ("nag", "--temperature nan", "must be from"), ("nag", "--data x", "only --inside"),
     *[("nag", f"--remove {blocks}", "blocks 1 to 3") for blocks in ("0", "4", "1,2,3", "1,x")]])
 def test_bad_input(main, name, flags, message):
     assert message in refused(main, name, *flags.split())
