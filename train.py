@@ -582,6 +582,10 @@ def open_run(run, device="auto"):
     for problem in config.problems():
         refuse(f"{run}: {problem}. (Is a class of yours gone from model.py? Older runs can be read "
                f"by git checkout e690699.)")
+    tokenizer = ckpt["settings"].get("tokenizer", "none")
+    if prepare.VOCABULARIES.get(tokenizer, math.inf) > config.vocab_size:
+        refuse(f"{run}: its settings name the tokenizer {tokenizer}, which is not that of its "
+               f"weights")
     model = GPT(config)
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
