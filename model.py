@@ -177,7 +177,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         # C rows for q, then C for k, and C for v. (If you change this, for grouped queries, say,
-        # you need to change attention_of_some, too, and flops_per_token.)
+        # you need to change part 3's attention_of_some and keys_of_all, too, and flops_per_token.)
         self.c_attn = CastLinear(config.n_embd, 3 * config.n_embd)
         self.c_proj = CastLinear(config.n_embd, config.n_embd)
 
@@ -1514,18 +1514,26 @@ class EarlyExit(Decider):
 def run_some(runner, f, runs):
     """-> the stream after a sublayer f that only some tokens run. runs: bools (B, T)"""
     residual, stream, gain = runner.residual, runner.stream, runner.known_gain
-    if runs.all():
+    count = int(runs.sum())
+    if count == runs.numel():
         return runner.functions.residual(residual, stream, f, gain)
-    some = SomeTokens(runs)
     if isinstance(f, AttentionInPass):
-        # The rule itself is cheap, and it knows what f reads. So it runs for all tokens, but its f
-        # makes only what is needed, and those that skip keep the stream that they had. (It isn't
+        # Those that skip may still have to make keys and values, from what f reads. What that is
+        # only the rule knows, and the rule is cheap. So it runs for all tokens, but its f computes
+        # no more than is needed, and those that skip keep the stream that they had. (It isn't
         # compiled, because shapes vary too much.)
-        f = partial(attention_of_some, f, some, runner.decider.skippers_make_keys)
+        keys_for_all = runner.decider.skippers_make_keys
+        if count == 0:
+            if keys_for_all:
+                call_residual(residual, stream, partial(attention_of_nobody, f), gain)
+            return stream
+        some = SomeTokens(runs)
+        f = partial(attention_of_some, f, some, keys_for_all)
         return some.choose(call_residual(residual, stream, f, gain), stream)
-    if not runs.any():
+    if count == 0:
         return stream
     # An MLP treats each token by itself, and never knows that there were others.
+    some = SomeTokens(runs)
     if gain is not None:
         gain = some.gather(gain)
     return some.put(stream, runner.functions.residual(residual, some.gather(stream), f, gain))
@@ -1571,28 +1579,35 @@ class SomeTokens:
         size = len(self.runs), int(self.runs.sum(1).max()), *x.shape[1:]
         return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
-def attention_of_some(f, some, skippers_make_keys, x):
-    """What takes the place of an attention f: x (B, T, C), what it reads -> updates (B, T, C), zero
-    at the tokens that skip. These make no queries, but keys and values, unless the decider says
-    that they don't. Then nobody sees them."""
-    attn, C = f.attn, x.shape[-1]
-    matrix = attn.c_attn.weight   # Of its 3 C rows, those from C on make keys and values.
-    x_of_some, rotation = some.gather(x), f.rotation[some.position]
-    if skippers_make_keys:
-        k, v = attn.c_attn.times(x, matrix[C:]).chunk(2, dim=-1)
-        k, v, mask = with_older(f, attn.keys(k, f.rotation), attn.heads(v))
-        q = attn.c_attn.times(x_of_some, matrix[:C])
+# These two take the place of an attention f. They get what it reads, x (B, T, C), and return its
+# updates (B, T, C), which are zero at the tokens that skip.
+
+def attention_of_nobody(f, x):
+    keys_of_all(f, x)   # In sampling, they are in the cache now.
+    return torch.zeros_like(x)
+
+def attention_of_some(f, some, keys_for_all, x):
+    """keys_for_all: Tokens that skip have keys and values, too, and later tokens see them."""
+    attn, x_of_some, rotation = f.attn, some.gather(x), f.rotation[some.position]
+    if keys_for_all:
+        q = attn.c_attn.times(x_of_some, attn.c_attn.weight[:x.shape[-1]])
+        k, v, mask = keys_of_all(f, x)
     else:
         q, k, v = attn.c_attn(x_of_some).chunk(3, dim=-1)
         k, v = some.spread(attn.keys(k, rotation)), some.spread(attn.heads(v))
         k, v, mask = with_older(f, k, v, some.runs)
-    if len(some.index) == 0:   # In sampling, keys and values are in the cache now.
-        return torch.zeros_like(x)
     sees = mask.expand(len(x), -1, -1)[some.sequence, some.position]   # (N, S)
     # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
     q, sees = some.in_rows(attn.queries(q, rotation), fill=0), some.in_rows(sees, fill=True)
     out = attend(q, k, v, sees)[some.sequence, some.column]
     return some.spread(attn.c_proj(out.flatten(-2)).to(x.dtype))
+
+def keys_of_all(f, x):
+    """-> keys, values and a mask, as with_older"""
+    attn = f.attn
+    kv = attn.c_attn.times(x, attn.c_attn.weight[x.shape[-1]:])   # Its first C rows are for q.
+    k, v = kv.chunk(2, dim=-1)
+    return with_older(f, attn.keys(k, f.rotation), attn.heads(v))
 
 def with_older(f, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
