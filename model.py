@@ -177,7 +177,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
         # C rows for q, then C for k, and C for v. (If you change this, for grouped queries, say,
-        # you need to change part 3's attention_of_some and keys_of_all, too, and flops_per_token.)
+        # change attention_of_some and keys_of_all, in part 3, and flops_per_token, in part 4, too.)
         self.c_attn = CastLinear(config.n_embd, 3 * config.n_embd)
         self.c_proj = CastLinear(config.n_embd, config.n_embd)
 
@@ -206,7 +206,7 @@ class Attention(nn.Module):
 
 class AttentionInPass:
     """An attention as a residual sees it, a function of x alone: for tokens at certain positions,
-    and with its place in the cache"""
+    and, in sampling, with what stores its keys and values"""
     def __init__(self, attn, rotation, store):
         self.attn, self.rotation, self.store = attn, rotation, store
 
@@ -224,7 +224,7 @@ class MLP(nn.Module):
         self.c_fc = CastLinear(config.n_embd, rows)
         self.c_proj = CastLinear(hidden, config.n_embd)
 
-    def activate(self, x):
+    def activate(self, x):   # In nGPT, in part 2, it scales x first.
         if self.activation == "gelu":
             return F.gelu(x)
         if self.activation == "relu2":
@@ -394,11 +394,12 @@ class GPT(nn.Module):
             cache.length = end
         stream = self.ends.start(self.wte(idx))
         runner.begin(idx.shape, stream)
-        for turn, number in enumerate(self.order):
+        for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
             block = self.blocks[number]
-            store = None if cache is None else partial(cache.store, turn)
+            store = None if cache is None else partial(cache.store, slot)
             attention = AttentionInPass(block.attn, self.rotation[past:end], store)
-            stream = runner.run(stream, block.attn_residual, attention)   # residual(stream, f)
+            # run(stream, residual, f) is residual(stream, f), unless tokens skip: part 3.
+            stream = runner.run(stream, block.attn_residual, attention)
             stream = runner.run(stream, block.mlp_residual, block.mlp)
         return stream
 
@@ -455,19 +456,19 @@ class KVCache:
         """size: how many tokens it has room for"""
         self.size = size
         self.length = 0   # how many tokens have come, with those that run through the model now
-        self.kept = {}    # turn of an attention to run: keys, values, which tokens have a key
+        self.slots = {}   # number of a slot: keys, values, and which tokens have a key
 
-    def store(self, turn, k, v, has_key=True):
+    def store(self, slot, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. turn: 0, 1, .. in the order of
-        running; has_key: True, or bools (B, n), if tokens skip it (part 3)"""
+        of all S tokens so far, and a mask (B, n, S) as in attend. slot: 0, 1, .. for the attentions
+        in the order of running; has_key: bools (B, n), if tokens skip it (part 3)"""
         n, room = k.shape[1], (len(k), self.size)
-        if turn not in self.kept:
-            self.kept[turn] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
-                               k.new_zeros(room, dtype=torch.bool))
-        for old, new in zip(self.kept[turn], (k, v, has_key)):
+        if slot not in self.slots:
+            self.slots[slot] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
+                                k.new_zeros(room, dtype=torch.bool))
+        for old, new in zip(self.slots[slot], (k, v, has_key)):
             old[:, self.length - n:self.length] = new
-        keys, values, have_key = (each[:, :self.length] for each in self.kept[turn])
+        keys, values, have_key = (each[:, :self.length] for each in self.slots[slot])
         return keys, values, causal_mask(have_key, n)
 
 def pick(logits, temperature=1.0, top_k=None, generator=None):
@@ -1198,7 +1199,12 @@ class Decider(nn.Module):
         """After a pass in training -> what is added to the loss"""
         return 0.0
 
-# A Runner calls these three. When a model is compiled (part 4), it gets compiled ones.
+class Functions(NamedTuple):
+    """What a Runner calls where time is spent. In a training, they may be compiled: ForTraining, in
+    part 4, says so."""
+    call_residual: Callable   # residual, stream, f, gain -> the next stream
+    call_gain: Callable       # residual, stream -> its gain
+    cross_entropy: Callable   # model, stream, targets -> their mean cross entropy
 
 def call_residual(residual, stream, f, gain=None):
     """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
@@ -1207,14 +1213,11 @@ def call_residual(residual, stream, f, gain=None):
 def call_gain(residual, stream):
     return residual.gain(stream)
 
-def call_loss(model, stream, targets):
+def cross_entropy(model, stream, targets):
     _, loss = model.logits_and_loss(stream, targets)
     return loss
 
-class Functions(NamedTuple):
-    residual: Callable = call_residual
-    gain: Callable = call_gain
-    loss: Callable = call_loss
+AS_WRITTEN = Functions(call_residual, call_gain, cross_entropy)
 
 class Notes:
     """An empty thing, for attributes. (torch.compile can't look into a SimpleNamespace.)"""
@@ -1235,7 +1238,7 @@ class Runner:
         """decider: in place of model.decider; keeps_streams: the list `streams` gets the first one,
         and then the one after each place"""
         self.model, self.decider = model, decider or model.decider
-        self.functions = Functions()
+        self.functions = AS_WRITTEN
         self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.supervises_blocks = model.training and model.config.deep_supervision
         self.keeps_streams = keeps_streams or self.supervises_blocks
@@ -1267,7 +1270,7 @@ class Runner:
         self.answers.append(answer)
         self.gains.append(self.known_gain)
         if answer is EVERYONE:
-            stream = self.functions.residual(residual, stream, f, self.known_gain)
+            stream = self.functions.call_residual(residual, stream, f, self.known_gain)
         elif answer is not REMOVED:
             check_answer(self, answer)
             stream = run_some(self, f, answer)
@@ -1283,7 +1286,7 @@ class Runner:
             raise Mistake(f"{type(self.residual).__name__} knows no gain; use --residual nag, or "
                           f"set knows_gain = True if it has a gain(stream)")
         if self.known_gain is None:
-            self.known_gain = self.functions.gain(self.residual, self.stream)
+            self.known_gain = self.functions.call_gain(self.residual, self.stream)
         return self.known_gain
 
     def loss(self, loss, targets):
@@ -1293,9 +1296,9 @@ class Runner:
         self.cross_entropy = loss.detach()
         if self.supervises_blocks:
             after_blocks = self.streams[2::2]   # The first one is the embedding's.
-            inner = [self.functions.loss(self.model, stream, targets)
-                     for stream in after_blocks[:-1]]
-            loss = sum([*inner, loss]) / len(after_blocks)
+            losses = [self.functions.cross_entropy(self.model, stream, targets)
+                      for stream in after_blocks[:-1]]
+            loss = sum([*losses, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
         if self.gain_has_cost:
             loss = loss + self.model.config.gain_cost * self.mean_gain()
@@ -1516,7 +1519,7 @@ def run_some(runner, f, runs):
     residual, stream, gain = runner.residual, runner.stream, runner.known_gain
     count = int(runs.sum())
     if count == runs.numel():
-        return runner.functions.residual(residual, stream, f, gain)
+        return runner.functions.call_residual(residual, stream, f, gain)
     if isinstance(f, AttentionInPass):
         # Those that skip may still have to make keys and values, from what f reads. What that is
         # only the rule knows, and the rule is cheap. So it runs for all tokens, but its f computes
@@ -1536,7 +1539,7 @@ def run_some(runner, f, runs):
     some = SomeTokens(runs)
     if gain is not None:
         gain = some.gather(gain)
-    return some.put(stream, runner.functions.residual(residual, some.gather(stream), f, gain))
+    return some.put(stream, runner.functions.call_residual(residual, some.gather(stream), f, gain))
 
 class SomeTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
@@ -1680,38 +1683,39 @@ class DynamicTanh(nn.Module):
 
 class ForTraining(nn.Module):
     """What is called in place of a model in a training with --compile or --checkpoint_blocks:
-    (idx, targets, runner) -> None, loss. Logits don't leave it. They would be its largest tensor,
-    and nobody reads them. The model itself stays as it is, for sampling and evaluation: there
-    shapes change all the time, and torch.compile would make a graph for each."""
+    (idx, targets, runner) -> None, loss. Nobody reads logits there, and they would be the largest
+    tensor of all. The model itself stays as it is, for evaluation and sampling, where shapes change
+    all the time: torch.compile would make a graph for each."""
     def __init__(self, model, compiles=False, checkpoints=False, **options):
-        """compiles: What costs time runs compiled: what all tokens run, MLPs of some tokens, and
-        head and loss. All blocks share their graphs (unless widths differ). But where a stream
-        grows, each sublayer would need graphs of its own. So the whole pass is one, which takes
-        longer to compile. options: those of torch.compile. checkpoints: Memory is saved. In the
-        backward pass, sublayers run again (but for attentions that some tokens skip)."""
+        """options: those of torch.compile"""
         super().__init__()
-        self.model, self.functions, self.loss = model, Functions(), loss_of_pass
+        self.model, self.functions, self.loss_of_pass = model, AS_WRITTEN, loss_of_pass
+        # Functions are compiled one by one, and all blocks share their graphs (unless widths
+        # differ). But where a stream grows, each sublayer would need graphs of its own. So the
+        # whole pass becomes one graph, which takes longer to compile.
         is_one_graph = model.ends.stream_grows and not model.decider.needs_skipping
         if compiles:
             torch._dynamo.config.recompile_limit = 64   # 8 is too low for skipping and tapers.
-        if compiles and not is_one_graph:
-            self.functions = Functions(*(torch.compile(f, **options) for f in Functions()))
+            if is_one_graph:
+                self.loss_of_pass = torch.compile(loss_of_pass, **options)
+            else:
+                compiled = [torch.compile(function, **options) for function in AS_WRITTEN]
+                self.functions = Functions(*compiled)
         if checkpoints:
-            # Sublayers draw no random numbers, so there are none to keep.
-            again = partial(checkpoint, self.functions.residual, use_reentrant=False,
-                            preserve_rng_state=False)
-            self.functions = self.functions._replace(residual=again)
-        if compiles and is_one_graph:
-            self.loss = torch.compile(loss_of_pass, **options)
+            # Memory is saved: in the backward pass, sublayers run again (but for attentions that
+            # some tokens skip). They draw no random numbers, so there are none to keep.
+            run_twice = partial(checkpoint, self.functions.call_residual, use_reentrant=False,
+                                preserve_rng_state=False)
+            self.functions = self.functions._replace(call_residual=run_twice)
 
     def forward(self, idx, targets, runner=None):
         runner = runner or Runner(self.model)
         runner.functions = self.functions
-        return None, self.loss(self.model, idx, targets, runner)
+        return None, self.loss_of_pass(self.model, idx, targets, runner)
 
 def loss_of_pass(model, idx, targets, runner):
     stream = model.last_stream(idx, runner)
-    return runner.loss(runner.functions.loss(model, stream, targets), targets)
+    return runner.loss(runner.functions.cross_entropy(model, stream, targets), targets)
 
 # ---------------------------------------------------------------------------------------- counting
 
