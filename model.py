@@ -392,13 +392,13 @@ class GPT(nn.Module):
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
             cache.length = end
+        # runner.run(stream, residual, f) is residual(stream, f), unless tokens skip: part 3.
         stream = self.ends.start(self.wte(idx))
         runner.begin(idx.shape, stream)
         for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
             block = self.blocks[number]
             store = None if cache is None else partial(cache.store, slot)
             attention = AttentionInPass(block.attn, self.rotation[past:end], store)
-            # run(stream, residual, f) is residual(stream, f), unless tokens skip: part 3.
             stream = runner.run(stream, block.attn_residual, attention)
             stream = runner.run(stream, block.mlp_residual, block.mlp)
         return stream
@@ -507,7 +507,8 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
 # ================================================================================ part 2: residuals
 
 # All are derived from Residual, which is PreNorm. Each class stands alone (but DeepNorm is a Post).
-# Read those that you care about.
+# Read those that you care about. Whatever its paper says of first weights, a class without an
+# init_sublayer has that of PreNorm, which divides c_proj by sqrt(2L).
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
@@ -637,9 +638,6 @@ def first_log_scale(config, power):
     return math.log(last_length / first_length) - growth
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
-
-# Whatever its paper says of first weights, a class without an init_sublayer has that of PreNorm: it
-# divides c_proj by sqrt(2L).
 
 class Post(Residual):
     """PostNorm, the Transformer of 2017. The norm of the last sublayer is the final norm."""
@@ -1638,9 +1636,9 @@ def hidden_units(config):
     depth = [number / max(1, n_layer - 1) for number in range(n_layer)]   # 0 .. 1
     if config.taper == "cosine":
         depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
-    shares = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
-    shares = [share * n_layer / sum(shares) for share in shares]   # Their mean is 1 now.
-    return [8 * max(1, round(share * hidden / 8)) for share in shares]   # Multiples of 8 are fast.
+    widths = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
+    widths = [width * n_layer / sum(widths) for width in widths]   # Their mean is 1 now.
+    return [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
 
 def block_order(config):
     """The blocks, numbered from 0, in the order in which they run. See --repeat."""

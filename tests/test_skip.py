@@ -136,13 +136,6 @@ def test_no_runner_serves_twice():
     with pytest.raises(ValueError, match="one pass"):
         model(IDX, runner=runner)
 
-@pytest.mark.parametrize("config", [dict(mod="gain"), dict(gain_cost=0.1), dict(deep_supervision=True)], ids=str)
-def test_who_gives_no_runner_gets_what_the_flags_ask_for(config):
-    model = nag(**config).train()
-    same(model(IDX, TARGETS), model(IDX, TARGETS, runner=M.Runner(model)), 1e-14)
-    model.decider = M.EarlyExit(0.05)   # as sample.py does
-    same(model.eval()(IDX)[0], forward(model)[0].detach(), 1e-14)
-
 # ----------------------------------------------------------------------------- paying for gain
 
 @pytest.mark.parametrize("mod", ["all", "gain:below=0.5", "coins:rate=0.4"])
