@@ -19,7 +19,7 @@ train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in
 #     place     the number of a sublayer, from 1 to 2L
 #     Runner    runs the sublayers of one pass, and notes which tokens ran which
 #     decider   says which tokens run a sublayer; the others skip it. From model.py, part 3:
-#               Decider()                 all tokens run all sublayers
+#               Decider(None)             all tokens run all sublayers
 #               ByGain(config, below)     a token skips where its gain is lower than that
 #               Without(places, decider)  nobody runs these; of the others, that decider decides
 #               (places_of(model, block) are those of a block: attention, MLP)
@@ -275,7 +275,7 @@ class Run:
 
 # ------------------------------------------------------------------------------------ who runs what
 
-ALL_RUN = Decider()   # All tokens run all sublayers.
+ALL_RUN = Decider(None)   # All tokens run all sublayers.
 
 def by_gain(run, below):
     """The decider of --mod gain:below=..: a token skips a sublayer that would turn it by less, if

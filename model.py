@@ -25,6 +25,8 @@ V = vocab_size different tokens. Our words, in all files:
                Blocks have the numbers 0 .. L - 1 in the code, and 1 .. L in flags and figures.
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     residual   the rule that makes the next stream from the stream and f
+    runner     calls the residuals of one pass. Unless tokens skip sublayers (part 3),
+               runner.run(stream, residual, f) is residual(stream, f).
     l          the number of a residual, 1 .. 2L: 1 and 2 are those of the first block, 3 and 4 of
                the next one. Odd ones go with an attention, even ones with an MLP.
     ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
@@ -34,7 +36,7 @@ The file has four parts:
     1  a GPT       config, attention, MLP, PreNorm, blocks, first weights, the model, sampling
     2  residuals   all the other rules; which one runs is the flag --residual
     3  skipping    tokens that skip sublayers: who decides, and how only the rest is computed
-    4  tools       widths, order, compiling, FLOPs, checks of a config
+    4  tools       widths, order, rare norms, compiling, FLOPs, checks of a config
 
 Part 1 is a whole GPT, in which the rule is PreNorm. Read it from top to bottom, and the other parts
 when you need them. If you know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised
@@ -57,7 +59,7 @@ from flags import flag
 # Only parts 2 to 4 use these.
 import itertools
 import re
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 from torch.utils.checkpoint import checkpoint
 
@@ -70,7 +72,7 @@ from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
 class GPTConfig:
     """The settings of a model. flag(default, help, lowest, highest) makes a field that is a flag of
     train.py, too. (group: --help begins a section there.)"""
-    residual: str = flag("pre", "the rule, a key of RESIDUALS; options follow it: hyper:n=2")
+    residual: str = flag("pre", "the rule, such as nag; options follow it: hyper:n=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
     n_embd: int = flag(128, "width of the stream", 2, 65536)
@@ -90,13 +92,13 @@ class GPTConfig:
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    mod: str = flag("all", "which tokens run a sublayer: all, or another key of DECIDERS; options "
+    mod: str = flag("all", "which tokens run a sublayer: all, gain, router or coins; options "
                     "follow it: gain:below=0.05", group="skipping")
     gain_cost: float = flag(0.0, "for nag: adds this x mean |gain| to the loss in training; a gain "
                             "is how much a sublayer changes a token", 0, 1000)
 
     def problems(self):
-        """A sentence for each thing that is wrong with these values"""
+        """A sentence for each thing that is wrong with these values: end of part 4"""
         return config_problems(self)
 
 # ------------------------------------------------------------------------------------------- norms
@@ -115,26 +117,26 @@ def make_norm(config):
         return nn.LayerNorm(config.n_embd, EPS, bias=False)
     if config.norm == "none":
         return nn.Identity()
-    return make_rare_norm(config)   # part 2
+    return SingleNorm() if config.norm == "single" else DynamicTanh(config)   # part 4
 
 # --------------------------------------------------------------------------------------- attention
 
-def linear(x, weight, dtype=None):
-    """x @ weight.T. It is computed in dtype, which the result has, too; None: in that of x"""
-    dtype = dtype or x.dtype
-    return F.linear(x.to(dtype), weight.to(dtype))
-
-class Linear(nn.Linear):
-    """nn.Linear without a bias. In a training on a GPU, its dtype is bfloat16 (GPT.compute_in),
-    which is much faster. Weights and the stream stay float32: in bfloat16, the rounding errors of
-    2L additions would add up."""
+class CastLinear(nn.Linear):
+    """nn.Linear without a bias, which casts its input and its weight to dtype. None: to that of the
+    input. In a training on a GPU, it is bfloat16 (GPT.compute_in), which is much faster. Weights
+    and the stream stay float32: in bfloat16, the rounding errors of 2L additions would add up."""
     dtype = None
 
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
 
+    def times(self, x, weight):
+        """x @ weight.T. weight: self.weight, or something that is made of it"""
+        dtype = self.dtype or x.dtype
+        return F.linear(x.to(dtype), weight.to(dtype))
+
     def forward(self, x):
-        return linear(x, self.weight, self.dtype)
+        return self.times(x, self.weight)
 
 def rotation_table(config):
     """RoPE turns pair p of a head's channels by the angle position * 10000^(-2p / head_size).
@@ -174,8 +176,10 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head, self.head_size = config.n_head, config.n_embd // config.n_head
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)   # makes q, k and v
-        self.c_proj = Linear(config.n_embd, config.n_embd)
+        # C rows for q, then C for k, and C for v. (If you change this, for grouped queries, say,
+        # change attention_of_some and keys_of_all, in part 3, and flops_per_token, in part 4, too.)
+        self.c_attn = CastLinear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = CastLinear(config.n_embd, config.n_embd)
 
     def heads(self, x):
         """(..., C) -> (..., n_head, head_size)"""
@@ -187,17 +191,27 @@ class Attention(nn.Module):
         return rotate(unit(self.heads(q)), rotation)
 
     def keys(self, k, rotation):
+        """The same. (nGPT, in part 2, has one factor for queries and another one for keys.)"""
         return rotate(unit(self.heads(k)), rotation)
 
     def forward(self, x, rotation, store=None):
-        """x (B, T, C) -> (B, T, C). store: in sampling, x are the newest tokens only. This function
-        keeps their keys and values, and returns those of all tokens so far, and a mask."""
+        """x (B, T, C) -> (B, T, C). store: None, or that of a KVCache, if x are the newest tokens
+        only"""
         q, k, v = self.c_attn(x).chunk(3, dim=-1)
         q, k, v = self.queries(q, rotation), self.keys(k, rotation), self.heads(v)
         mask = None
-        if store is not None:
+        if store is not None:   # Keeps them, and returns those of all tokens so far.
             k, v, mask = store(k, v)
         return self.c_proj(attend(q, k, v, mask).flatten(-2)).to(x.dtype)
+
+class AttentionInPass:
+    """An attention as a residual sees it, a function of x alone: for tokens at certain positions,
+    and, in sampling, with what stores its keys and values"""
+    def __init__(self, attn, rotation, store):
+        self.attn, self.rotation, self.store = attn, rotation, store
+
+    def __call__(self, x):
+        return self.attn(x, self.rotation, self.store)
 
 # --------------------------------------------------------------------------------------------- MLP
 
@@ -207,10 +221,10 @@ class MLP(nn.Module):
         self.activation = config.activation
         # swiglu multiplies two halves, so it needs twice the rows.
         rows = 2 * hidden if config.activation == "swiglu" else hidden
-        self.c_fc = Linear(config.n_embd, rows)
-        self.c_proj = Linear(hidden, config.n_embd)
+        self.c_fc = CastLinear(config.n_embd, rows)
+        self.c_proj = CastLinear(hidden, config.n_embd)
 
-    def activate(self, x):
+    def activate(self, x):   # In nGPT, in part 2, it scales x first.
         if self.activation == "gelu":
             return F.gelu(x)
         if self.activation == "relu2":
@@ -227,10 +241,13 @@ class MLP(nn.Module):
 class Residual(nn.Module):
     """PreNorm, the rule of GPT-2 and of most models since. All other rules are derived from it. A
     model makes one for each sublayer l = 1 .. 2L, and one more, `ends`, with l = 2L + 1."""
+    attention, mlp = Attention, MLP   # the classes of the sublayers; nGPT has its own
+    has_norm = True                   # False: a rule without a self.norm
+
     def __init__(self, config, l):
         super().__init__()
         self.config, self.l = config, l
-        self.is_end = l == 2 * config.n_layer + 1   # This one is `ends`.
+        self.is_end = l == 2 * config.n_layer + 1   # It is `ends`, and has no sublayer.
         self.norm = make_norm(config) if self.has_norm else nn.Identity()
 
     def forward(self, stream, f):
@@ -249,11 +266,12 @@ class Residual(nn.Module):
         return self.norm(self.as_tensor(stream))
 
     def as_tensor(self, stream):
-        """One vector per token, (B, T, C). If a stream is a tuple: its first tensor"""
+        """-> one vector per token, (B, T, C). PreNorm's stream is that already. If the stream of
+        another rule is a tuple, it is the first thing in it."""
         return stream[0] if isinstance(stream, tuple) else stream
 
     def head_weight(self, weight):
-        """The weight of the head -> the matrix (V, C) that makes the logits. (NAG normalises its
+        """The weight of the head (V, C) -> the matrix that makes the logits. (NAG normalises its
         rows.)"""
         return weight
 
@@ -270,15 +288,23 @@ class Residual(nn.Module):
         """Of `ends`, after the weights are drawn, and after each iteration of a training: may
         change weights. (nGPT brings all lengths back to 1.)"""
 
-    # --- What other rules change, and what parts 3 and 4 ask for. Part 1 can do without.
+    # --- What parts 2 to 4 ask for. Part 1 can do without.
 
-    attention, mlp = Attention, MLP   # the classes of the sublayers: nGPT has its own
-    has_norm = True                   # Is there a self.norm, for --norm to choose?
-    allowed = {}                      # range of each option; in Template: {"first": (0, 2)}, say
-    own_lr = ()                       # names of parameters that train with --gate_lr, not with --lr
-    can_skip = True                   # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False                # Is there a gain(stream), and forward(stream, f, gain=None)?
-    stream_grows = False              # Has the stream more and more tensors with depth?
+    allowed = {}           # range of each option; in Template: {"first": (0, 2)}, say
+    own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
+    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
+    knows_gain = False     # Is there a gain(stream), and forward(stream, f, gain=None)?
+    stream_grows = False   # Has the stream more and more tensors with depth?
+
+    def read(self, stream):
+        """What f would read: the rule runs with a stand-in for f, which notes its input. If a token
+        skips an attention, its key and value are made of this."""
+        notes = []
+        def stand_in(x):
+            notes.append(x)
+            return torch.zeros_like(x)
+        self(stream, stand_in)
+        return notes[0]
 
     def flops(self):
         """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
@@ -290,13 +316,12 @@ class Block(nn.Module):
     """Two sublayers and their residuals. It has no forward: that of GPT runs the sublayers."""
     def __init__(self, config, number):
         super().__init__()
-        residual = make_residual(config, 2 * number + 1)   # a Residual, or what --residual names
-        self.attn = residual.attention(config)
-        self.attn_residual = residual
-        residual = make_residual(config, 2 * number + 2)
+        kind = residual_kind(config)            # the class that --residual names: Residual
         hidden = hidden_units(config)[number]   # mlp_ratio * n_embd, or what --taper says
-        self.mlp = residual.mlp(config, hidden)
-        self.mlp_residual = residual
+        self.attn = kind.attention(config)
+        self.attn_residual = make_residual(config, 2 * number + 1)
+        self.mlp = kind.mlp(config, hidden)
+        self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def pairs(self):
         return (self.attn_residual, self.attn), (self.mlp_residual, self.mlp)
@@ -318,7 +343,7 @@ def first_std(config, name, columns):
 
 def seeded(config, name):
     """A random generator for the weights of this name. With the same seed and the same name, two
-    models have the same weights, whatever else they have. So comparisons are fair."""
+    models draw the same numbers, whatever else they have. So comparisons are fair."""
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
 @torch.no_grad()
@@ -339,20 +364,6 @@ def constrain_weights(model):
 
 # -------------------------------------------------------------------------------------- the model
 
-class PlainRunner:
-    """Runs the sublayers of one pass through the model. If tokens are to skip, or if you want to
-    know what happens inside, the model gets another one: the Runner of part 3."""
-    def begin(self, shape, stream):
-        """shape: (B, T) of the tokens; stream: the first one"""
-
-    def run(self, stream, residual, f):
-        """-> the stream after the sublayer f"""
-        return residual(stream, f)
-
-    def loss(self, loss, targets):
-        """In training: the mean cross entropy -> what is to become small"""
-        return loss
-
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
     def __init__(self, config: GPTConfig):
@@ -363,7 +374,7 @@ class GPT(nn.Module):
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
         self.ends = make_residual(config, 2 * config.n_layer + 1)
-        self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # the blocks 0 .. L - 1, or what --repeat says
         self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
@@ -372,37 +383,41 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None, runner=None):
         """idx (B, T) of token ids -> logits (B, T, V), and None. With targets (B, T): logits, and
         the loss in nats, which is the mean cross entropy, and in training what some flags add to
-        it. (In a compiled training logits are None then. Nobody reads them, and they would be its
-        largest tensor.)
+        it. cache: a KVCache, if idx are only the newest tokens; runner: a Runner, if you want to
+        ask it afterwards what has happened"""
+        runner = runner or Runner(self)
+        stream = self.last_stream(idx, runner, cache)
+        if targets is None:
+            return self.head(stream), None
+        logits, loss = self.logits_and_loss(stream, targets)
+        if self.training:   # Flags such as --gain_cost add something: part 3.
+            loss = runner.loss(loss, targets)
+        return logits, loss
 
-        cache: a KVCache, if idx are only the newest tokens; runner: what runs the sublayers"""
+    def last_stream(self, idx, runner, cache=None):
+        """The way through the depth: idx (B, T) -> the stream after the last sublayer"""
         past = 0 if cache is None else cache.length
         end = past + idx.shape[1]
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
             cache.length = end
-        runner = runner or make_runner(self)   # a PlainRunner, unless a flag asks for more
+        # runner.run(stream, residual, f) is residual(stream, f), unless tokens skip: part 3.
         stream = self.ends.start(self.wte(idx))
         runner.begin(idx.shape, stream)
-        for row, number in enumerate(self.order):   # Each attention that runs has a row in a cache.
+        for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
             block = self.blocks[number]
-            store = None if cache is None else partial(cache.store, row)
-            attention = partial(block.attn, rotation=self.rotation[past:end], store=store)
-            stream = runner.run(stream, block.attn_residual, attention)   # residual(stream, f)
+            store = None if cache is None else partial(cache.store, slot)
+            attention = AttentionInPass(block.attn, self.rotation[past:end], store)
+            stream = runner.run(stream, block.attn_residual, attention)
             stream = runner.run(stream, block.mlp_residual, block.mlp)
-        if targets is None:
-            return self.head(stream), None
-        logits, loss = self.logits_and_loss(stream, targets)
-        if self.training:
-            loss = runner.loss(loss, targets)
-        return logits, loss
+        return stream
 
     def head(self, stream):
         """A stream -> logits (B, T, V)"""
         x = self.ends.finish(stream)
-        weight = self.ends.head_weight(self.lm_head.weight)
-        return linear(x, weight, self.lm_head.dtype).to(x.dtype)
+        weight = self.ends.head_weight(self.lm_head.weight)   # In PreNorm it stays as it is.
+        return self.lm_head.times(x, weight).to(x.dtype)
 
     def logits_and_loss(self, stream, targets):
         """A stream, and targets (B, T) -> logits (B, T, V), and their mean cross entropy"""
@@ -414,7 +429,7 @@ class GPT(nn.Module):
         each sublayer. runner: a Runner, if you want to ask it afterwards, or to change who skips"""
         runner = runner or Runner(self)
         runner.keeps_streams = True
-        self(idx, runner=runner)
+        self.last_stream(idx, runner)
         return runner.streams
 
     def generate(self, idx, max_new_tokens, **options):
@@ -423,9 +438,9 @@ class GPT(nn.Module):
         return torch.cat([idx, *tokens], dim=1)
 
     def compute_in(self, dtype):
-        """From now on, sublayers and head compute their products in this dtype. See Linear."""
+        """From now on, sublayers and head compute their products in this dtype."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, CastLinear):
                 module.dtype = dtype
 
     def residuals(self):
@@ -451,19 +466,19 @@ class KVCache:
         """size: how many tokens it has room for"""
         self.size = size
         self.length = 0   # how many tokens have come, with those that run through the model now
-        self.rows = {}    # of each attention that runs: keys, values, and which tokens have a key
+        self.slots = {}   # number of a slot: keys, values, and which tokens have a key
 
-    def store(self, row, k, v, has_key=True):
+    def store(self, slot, k, v, has_key=True):
         """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. row: which attention, 0, 1, .. in
-        the order of running; has_key: bools (B, n), if some tokens skip it (part 3)"""
+        of all S tokens so far, and a mask (B, n, S) as in attend. slot: 0, 1, .. for the attentions
+        in the order of running; has_key: bools (B, n), if tokens skip it (part 3)"""
         n, room = k.shape[1], (len(k), self.size)
-        if row not in self.rows:
-            self.rows[row] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
-                              k.new_zeros(room, dtype=torch.bool))
-        for kept, new in zip(self.rows[row], (k, v, has_key)):
-            kept[:, self.length - n:self.length] = new
-        keys, values, have_key = (kept[:, :self.length] for kept in self.rows[row])
+        if slot not in self.slots:
+            self.slots[slot] = (k.new_zeros(*room, *k.shape[2:]), v.new_zeros(*room, *v.shape[2:]),
+                                k.new_zeros(room, dtype=torch.bool))
+        for old, new in zip(self.slots[slot], (k, v, has_key)):
+            old[:, self.length - n:self.length] = new
+        keys, values, have_key = (each[:, :self.length] for each in self.slots[slot])
         return keys, values, causal_mask(have_key, n)
 
 def pick(logits, temperature=1.0, top_k=None, generator=None):
@@ -502,7 +517,8 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
 # ================================================================================ part 2: residuals
 
 # All are derived from Residual, which is PreNorm. Each class stands alone (but DeepNorm is a Post).
-# Read those that you care about.
+# Read those that you care about. Whatever its paper says of first weights, a class without an
+# init_sublayer has that of PreNorm, which divides c_proj by sqrt(2L).
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
@@ -538,7 +554,8 @@ class NAG(Residual):
         log_length <- log_length + 1/2 log(1 + gain^2)
 
     The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
-    would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3)."""
+    would hardly turn may as well skip it: this is Mixture-of-Depths without a router. (Of how the
+    paper decides who skips we know summaries only. Our rule is ByGain, in part 3.)"""
     has_norm = False
     knows_gain = True
     own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
@@ -578,9 +595,13 @@ class NAG(Residual):
         if gain is None:
             gain = self.gain(stream)
         update = f(direction)
-        if type(self) is NAG and use_triton(direction, self.config.kernels):
-            # On a GPU, one kernel does what follows. (A class of yours may change what follows.)
+        if use_triton(direction, self.config.kernels) and type(self) is NAG:
+            # The same in one kernel, on a GPU. (A class of yours may have another write or side.)
             return nag_write(direction, log_length, update, gain)
+        return self.write(direction, log_length, update, gain)
+
+    def write(self, direction, log_length, update, gain):
+        """-> the next stream"""
         side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
         direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
@@ -594,22 +615,22 @@ class NAG(Residual):
         along = (update * direction).mean(-1, keepdim=True)
         return update - direction * along
 
-    def read(self, stream):   # what input_of_f (part 3) finds, but without computing gains
-        direction, _ = stream
-        return direction
+    def read(self, stream):
+        return stream[0]
 
     def as_tensor(self, stream):
         direction, log_length = stream
         return direction * log_length.exp()
 
-    # A logit is length x cosine: with rows of rms 1, direction times row is C times the cosine.
+    # A logit is length x cosine. The cosine is that between the direction and a row of the head. If
+    # both have rms 1, it is their product / C, so `finish` divides by C.
 
     def finish(self, stream):
         direction, log_length = stream
         return direction * (log_length.exp() / self.config.n_embd)
 
     def head_weight(self, weight):
-        return unit(centred(weight), eps=EPS ** 2)   # Rows may be small.
+        return unit(centred(weight), eps=EPS ** 2)   # rms 1, also where a row is small
 
     def init_sublayer(self, sublayer):
         pass   # Only the direction of an update counts.
@@ -617,14 +638,17 @@ class NAG(Residual):
 def first_log_scale(config, power):
     """NAG's first log_scale: one with which the first logits have the standard deviation LOGIT_STD.
     At 0 they would be nearly equal."""
-    std_of_cosine = config.n_embd ** -0.5   # that of random vectors
-    length = first_std(config, "wte", config.n_embd)
-    growth = 0.0   # of log_length, from the embedding to the end
+    # A logit is length x cosine. The cosine of random vectors has the std C ** -0.5, so the last
+    # stream needs this length:
+    last_length = LOGIT_STD / config.n_embd ** -0.5
+    # An embedding begins with this one, and all sublayers together multiply it by exp(growth).
+    first_length = first_std(config, "wte", config.n_embd)
+    growth = 0.0
     for number in block_order(config):
         for l in 2 * number + 1, 2 * number + 2:
-            first_gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
-            growth += 0.5 * math.log1p(first_gain ** 2)
-    return math.log(LOGIT_STD / std_of_cosine / length) - growth
+            gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
+            growth += 0.5 * math.log1p(gain ** 2)
+    return math.log(last_length / first_length) - growth
 
 # ------------------------------------------------------------------------ PreNorm and its relatives
 
@@ -711,7 +735,8 @@ class MixLN(Residual):
 
 class ReZero(Residual):
     """ReZero (arXiv:2003.04887): no norm, and a learned number b that starts at 0. (Here each
-    sublayer has its own. In the paper, both of a block share one.)"""
+    sublayer has its own. In the paper, both of a block share one. Ours divides the last stream by
+    the std of the first embedding, 3, which no norm takes out.)"""
     has_norm = False
 
     def __init__(self, config, l):
@@ -723,7 +748,6 @@ class ReZero(Residual):
         return x + self.b * f(x)
 
     def finish(self, x):
-        # so that it starts with a std of 1
         return x / first_std(self.config, "wte", self.config.n_embd)
 
 class LayerScale(Residual):
@@ -801,15 +825,11 @@ class AttnRes(Residual):
     def source(self, value, queries):
         return Source(value, (unit(value) @ queries.mT).unbind(-1))
 
-    def weigh(self, stream):
-        """-> the weights of all n sources for this read, (n, B, T)"""
-        _, sources = stream
-        scores = [source.scores[self.column] for source in sources.values()]
-        return torch.stack(scores).softmax(0)
-
     def read(self, stream):
-        values = [source.value for source in stream[1].values()]
-        weights = len(values) * self.weigh(stream)[..., None]
+        _, sources = stream
+        values = [source.value for source in sources.values()]
+        scores = torch.stack([source.scores[self.column] for source in sources.values()])
+        weights = len(values) * scores.softmax(0)[..., None]   # (n, B, T, 1)
         return self.norm(depth_sum(weights, values, self.config.kernels))   # (weights * v).sum(0)
 
     finish = read
@@ -857,7 +877,8 @@ class DenseFormer(Residual):
 
 class X0(Residual):
     """PreNorm, and before each block x becomes a learned mixture of x and the embedding, as in
-    modded-nanoGPT. The stream is x, and the embedding."""
+    modded-nanoGPT. The stream is x, and the embedding. (A token that skips an attention misses the
+    mixing there, too. It may: x needs none to stay what it is.)"""
     def __init__(self, config, l):
         super().__init__(config, l)
         self.begins_block = l % 2 == 1 and not self.is_end
@@ -911,7 +932,7 @@ class Gated(Residual):
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
-    def read(self, h):   # what input_of_f (part 3) finds, but without computing gates
+    def read(self, h):   # what Residual.read finds, but without computing the gate
         return self.norm(h)
 
 # -------------------------------------------------------------------------- several streams at once
@@ -936,19 +957,22 @@ class Hyper(Residual):
         self.kind, self.n = kind, n
         if self.is_end:
             return
-        # Logits of res: one for each permutation (the first changes nothing), or for each entry.
-        if kind == "lite":
+        # `static` are logits that are the same for all tokens. What depends on the token is added.
+        # pre: a sublayer starts by reading one stream, and its successor the next one:
+        # sigmoid(4) = 0.98 of it, and sigmoid(-4) = 0.02 of the others.
+        pre = torch.full((n,), -4.0)
+        pre[(l - 1) % n] = 4.0
+        post = torch.zeros(n)   # 2 sigmoid(0) = 1: each stream gets the update.
+        # res starts near the matrix that changes nothing.
+        if kind == "lite":   # a logit for each permutation, of which the first changes nothing
             matrices = [torch.eye(n)[list(order)] for order in itertools.permutations(range(n))]
             self.register_buffer("permutations", torch.stack(matrices).flatten(1), persistent=False)
             res = torch.full((len(matrices),), -8.0)
             res[0] = 0.0
-        else:
+        else:                # a logit for each entry
             res = 8 * torch.eye(n).flatten() - 8
-        # Sublayers start by reading one stream each, in turn: sigmoid(4) = 0.98 of it, and 0.02 of
-        # the others. The static logits say this. What depends on the token is added to them.
-        pre = 8 * torch.eye(n)[(l - 1) % n] - 4
-        self.sizes = n, n, len(res)   # of pre, post and res
-        self.static = nn.Parameter(torch.cat((pre, torch.zeros(n), res)))
+        self.sizes = len(pre), len(post), len(res)
+        self.static = nn.Parameter(torch.cat((pre, post, res)))
         self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
         self.scale = nn.Parameter(torch.full((3,), 0.01))   # of the dynamic parts of the three
 
@@ -1098,31 +1122,6 @@ class NGPT(Residual):
                 if p.dim() == 2:
                     p.div_(p.norm(dim=0 if "c_proj" in name else 1, keepdim=True))
 
-# --------------------------------------------------------------------------------------- rare norms
-
-class SingleNorm(nn.Module):
-    """--norm single: one weight for all channels, against outliers (arXiv:2506.19697)"""
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x):
-        return unit(x) * self.weight
-
-class DynamicTanh(nn.Module):
-    """--norm dyt: no norm, but a tanh in its place (arXiv:2503.10622)"""
-    def __init__(self, config):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.slope = nn.Parameter(torch.tensor(0.5))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd))
-
-    def forward(self, x):
-        return torch.tanh(self.slope * x) * self.weight + self.bias
-
-def make_rare_norm(config):
-    return SingleNorm() if config.norm == "single" else DynamicTanh(config)
-
 # -------------------------------------------------------------------------------------- --residual
 
 # What --residual can be: a class, or a partial of one, with some options. Yours goes here, too:
@@ -1190,7 +1189,8 @@ class Decider(nn.Module):
     # it? False: nobody sees it there.
     skippers_make_keys = True
 
-    def __init__(self, config=None):
+    def __init__(self, config):
+        """config: a GPTConfig. (Here it may be None.)"""
         super().__init__()
 
     def begin(self, runner):
@@ -1213,14 +1213,30 @@ class Decider(nn.Module):
         """After a pass in training -> what is added to the loss"""
         return 0.0
 
+class Functions(NamedTuple):
+    """What a Runner calls where time is spent. In a training, they may be compiled: ForTraining, in
+    part 4, says so."""
+    call_residual: Callable   # residual, stream, f, gain -> the next stream
+    call_gain: Callable       # residual, stream -> its gain
+    cross_entropy: Callable   # model, stream, targets -> their mean cross entropy
+
 def call_residual(residual, stream, f, gain=None):
     """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
+def call_gain(residual, stream):
+    return residual.gain(stream)
+
+def cross_entropy(model, stream, targets):
+    _, loss = model.logits_and_loss(stream, targets)
+    return loss
+
+AS_WRITTEN = Functions(call_residual, call_gain, cross_entropy)
+
 class Notes:
     """An empty thing, for attributes. (torch.compile can't look into a SimpleNamespace.)"""
 
-class Runner(PlainRunner):
+class Runner:
     """Runs the sublayers of one pass, and notes who ran them. Each pass needs a new one, so two
     passes never disturb each other. A decider finds here, of the sublayer that comes next:
 
@@ -1236,6 +1252,7 @@ class Runner(PlainRunner):
         """decider: in place of model.decider; keeps_streams: the list `streams` gets the first one,
         and then the one after each place"""
         self.model, self.decider = model, decider or model.decider
+        self.functions = AS_WRITTEN
         self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.supervises_blocks = model.training and model.config.deep_supervision
         self.keeps_streams = keeps_streams or self.supervises_blocks
@@ -1243,12 +1260,13 @@ class Runner(PlainRunner):
         self.place, self.shape = 0, None
         self.residual = self.stream = self.known_gain = None
         self.notes = Notes()
-        self.keeps = []             # the decider's answers
+        self.answers = []           # of the decider, one for each place
         self.gains = []             # the gains of all tokens, or None where nobody asked
         self.decider_flops = 0.0    # what deciders have computed, per token
         self.cross_entropy = None   # of a training pass, for train.py to report
 
     def begin(self, shape, stream):
+        """Before the first sublayer. shape: (B, T) of the tokens; stream: the first one"""
         if self.place > 0:
             raise Mistake("a Runner is for one pass; make a new one")
         self.shape = shape
@@ -1257,18 +1275,19 @@ class Runner(PlainRunner):
         self.decider.begin(self)
 
     def run(self, stream, residual, f):
+        """-> the stream after the sublayer f, which those tokens run that the decider says"""
         self.place += 1
         self.stream, self.residual, self.known_gain = stream, residual, None
-        keep = self.decider.decide(self)
+        answer = self.decider.decide(self)
         if self.gain_has_cost:   # All tokens pay, whether they run or skip.
             self.gain()
-        self.keeps.append(keep)
+        self.answers.append(answer)
         self.gains.append(self.known_gain)
-        if keep is EVERYONE:
-            stream = call_residual(residual, stream, f, self.known_gain)
-        elif keep is not REMOVED:
-            check_keep(self, keep)
-            stream = run_some(self, f, keep)
+        if answer is EVERYONE:
+            stream = self.functions.call_residual(residual, stream, f, self.known_gain)
+        elif answer is not REMOVED:
+            check_answer(self, answer)
+            stream = run_some(self, f, answer)
         stream = self.decider.after(self, stream)
         if self.keeps_streams:
             self.streams.append(stream)
@@ -1281,18 +1300,19 @@ class Runner(PlainRunner):
             raise Mistake(f"{type(self.residual).__name__} knows no gain; use --residual nag, or "
                           f"set knows_gain = True if it has a gain(stream)")
         if self.known_gain is None:
-            self.known_gain = self.residual.gain(self.stream)
+            self.known_gain = self.functions.call_gain(self.residual, self.stream)
         return self.known_gain
 
     def loss(self, loss, targets):
-        """With --deep_supervision, the head reads the stream after each block, and not only at the
-        end. The decider may add something. --gain_cost is a price for the mean |gain|. (It is not
-        in NAG's paper.)"""
+        """In training: the mean cross entropy -> what is to become small. With --deep_supervision,
+        the head reads the stream after each block, and not only at the end. The decider may add
+        something. --gain_cost is a price for the mean |gain|. (It is ours, not the paper's.)"""
         self.cross_entropy = loss.detach()
         if self.supervises_blocks:
             after_blocks = self.streams[2::2]   # The first one is the embedding's.
-            inner = [self.model.logits_and_loss(stream, targets)[1] for stream in after_blocks[:-1]]
-            loss = sum([*inner, loss]) / len(after_blocks)
+            losses = [self.functions.cross_entropy(self.model, stream, targets)
+                      for stream in after_blocks[:-1]]
+            loss = sum([*losses, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
         if self.gain_has_cost:
             loss = loss + self.model.config.gain_cost * self.mean_gain()
@@ -1309,10 +1329,11 @@ class Runner(PlainRunner):
         """-> bools (places, B, T), True where a token ran the sublayer"""
         everyone = torch.ones(self.shape, dtype=torch.bool, device=self.model.device)
         masks = {EVERYONE: everyone, REMOVED: ~everyone}
-        return torch.stack([masks[keep] if isinstance(keep, str) else keep for keep in self.keeps])
+        return torch.stack([masks[answer] if isinstance(answer, str) else answer
+                            for answer in self.answers])
 
     def all_ran(self):
-        return all(keep is EVERYONE for keep in self.keeps)
+        return all(answer is EVERYONE for answer in self.answers)
 
     def skipped(self, last=False):
         """-> the share of all sublayer runs that were skipped, or removed. last: only those of the
@@ -1322,21 +1343,14 @@ class Runner(PlainRunner):
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
 
-def make_runner(model):
-    """-> what runs a pass if nobody says so: a plain one, if nobody can skip, and no flag adds
-    something to the loss"""
-    config = model.config
-    is_plain = type(model.decider) is Decider
-    if is_plain and not config.gain_cost and not config.deep_supervision:
-        return PlainRunner()
-    return Runner(model)
-
-def check_keep(runner, keep):
+def check_answer(runner, answer):
     """A mistake in a decider of your own is told here, and not deep inside."""
     shape, name = tuple(runner.shape), type(runner.decider).__name__
-    if not torch.is_tensor(keep) or keep.dtype != torch.bool or keep.shape != shape:
-        found = f"{keep.dtype} {tuple(keep.shape)}" if torch.is_tensor(keep) else repr(keep)
-        hint = "; is a return missing?" if keep is None else ""
+    if not torch.is_tensor(answer) or answer.dtype != torch.bool or answer.shape != shape:
+        found = repr(answer)
+        if torch.is_tensor(answer):
+            found = f"{answer.dtype} {tuple(answer.shape)}"
+        hint = "; is a return missing?" if answer is None else ""
         raise Mistake(f"{name}.decide returned {found}, not EVERYONE, REMOVED or bools {shape}"
                       f"{hint}")
     if not runner.residual.can_skip:
@@ -1348,7 +1362,7 @@ def check_keep(runner, keep):
 class ByGain(Decider):
     """--mod gain:below=0.05: a token whose |gain| is below 0.05 skips the sublayer, in training and
     after it. NAG's gain is the tangent of an angle: 0.05 is 3 degrees. Without a --gain_cost, few
-    gains are so small."""
+    gains are so small. (This rule and the cost are ours: see NAG.)"""
     allowed = dict(below=(0, 100))
     needs_gain = needs_skipping = True
 
@@ -1391,10 +1405,12 @@ class Routers(Decider):
         """rate: share of all sublayer runs to skip. Only every second block has a router. With 12
         blocks there are six, and at rate=0.25 half of the tokens skip at each of them."""
         super().__init__(config)
-        order, n_routers = block_order(config), config.n_layer // 2
+        n_routers = config.n_layer // 2
         if n_routers == 0:
             raise ValueError(f"--mod {config.mod}: needs two blocks or more; use --n_layer 2")
-        n_routed = sum(number % 2 for number in order)   # --repeat runs some several times.
+        order = block_order(config)   # --repeat runs some blocks several times.
+        n_routed = sum(number % 2 for number in order)
+        # rate x len(order) is what all routed runs together are to skip.
         self.share_that_runs = 1 - rate * len(order) / n_routed
         if self.share_that_runs <= 0:
             raise ValueError(f"--mod {config.mod}: {n_routers} of {config.n_layer} blocks have a "
@@ -1404,35 +1420,35 @@ class Routers(Decider):
 
     def begin(self, runner):
         runner.notes.losses = []
-        runner.notes.keep = None   # who runs this block; None: its router was not asked
+        runner.notes.runs = None   # who runs this block; None: its router was not asked
 
     def decide(self, runner):
         block = block_of(runner.residual.l)   # 1, 2, 3, ..
         if block % 2 == 1:
             return EVERYONE
-        if runner.notes.keep is None:   # at its attention, or, if that is removed, its MLP
+        if runner.notes.runs is None:   # at its attention, or, if that is removed, its MLP
             self.ask(self.routers[block // 2 - 1], runner)
-        return runner.notes.keep
+        return runner.notes.runs
 
     def ask(self, router, runner):
         x, notes = runner.stream, runner.notes
         weight = router(unit(x)).squeeze(-1)   # (B, T)
         runner.decider_flops += 2 * x.shape[-1]
-        keep = weight > 0
+        runs = weight > 0
         if runner.model.training:
             count = max(1, round(self.share_that_runs * x.shape[1]))
-            keep = largest(weight.detach(), count)
-        notes.losses.append(F.binary_cross_entropy_with_logits(weight, keep.to(weight.dtype)))
-        notes.keep, notes.before, notes.weight = keep, x, weight[..., None]
+            runs = largest(weight.detach(), count)
+        notes.losses.append(F.binary_cross_entropy_with_logits(weight, runs.to(weight.dtype)))
+        notes.runs, notes.before, notes.weight = runs, x, weight[..., None]
 
     def after(self, runner, stream):
         notes = runner.notes
-        block_ends = runner.place % 2 == 0
-        if not block_ends or notes.keep is None:
-            return stream
-        notes.keep = None
-        # Where a token has skipped, its stream is still that of before.
-        return notes.before + notes.weight * (stream - notes.before)
+        is_mlp = runner.place % 2 == 0
+        if is_mlp and notes.runs is not None:   # A block ends that has a router.
+            notes.runs = None
+            # Where a token has skipped, its stream is still that of before.
+            stream = notes.before + notes.weight * (stream - notes.before)
+        return stream
 
     def loss(self, runner):
         losses = runner.notes.losses
@@ -1452,18 +1468,20 @@ def make_decider(config):
     kind, options = choose("--mod", DECIDERS, config.mod)
     return kind(config, **options)
 
-# The next three are for trained models: a Runner gets them in place of the model's own decider.
+# The next three need no config. They are for trained models: a Runner gets them in place of the
+# model's own decider.
 
 class ByFunction(Decider):
-    """A decider that is one function: ByFunction(lambda runner: keep)"""
+    """A decider that is one function: ByFunction(lambda runner: EVERYONE)"""
     def __init__(self, decide):
-        super().__init__()
+        super().__init__(config=None)
         self.decide = decide
 
 class Without(Decider):
-    """The sublayers at these places are removed. Of the others, another decider decides."""
+    """The sublayers at these places are removed. Of the others, another decider decides. (About
+    changes_stream, ask that one.)"""
     def __init__(self, places, decider):
-        super().__init__()
+        super().__init__(config=None)
         self.places, self.decider = places, decider
         self.skippers_make_keys = decider.skippers_make_keys
 
@@ -1493,7 +1511,7 @@ class EarlyExit(Decider):
 
     def __init__(self, confidence):
         """confidence: the probability from which on a prediction is sure"""
-        super().__init__()
+        super().__init__(config=None)
         self.confidence = confidence
 
     def begin(self, runner):
@@ -1510,57 +1528,37 @@ class EarlyExit(Decider):
 
 # --------------------------------------------------------------------------- how only some are run
 
-def run_some(runner, f, keep):
-    """-> the stream after a sublayer that only the tokens of keep (B, T) run. These are gathered,
-    computed, and put back. A token that skips costs its gain, if that was asked for, and in an
-    attention its key and value, which later tokens see (unless the decider says that skippers make
-    none)."""
+def run_some(runner, f, runs):
+    """-> the stream after a sublayer f that only some tokens run. runs: bools (B, T)"""
     residual, stream, gain = runner.residual, runner.stream, runner.known_gain
-    n_kept = int(keep.sum())
-    if n_kept == keep.numel():
-        return call_residual(residual, stream, f, gain)
-    is_attention = isinstance(f, partial)   # GPT.forward makes it: an attention, with two keywords
-    kv_of_all = None
-    if is_attention and runner.decider.skippers_make_keys:
-        # In sampling, they go into the cache, too.
-        kv_of_all = keys_of_all(f, input_of_f(residual, stream))
-    if n_kept == 0:
+    call, count = runner.functions.call_residual, int(runs.sum())
+    if count == runs.numel():
+        return call(residual, stream, f, gain)
+    is_attention, kv_of_all = isinstance(f, AttentionInPass), None
+    if is_attention and runner.decider.skippers_make_keys:   # In a cache, they are kept.
+        kv_of_all = keys_of_all(f, residual.read(stream))
+    if count == 0:
         return stream
-    kept = KeptTokens(keep)
-    some = kept.gather(stream)
+    some = SomeTokens(runs)
+    if is_attention:   # An MLP treats each token by itself, and never knows that there were others.
+        f = partial(attention_of_some, f, some, kv_of_all)
+        call = call_residual   # Its shapes vary too much to be compiled.
     if gain is not None:
-        gain = kept.gather(gain)
-    if is_attention:
-        f = partial(attention_of_kept, f, kept, kv_of_all)
-        # Its shapes vary too much to be compiled, so this is the forward that the class defines.
-        residual = partial(type(residual).forward, residual)
-    # (An MLP needs nothing of this. It treats each token by itself.)
-    return kept.put(stream, call_residual(residual, some, f, gain))
+        gain = some.gather(gain)
+    return some.put(stream, call(residual, some.gather(stream), f, gain))
 
-def input_of_f(residual, stream):
-    """-> what f would get. Some residuals have a method `read`, which is cheaper. The others run
-    with a stand-in for f, which notes its input."""
-    if hasattr(residual, "read"):
-        return residual.read(stream)
-    inputs = []
-    def stand_in(x):
-        inputs.append(x)
-        return torch.zeros_like(x)
-    residual(stream, stand_in)
-    return inputs[0]
-
-class KeptTokens:
+class SomeTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
 
-        keep [[1, 0, 1, 1],    sequence  0 0 0 1
+        runs [[1, 0, 1, 1],    sequence  0 0 0 1
               [0, 1, 0, 0]]    position  0 2 3 1   in their sequences
                                index     0 2 3 5   among all B T tokens
-                               column    0 1 2 0   among the kept tokens of their sequences"""
-    def __init__(self, keep):
-        self.keep = keep
-        self.sequence, self.position = keep.nonzero().unbind(1)
-        self.index = self.sequence * keep.shape[1] + self.position
-        self.column = keep.cumsum(1).flatten()[self.index] - 1
+                               column    0 1 2 0   among those of their sequences that run"""
+    def __init__(self, runs):
+        self.runs = runs
+        self.sequence, self.position = runs.nonzero().unbind(1)
+        self.index = self.sequence * runs.shape[1] + self.position
+        self.column = runs.cumsum(1).flatten()[self.index] - 1
 
     def gather(self, stream):
         """Tensors (B, T, ...) -> (N, ...)"""
@@ -1569,55 +1567,50 @@ class KeptTokens:
         return stream.flatten(0, 1).index_select(0, self.index)
 
     def put(self, stream, new):
-        """Tensors (B, T, ...) -> the same, but new (N, ...) where tokens are kept"""
+        """Tensors (B, T, ...) -> the same, but new (N, ...) at the tokens that run"""
         if isinstance(stream, tuple):
             return tuple(self.put(x, new_x) for x, new_x in zip(stream, new))
         return stream.flatten(0, 1).index_copy(0, self.index, new).view_as(stream)
 
     def spread(self, x):
-        """(N, ...) -> (B, T, ...), zero where no token is kept"""
-        return self.put(x.new_zeros(*self.keep.shape, *x.shape[1:]), x)
+        """(N, ...) -> (B, T, ...), zero at the tokens that skip"""
+        return self.put(x.new_zeros(*self.runs.shape, *x.shape[1:]), x)
 
     def in_rows(self, x, fill):
-        """(N, ...) -> (B, n, ...): a row per sequence, of its kept tokens. Rows are filled up to
-        the n tokens that the fullest sequence keeps."""
-        size = len(self.keep), int(self.keep.sum(1).max()), *x.shape[1:]
+        """(N, ...) -> (B, n, ...): a row per sequence, of its tokens that run. Rows are filled up
+        to the n of the fullest one."""
+        size = len(self.runs), int(self.runs.sum(1).max()), *x.shape[1:]
         return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
-# In an attention, the kept tokens ask: each has a query. Which keys do they see? Those of all
-# tokens, or, if the decider says so, only those of kept ones.
-
-def attention_of_kept(f, kept, kv_of_all, x):
-    """x (N, C): what an attention f gets for the kept tokens -> their updates (N, C). kv_of_all:
-    what keys_of_all returns; None: kept tokens see nobody but each other"""
-    attn, rotation = f.func, f.keywords["rotation"][kept.position]
+def attention_of_some(f, some, kv_of_all, x):
+    """x (N, C): what an attention f reads of the tokens that run it -> their updates (N, C).
+    kv_of_all: what keys_of_all returns; None: those that skip have no keys, and nobody sees them"""
+    attn, rotation = f.attn, f.rotation[some.position]
     if kv_of_all is None:
         q, k, v = attn.c_attn(x).chunk(3, dim=-1)
-        k, v = kept.spread(attn.keys(k, rotation)), kept.spread(attn.heads(v))
-        k, v, mask = with_older(f, k, v, kept.keep)
-    else:   # Only queries are missing. The first C rows of c_attn make them.
-        q = linear(x, attn.c_attn.weight[:x.shape[-1]], attn.c_attn.dtype)
+        k, v = some.spread(attn.keys(k, rotation)), some.spread(attn.heads(v))
+        k, v, mask = with_older(f, k, v, some.runs)
+    else:
+        q = attn.c_attn.times(x, attn.c_attn.weight[:x.shape[-1]])
         k, v, mask = kv_of_all
-    sees = mask.expand(len(kept.keep), -1, -1)[kept.sequence, kept.position]   # (N, S)
+    sees = mask.expand(len(some.runs), -1, -1)[some.sequence, some.position]   # (N, S)
     # What fills a row up sees all keys: with none, a softmax is nan. Nobody uses what it gets.
-    q, sees = kept.in_rows(attn.queries(q, rotation), fill=0), kept.in_rows(sees, fill=True)
-    out = attend(q, k, v, sees)[kept.sequence, kept.column]
+    q, sees = some.in_rows(attn.queries(q, rotation), fill=0), some.in_rows(sees, fill=True)
+    out = attend(q, k, v, sees)[some.sequence, some.column]
     return attn.c_proj(out.flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
-    """x (B, T, C): what an attention f would get, if all tokens ran it -> keys, values and a mask:
-    see with_older"""
-    attn, rotation = f.func, f.keywords["rotation"]
-    kv = linear(x, attn.c_attn.weight[x.shape[-1]:], attn.c_attn.dtype)
+    """x (B, T, C): what an attention f would read of all tokens -> see with_older"""
+    attn = f.attn
+    kv = attn.c_attn.times(x, attn.c_attn.weight[x.shape[-1]:])   # Its first C rows are for q.
     k, v = kv.chunk(2, dim=-1)
-    return with_older(f, attn.keys(k, rotation), attn.heads(v))
+    return with_older(f, attn.keys(k, f.rotation), attn.heads(v))
 
 def with_older(f, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, True or
     bools (B, T) -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
-    store = f.keywords["store"]
-    if store is not None:
-        return store(k, v, has_key)
+    if f.store is not None:
+        return f.store(k, v, has_key)
     if has_key is True:
         has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     return k, v, causal_mask(has_key, k.shape[1])
@@ -1639,9 +1632,9 @@ def hidden_units(config):
     depth = [number / max(1, n_layer - 1) for number in range(n_layer)]   # 0 .. 1
     if config.taper == "cosine":
         depth = [(1 - math.cos(math.pi * at)) / 2 for at in depth]
-    shares = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
-    shares = [share * n_layer / sum(shares) for share in shares]   # Their mean is 1 now.
-    return [8 * max(1, round(share * hidden / 8)) for share in shares]   # Multiples of 8 are fast.
+    widths = [config.taper_start + (config.taper_end - config.taper_start) * at for at in depth]
+    widths = [width * n_layer / sum(widths) for width in widths]   # Their mean is 1 now.
+    return [8 * max(1, round(width * hidden / 8)) for width in widths]   # Multiples of 8 are fast.
 
 def block_order(config):
     """The blocks, numbered from 0, in the order in which they run. See --repeat."""
@@ -1658,49 +1651,65 @@ def block_order(config):
     raise ValueError(f"--repeat {config.repeat}: say blocks from 1 to {config.n_layer}, and how "
                      f"often, such as 1:2 or 1-{config.n_layer}:2 (512 runs at most)")
 
+# --------------------------------------------------------------------------------------- rare norms
+
+class SingleNorm(nn.Module):
+    """--norm single: one weight for all channels, against outliers (arXiv:2506.19697)"""
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return unit(x) * self.weight
+
+class DynamicTanh(nn.Module):
+    """--norm dyt: no norm, but a tanh in its place (arXiv:2503.10622)"""
+    def __init__(self, config):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.slope = nn.Parameter(torch.tensor(0.5))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd))
+
+    def forward(self, x):
+        return torch.tanh(self.slope * x) * self.weight + self.bias
+
 # --------------------------------------------------------------------- compiling, and less memory
 
-def compile_model(model, **options):
-    """For training: torch.compile of what all tokens run, of MLPs on kept tokens, and of head and
-    loss: so logits stay inside, in the dtype of the products. All blocks share their graphs (unless
-    widths differ). Where a stream grows, each sublayer would need graphs of its own. So the whole
-    model is one, which takes longer to compile. options: those of torch.compile"""
-    torch._dynamo.config.recompile_limit = 64   # The default 8 is too low for skipping and tapers.
-    if model.ends.stream_grows and not model.decider.needs_skipping:
-        compile_loss(model, "forward", options)
-        return
-    kind = type(model.ends)
-    methods = ["forward", "gain"] if kind.knows_gain else ["forward"]
-    for name in methods:
-        compiled = torch.compile(getattr(kind, name), **options)
-        for residual in model.residuals():
-            change_in_training(residual, name, partial(compiled, residual))
-    compile_loss(model, "logits_and_loss", options)
+class ForTraining(nn.Module):
+    """What is called in place of a model in a training with --compile or --checkpoint_blocks:
+    (idx, targets, runner) -> None, loss. Nobody reads logits there, and they would be the largest
+    tensor of all. The model itself stays as it is, for evaluation and sampling, where shapes change
+    all the time: torch.compile would make a graph for each."""
+    def __init__(self, model, compiles=False, checkpoints=False, **options):
+        """options: those of torch.compile"""
+        super().__init__()
+        self.model, self.functions, self.loss_of_pass = model, AS_WRITTEN, loss_of_pass
+        # Functions are compiled one by one, and all blocks share their graphs (unless widths
+        # differ). But where a stream grows, each sublayer would need graphs of its own. So the
+        # whole pass becomes one graph, which takes longer to compile.
+        is_one_graph = model.ends.stream_grows and not model.decider.needs_skipping
+        if compiles:
+            torch._dynamo.config.recompile_limit = 64   # 8 is too low for skipping and tapers.
+            if is_one_graph:
+                self.loss_of_pass = torch.compile(loss_of_pass, **options)
+            else:
+                compiled = [torch.compile(function, **options) for function in AS_WRITTEN]
+                self.functions = Functions(*compiled)
+        if checkpoints:
+            # Memory is saved: in the backward pass, sublayers run again (but for attentions that
+            # some tokens skip). They draw no random numbers, so there are none to keep.
+            run_twice = partial(checkpoint, self.functions.call_residual, use_reentrant=False,
+                                preserve_rng_state=False)
+            self.functions = self.functions._replace(call_residual=run_twice)
 
-def compile_loss(model, name, options):
-    """Compiles a method of the model that returns logits and a loss. Where there is a loss, it
-    returns no logits any more."""
-    usual = getattr(model, name)
-    def loss_alone(*given, **named):
-        logits, loss = usual(*given, **named)
-        return (logits if loss is None else None), loss
-    change_in_training(model, name, torch.compile(loss_alone, **options))
+    def forward(self, idx, targets, runner=None):
+        runner = runner or Runner(self.model)
+        runner.functions = self.functions
+        return None, self.loss_of_pass(self.model, idx, targets, runner)
 
-def checkpoint_blocks(model):
-    """Saves memory: in the backward pass, sublayers run again (but for attentions that some tokens
-    skip). Call it after compile_model. Sublayers draw no random numbers, so there are none to
-    keep."""
-    for residual in model.residuals():
-        change_in_training(residual, "forward", partial(
-            checkpoint, residual.forward, use_reentrant=False, preserve_rng_state=False))
-
-def change_in_training(module, name, changed):
-    """While the module trains, `changed` takes the place of its method. Outside of training, shapes
-    change all the time, and torch.compile would make a graph for each."""
-    usual = getattr(module, name)
-    def method(*given, **named):
-        return changed(*given, **named) if module.training else usual(*given, **named)
-    setattr(module, name, method)
+def loss_of_pass(model, idx, targets, runner):
+    stream = model.last_stream(idx, runner)
+    return runner.loss(runner.functions.cross_entropy(model, stream, targets), targets)
 
 # ---------------------------------------------------------------------------------------- counting
 
@@ -1729,7 +1738,7 @@ def flops_per_token(model, T=None, runner=None):
         total += share.residual * residual.flops()
         matrices = sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
         if isinstance(sublayer, Attention):
-            # Half of its weights make queries and updates, the other half makes keys and values.
+            # c_attn and c_proj: half of them makes queries and updates, half keys and values.
             total += (share.ran + share.keys) / 2 * matrices
             total += share.queries * 4 * T * config.n_embd   # scores, and sums of values
         else:
@@ -1738,11 +1747,11 @@ def flops_per_token(model, T=None, runner=None):
 
 def shares_of_tokens(runner):
     """-> the Shares of each sublayer in a pass"""
-    who = runner.who_ran().float()
+    who = runner.who_ran().float()   # (places, B, T)
     means, fullest = who.mean((1, 2)).tolist(), who.mean(2).amax(1).tolist()
     found = []
-    for ran, queries, keep, gain in zip(means, fullest, runner.keeps, runner.gains):
-        all_have_keys = runner.decider.skippers_make_keys and keep is not REMOVED
+    for ran, queries, answer, gain in zip(means, fullest, runner.answers, runner.gains):
+        all_have_keys = runner.decider.skippers_make_keys and answer is not REMOVED
         found.append(Shares(ran, queries, keys=1.0 if all_have_keys else ran,
                             residual=ran if gain is None else 1.0))
     return found

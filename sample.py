@@ -82,7 +82,7 @@ def pick_decider(model, config):
     if config.skip_below > 0:
         decider, asked = ByGain(model.config, config.skip_below), "--skip_below"
     elif config.skip_below == 0:
-        decider, asked = Decider(), "--skip_below"   # All run, so no gain has to be known.
+        decider, asked = Decider(None), "--skip_below"   # All run, so no gain has to be known.
     elif config.exit < 1:
         decider, asked = EarlyExit(config.exit), "--exit"
     if asked:

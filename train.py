@@ -42,9 +42,8 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from flags import (Mistake, flag, make_configs, mute, option_defaults, read_command_line, refuse,
                    start)
-from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Runner,
-                   checkpoint_blocks, choose, compile_model, constrain_weights, flops_per_token,
-                   num_params)
+from model import (DECIDERS, GPT, Decider, ForTraining, GPTConfig, KVCache, RESIDUALS, Residual,
+                   Runner, choose, constrain_weights, flops_per_token, num_params)
 from prepare import locked, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
@@ -349,20 +348,19 @@ def make_optimizers(model, config):
 # ----------------------------------------------------------------------------------------- the loop
 
 def make_ready(model, config, device):
-    """Brings the model to its device, and compiles it, if need be -> what is called in training:
-    the model itself, or its DDP wrapper if there are several processes"""
+    """Brings the model to its device -> what is called in training: the model itself, or what
+    compiles it, or its DDP wrapper if there are several processes"""
     model.to(device)
     if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
         model.compute_in(torch.bfloat16)
-    if config.compile:
-        compile_model(model)
-    if config.checkpoint_blocks:
-        checkpoint_blocks(model)
+    wrapped = model
+    if config.compile or config.checkpoint_blocks:
+        wrapped = ForTraining(model, config.compile, config.checkpoint_blocks)
     if N_PROCESSES == 1:
-        return model
+        return wrapped
     # Where tokens skip, it may be that a sublayer is run by no token of this process.
-    return DistributedDataParallel(model, find_unused_parameters=model.decider.needs_skipping)
+    return DistributedDataParallel(wrapped, find_unused_parameters=model.decider.needs_skipping)
 
 def forward_and_backward(model, wrapped, config, data, step, dense_flops):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
@@ -735,8 +733,8 @@ def look_for_mistakes(config):
         if name not in parameters:
             raise Mistake(f"{kind.__name__}.own_lr names {name!r}, and its parameters are "
                           f"{', '.join(sorted(parameters)) or 'none'}")
-    model(torch.zeros(2, 3, dtype=torch.long), runner=LooksAtShapes(model, Decider()))
-    look_at_other_tokens(model, kind.__name__, Decider())   # All tokens run.
+    model(torch.zeros(2, 3, dtype=torch.long), runner=LooksAtShapes(model, Decider(config)))
+    look_at_other_tokens(model, kind.__name__, Decider(config))   # All tokens run.
     look_at_other_tokens(model, decider_kind.__name__, model.decider)
     look_at_sampling(model, kind.__name__)
 
@@ -785,7 +783,7 @@ def look_at_other_tokens(model, name, decider):
 def look_at_sampling(model, name):
     """There a residual gets the newest token alone. So it can't look at earlier ones."""
     def logits(idx, cache=None):
-        return model(idx, cache=cache, runner=Runner(model, Decider()))[0][:, -1]
+        return model(idx, cache=cache, runner=Runner(model, Decider(None)))[0][:, -1]
     idx, cache = torch.tensor([[0, 1, 2, 3]]), KVCache(4)
     usual, again = logits(idx), logits(idx)
     for token in idx.split(1, dim=1):

@@ -12,7 +12,7 @@ from conftest import ROOT, ids, make, refused, same
 from model import ByGain, Decider, Runner, Without
 
 L = 4   # blocks
-ALL_RUN = Decider()
+ALL_RUN = Decider(None)
 
 def run_of(residual="pre", text="", windows=None, **config):
     """Of twelve windows"""

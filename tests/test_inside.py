@@ -240,7 +240,7 @@ def right_by_hand(run, decider=None):
 @torch.no_grad()
 def test_what_is_right_by_steps(run, monkeypatch):
     """It has learned no step."""
-    as_it_skips, all_run = right_by_hand(run), right_by_hand(run, Decider())
+    as_it_skips, all_run = right_by_hand(run), right_by_hand(run, Decider(None))
     learned = analyze.steps_learned(all_run.expected, 0.1)
     found, sentence = analyze.right_digits(run)
     assert [*found["share of right digits"].values()] == [as_it_skips, [0.1] * 4] != [all_run, [0.1] * 4]
@@ -279,11 +279,11 @@ def test_who_turns_by_steps(run, monkeypatch):
                         f"{max(more):.0f} degrees more than copies.")
     panels, sentence = analyze.who_skips(run)
     n_run, right = panels.values()
-    by_hand = means(run, lambda *_: 2 * L * torch.stack(runner.keeps).double().mean(0))
+    by_hand = means(run, lambda *_: 2 * L * torch.stack(runner.answers).double().mean(0))
     assert n_run == {"as it skips": by_hand} and 0 < min(by_hand.expected) < 2 * L
     copied, one_step, *_ = by_hand.expected
     assert sentence == f"A copied digit runs {copied:.1f} sublayers, and one after one step {one_step:.1f}."
-    assert right == {"as it skips": right_by_hand(run), "if all run": right_by_hand(run, Decider())}
+    assert right == {"as it skips": right_by_hand(run), "if all run": right_by_hand(run, Decider(None))}
 
 @pytest.mark.parametrize("right, most", [
     ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 0), ([0.1], 0)])

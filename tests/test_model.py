@@ -429,12 +429,11 @@ def test_deep_supervision_is_the_mean_over_all_blocks(residual, config):
     assert counted == pytest.approx(24 * M.flops_per_token(model, 12, runner), rel=1e-9)
     same(model.eval()(idx, targets)[1], losses()[-1], 1e-12)
 
-def same_step(model, change, tolerance=1e-6):
-    """Whether loss and gradients stay after change()"""
+def same_step(model, tolerance=1e-6, **options):
+    """Whether ForTraining gives the loss and gradients of the model"""
     loss = model.train()(ids(), ids(seed=1))[1]
     right = gradients(model, loss)
-    change()
-    again = model(ids(), ids(seed=1))[1]
+    again = M.ForTraining(model, **options)(ids(), ids(seed=1))[1]
     same(again, loss, tolerance)
     same_gradients(gradients(model, again), right, tolerance)
 
@@ -442,7 +441,7 @@ def same_step(model, change, tolerance=1e-6):
 def test_checkpoints_change_nothing(residual):
     model, ran = make(residual), []
     model.blocks[1].mlp.c_fc.register_forward_hook(lambda *_: ran.append(1))
-    same_step(model, lambda: M.checkpoint_blocks(model))
+    same_step(model, checkpoints=True)
     assert len(ran) == 3   # once more in the backward pass
 
 @pytest.mark.parametrize("residual, config, graphs, also_checkpoints", [
@@ -453,13 +452,13 @@ def test_checkpoints_change_nothing(residual):
 def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_checkpoints):
     """Loss, what the Runner knows, and gradients that two parts of a batch add up. A later step compiles nothing.
     graphs: attention, MLP, head with loss, gain; or one; None: also those for numbers of kept tokens"""
-    def steps():
+    def steps(net):
         found = []
         for step in range(2):
             model.zero_grad()
             for part in range(2):
                 runner = M.Runner(model)
-                _, loss = model(ids(seed=2 * step + part), ids(seed=9), runner=runner)
+                _, loss = net(ids(seed=2 * step + part), ids(seed=9), runner=runner)
                 (loss / 2).backward()
                 gain = runner.mean_gain()
                 found.append([loss.detach(), runner.cross_entropy, gain if gain is None else gain.detach(),
@@ -468,11 +467,9 @@ def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_c
         return found
     torch._dynamo.reset()
     model, counter, counts = make(residual, n_layer=2, **config).train(), CompileCounterWithBackend("eager"), []
-    right = steps()
-    M.compile_model(model, backend=counter, fullgraph=True)
-    if also_checkpoints:
-        M.checkpoint_blocks(model)
-    for mine, its in zip(steps(), right, strict=True):
+    right = steps(model)
+    net = M.ForTraining(model, True, also_checkpoints, backend=counter, fullgraph=True)
+    for mine, its in zip(steps(net), right, strict=True):
         for a, b in zip(mine, its, strict=True):
             assert a is b is None or same(a, b, 1e-9) is None
     assert counts[-2:] == 2 * counts[-1:], "a graph anew in a later step"
@@ -503,15 +500,14 @@ def test_no_logits_in_float32_leave_a_compiled_graph(residual):
         outputs = [node.meta["val"] for node in graph.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
         left.extend((x.dtype, x.numel()) for x in outputs if torch.is_tensor(x))
         return make_boxed_func(graph)
-    M.compile_model(model, fullgraph=True, backend=aot_autograd(
+    net = M.ForTraining(model, True, fullgraph=True, backend=aot_autograd(
         fw_compiler=look, bw_compiler=look, decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition))
     torch._dynamo.reset()
-    none, loss = model(idx, idx)
+    none, loss = net(idx, idx)
     loss.backward()
     size = idx.numel() * 192
     assert none is None and (torch.float32, size) not in left and (torch.bfloat16, size) in left, left
-    assert model(idx)[0].shape == (2, 12, 192)   # Who gives no targets wants logits.
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
@@ -519,7 +515,7 @@ def test_no_logits_in_float32_leave_a_compiled_graph(residual):
 def test_a_step_compiled_by_inductor(residual):
     torch._dynamo.reset()
     model = make(residual, dtype=torch.float32, n_layer=2)
-    same_step(model, lambda: M.compile_model(model), 1e-4)
+    same_step(model, 1e-4, compiles=True)
 
 def test_generate():
     """When the cache is full, it starts anew from the newer half of the context, and goes on from there."""
@@ -538,7 +534,7 @@ def test_generate():
     assert torch.equal(best(out[:, :-1])[:, 9:], out[:, 10:])
     assert make(block_size=1).generate(ids(2, 5), 3).shape == (2, 8)
     runners = [runner for _, runner in M.new_tokens(model, ids(2, 5), 12, decider=decider)]
-    assert len(runners) == 12 and all(runner.keeps[2] is M.REMOVED for runner in runners)
+    assert len(runners) == 12 and all(runner.answers[2] is M.REMOVED for runner in runners)
     draws = [generate(12, generator=torch.Generator().manual_seed(seed), n_vocab=9) for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert draws[0][:, 5:].max() < 9   # The rest of the vocabulary is padding.

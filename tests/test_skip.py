@@ -25,7 +25,7 @@ def sublayers(model):
     """Yields (place, residual, f), as GPT.forward runs them"""
     for i, number in enumerate(model.order):
         block = model.blocks[number]
-        yield 2 * i + 1, block.attn_residual, partial(block.attn, rotation=model.rotation[:16], store=None)
+        yield 2 * i + 1, block.attn_residual, M.AttentionInPass(block.attn, model.rotation[:16], None)
         yield 2 * i + 2, block.mlp_residual, block.mlp
 
 def gains(model, decider=None):
@@ -62,7 +62,7 @@ def masked(model, decider):
     runner.shape = IDX.shape
     for place, residual, f in sublayers(model):
         runner.place, runner.residual, runner.stream, runner.known_gain = place, residual, stream, None
-        runner.keeps.append(decider.decide(runner))
+        runner.answers.append(decider.decide(runner))
         stream = choose(runner.who_ran()[-1], residual(stream, f), stream)
     return model.head(stream), runner.who_ran()
 
@@ -136,14 +136,6 @@ def test_no_runner_serves_twice():
     with pytest.raises(ValueError, match="one pass"):
         model(IDX, runner=runner)
 
-@pytest.mark.parametrize("config", [{}, dict(mod="gain"), dict(gain_cost=0.1), dict(deep_supervision=True)], ids=str)
-def test_who_gives_no_runner_gets_what_the_flags_ask_for(config):
-    model = nag(**config).train()
-    assert (type(M.make_runner(model)) is M.PlainRunner) == (not config)
-    same(model(IDX, TARGETS), model(IDX, TARGETS, runner=M.Runner(model)), 1e-14)
-    model.decider = M.EarlyExit(0.05)   # as sample.py does
-    same(model.eval()(IDX)[0], forward(model)[0].detach(), 1e-14)
-
 # ----------------------------------------------------------------------------- paying for gain
 
 @pytest.mark.parametrize("mod", ["all", "gain:below=0.5", "coins:rate=0.4"])
@@ -183,8 +175,8 @@ def routed_by_hand(model, idx):
                 keep = weight >= weight.sort(1, descending=True).values[:, count - 1:count]
             losses.append(-(keep * weight.sigmoid().log() + ~keep * (-weight).sigmoid().log()).mean())
         decisions.append(keep)
-        x = x + attention_by_hand(block.attn, M.input_of_f(block.attn_residual, x), keep)
-        x = x + mlp_by_hand(block.mlp, M.input_of_f(block.mlp_residual, x))
+        x = x + attention_by_hand(block.attn, block.attn_residual.norm(x), keep)
+        x = x + mlp_by_hand(block.mlp, block.mlp_residual.norm(x))
         x = torch.where(keep[..., None], before + weight[..., None] * (x - before), before)
     return model.head(x), losses, torch.stack(decisions)
 
@@ -207,7 +199,7 @@ def test_a_router_is_its_reference(rate, T, repeat, training):
     his = gradients(model, reference)
     same_gradients(gradients(model, mine), his)
     assert his["decider.routers.0.weight"].any() or not training
-    nobody_asks = M.Runner(model, M.Decider())
+    nobody_asks = M.Runner(model, M.Decider(None))
     same(logits(model, idx, runner=nobody_asks), logits(make(n_layer=4, repeat=repeat), idx), 1e-14)
 
 @pytest.mark.parametrize("residual", ["pre", "nag", "x0"])
@@ -219,10 +211,10 @@ def test_coins_are_their_reference(residual):
     decider = by_places(ran)
     same_as_masking(model, decider)
     right = gradients(model, loss(model, decider))
-    M.checkpoint_blocks(model)   # The backward pass runs blocks again, but nobody is asked again.
+    net = M.ForTraining(model, checkpoints=True)   # The backward pass runs blocks again, but asks nobody again.
     for seed in (0, 1):
         torch.manual_seed(seed)
-        found.append(gradients(model, loss(model)))
+        found.append(gradients(model, net(IDX, TARGETS)[1]))
     same_gradients(found[0], right)
     assert not torch.equal(found[1]["wte.weight"], found[0]["wte.weight"])
     assert not forward(model.eval())[1].all()

@@ -445,15 +445,14 @@ def test_a_mistake_in_model_py_has_its_traceback(data, tmp_path, monkeypatch):
     "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
         not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")])])
 def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
-    for name in "checkpoint_blocks", "compile_model":
-        monkeypatch.setattr(train, name, Mock(wraps=getattr(train, name)))
+    monkeypatch.setattr(train, "ForTraining", Mock(wraps=train.ForTraining))
     for name, more in ("plain", ""), ("switched", flags):
         go(data, tmp_path / name, f"--mod coins:rate=0.3 --max_iters 4 --log_interval 1 {more}")
     plain, switched = ([entry["loss"] for entry in reports(tmp_path / name)]
                        for name in ("plain", "switched"))
     assert switched == pytest.approx(plain, rel=1e-4)
-    assert train.checkpoint_blocks.call_count == 1
-    assert train.compile_model.call_count == flags.count("--compile")
+    (_, compiles, checkpoints), _ = train.ForTraining.call_args
+    assert checkpoints and compiles == ("--compile" in flags)
 
 # -------------------------------------------------------------------------------- resume
 
