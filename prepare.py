@@ -11,13 +11,11 @@ Your own files have to be UTF-8 text. Each file is a document, whatever separato
 --jsonl FIELD, each line is one: a JSON object with that field.) One in 20 documents is for
 validation; of a long one, the last 5 %.
 """
-# The way of a text, which is the order of this file, too:
-#
-#     1  texts()            a source, such as Shakespeare: two lists of texts, train and val
-#     2  encode             all texts of a list, one after the other, as tokens: numbers below 2**16
-#     3  write_data_set     a folder with these tokens, in files called shards
-#     4  read_windows       T + 1 tokens from anywhere in the shards: what a model sees
-#     5  main               the command goes from 1 to 3. train.py does 4.
+# A text, or document, is read as one whole. On its way it becomes tokens, which are numbers below
+# 2**16 (part 1). The tokens of all texts, one after the other, are stored in shards (part 2). A
+# model sees windows of them: T + 1 tokens from anywhere in the shards (part 3, by which train.py
+# reads). Then come the sources of texts (part 4), among them a puzzle (part 5), and the command
+# (part 6). Each part uses only what stands above it.
 import contextlib
 import dataclasses
 import fcntl
@@ -42,30 +40,255 @@ import torch.nn.functional as F
 
 from flags import flag, make_configs, read_command_line, refuse, start
 
-# ================================================================== part 1: where texts come from
+# ===================================================================== part 1: from texts to tokens
+
+VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
+
+def get_tokenizer(tokenizer_name):
+    """A tiktoken.Encoding: "bytes" (the 256 bytes, and <|endoftext|> = 256) or "gpt2"."""
+    if tokenizer_name == "bytes":
+        # A token is a byte, and tokens don't merge. pat_str only says how much goes at a time.
+        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", explicit_n_vocab=257,
+                                 mergeable_ranks={bytes([i]): i for i in range(256)},
+                                 special_tokens={"<|endoftext|>": 256})
+    try:
+        return tiktoken.get_encoding(tokenizer_name)
+    except Exception as error:   # tiktoken downloads its table, once.
+        refuse(f"--tokenizer {tokenizer_name}: no table of it ({type(error).__name__}); go online "
+               f"once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
+
+def encode(texts, tokenizer_name):
+    """Texts -> their tokens, an array of uint16. After each text comes an end-of-text."""
+    tokenizer = get_tokenizer(tokenizer_name)
+    tokens = array("H")
+    for text in texts:
+        # encode_ordinary: where somebody's text says "<|endoftext|>", that is text, not this token.
+        tokens.extend(tokenizer.encode_ordinary(text))
+        tokens.append(tokenizer.eot_token)
+    return tokens
+
+def token_bytes(tokenizer_name, n_tokens):
+    """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
+    divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
+    byte. n_tokens: how many a model knows. Those beyond the tokenizer's get 0."""
+    tokenizer = get_tokenizer(tokenizer_name)
+    sizes = torch.zeros(n_tokens, dtype=torch.long)
+    for token in range(tokenizer.n_vocab):
+        if token != tokenizer.eot_token:
+            sizes[token] = len(tokenizer.decode_single_token_bytes(token))
+    return sizes
+
+# ======================================================== part 2: a data set, a folder with shards
+
+#     meta.json           {"name": "stdlib", "tokenizer": "bytes"}
+#     train_000000.bin    a shard for training: there may be more with a word `train` in the name
+#     val_000000.bin      a shard for validation, too
+#
+# Such folders are also made by llm.c and modded-nanogpt, without meta.json. A shard is as llm.c has
+# it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
+
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER: its bytes
+
+# ---------------------------------------------------------------------------------- how it is read
+
+def read_shard(path):
+    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
+    if it has another format, or is cut short"""
+    header = np.fromfile(path, "<i4", 3).tolist()
+    if len(header) < 3 or header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, or llm.c's of Llama 3
+        refuse(f"{path}: is no shard of llm.c's version {VERSION}, which has 256 int32 ({MAGIC}, "
+               f"{VERSION}, number of tokens, zeros), and then the tokens as uint16")
+    n = header[2]
+    n_here = max(0, os.path.getsize(path) - HEADER) // 2   # two bytes each
+    if n_here < n:
+        refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
+    return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
+
+def shard_paths(data):
+    return sorted(Path(data).glob("*.bin"))
+
+def load_meta(data):
+    """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
+    vocab_size=). The steps text has steps=, too, the puzzle. SystemExit if none is there"""
+    path = Path(data, "meta.json")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        if not shard_paths(data):
+            refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; go where the data "
+                   f"are, or make them with prepare.py")
+        # Other programs write no meta.json. These shards hold GPT-2's tokens.
+        name = "fineweb" if any(Path(data).glob("fineweb_*.bin")) else "llm.c"
+        meta = dict(name=name, tokenizer="gpt2")
+    except ValueError:   # It is no JSON, or no text.
+        meta = None
+    if not isinstance(meta, dict) or meta.get("tokenizer") not in list(VOCABULARIES):
+        refuse(f"{path}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; correct it, or "
+               f"make the data set anew, in another folder")
+    return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
+
+def fingerprint(data, content=True):
+    """A hash of meta.json, of the shards' names and sizes, and of some of their content. A resumed
+    run wants the same. content=False: the fourth edition's, which looks at no content"""
+    sizes = [(path.name, path.stat().st_size) for path in shard_paths(data)]
+    found = hashlib.sha256(json.dumps([load_meta(data), sizes], sort_keys=True).encode())
+    for name, size in sizes if content else []:
+        for begin in 0, size // 2, max(0, size - 2**16):   # 64 kB each
+            found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
+    return found.hexdigest()
+
+# -------------------------------------------------- how files are written; train.py does so, too
+
+UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
+
+@contextlib.contextmanager
+def whole_file(path):
+    """with whole_file(path) as file: a new file, open to write bytes. Only when all is written and
+    on the disk, it takes the place of an older one. So a kill or a full disk leaves that as it was.
+    SystemExit if it can't be written"""
+    path = Path(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as unfinished:
+            new = Path(unfinished, path.name)
+            with open(new, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+    except (OSError, RuntimeError) as error:
+        # torch.save meets an OSError, such as that of a full disk, and then says RuntimeError.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        refuse(f"{path}: can't be written ({reason}); make room, or take another --out")
+
+@contextlib.contextmanager
+def locked(folder):
+    """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
+    if one is there now. If the folder isn't there, it is made. What is made and stays empty goes."""
+    real = Path(os.path.realpath(folder))   # It may be a link.
+    made = [each for each in (real, *real.parents) if not each.exists()]
+    real.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(real, os.O_RDONLY)
+    try:   # The system unlocks it when this process ends, however it ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
+               f"--out")
+    except OSError:   # Some network disks have no locks. There, don't use two terminals.
+        pass
+    try:
+        for unfinished in real.glob(UNFINISHED + "*"):   # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):   # One isn't empty.
+            for each in made:
+                each.rmdir()
+
+def write_meta(folder, meta):
+    with whole_file(Path(folder, "meta.json")) as file:
+        file.write(json.dumps(meta).encode())
+
+def write_shard(path, tokens):
+    """tokens: a sequence of numbers below 2**16"""
+    if len(tokens) >= 2**31:   # The header counts them by an int32.
+        refuse(f"{len(tokens):,} tokens are more than a shard can hold; prepare less text")
+    with whole_file(path) as file:
+        file.write(np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4"))
+        file.write(np.asarray(tokens, "<u2"))
+
+def write_data_set(out, meta, train, val):
+    """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
+        write_meta(unfinished, meta)
+        write_shard(Path(unfinished, "train_000000.bin"), train)
+        write_shard(Path(unfinished, "val_000000.bin"), val)
+        # All is whole, so the old files can go. Who is stopped from here on, or reads meanwhile,
+        # finds no validation shard, and open_split says so: the new one comes last.
+        (out / "val_000000.bin").unlink(missing_ok=True)
+        for name in "meta.json", "train_000000.bin", "val_000000.bin":
+            os.replace(Path(unfinished, name), out / name)
+
+# ==================================================================== part 3: windows of a data set
+
+# A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
+# T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
+
+def open_split(data, split, T=0):
+    """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token).
+    The split is a word of a shard's name. (festival_train_000000.bin is of train.)"""
+    paths = []
+    for path in shard_paths(data):
+        words = re.split("[^A-Za-z]+", path.stem)
+        if "train" in words and "val" in words:
+            refuse(f"{path}: is it of train or of val? its name has both; rename it")
+        if split in words:
+            paths.append(path)
+    if not paths:
+        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
+    shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
+    if not shards:
+        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
+               f"prepare more text")
+    return shards
+
+def read_windows(shards, numbers, T):
+    """The windows of these n numbers -> x, y (n, T) int64. y is x, one token later."""
+    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])   # of each shard's windows
+    shard_of = np.searchsorted(first_number, numbers, side="right") - 1
+    rows = []
+    for i, number in zip(shard_of, numbers):
+        begin = number - first_number[i]
+        rows.append(shards[i][begin:begin + T + 1])
+    windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+    return windows[:, :-1], windows[:, 1:]
+
+def windows_of(data, split, T, n):
+    """n windows of "train" or "val", evenly spread, to measure with -> x, y (n, T). (A training
+    draws numbers instead, and calls read_windows itself.)"""
+    vocab_size = load_meta(data)["vocab_size"]
+    shards = open_split(data, split, T)
+    n_windows = sum(len(shard) - T for shard in shards)
+    x, y = read_windows(shards, np.linspace(0, n_windows - 1, n).astype(int), T)
+    largest = max(x.max(), y.max())
+    if largest >= vocab_size:
+        refuse(f"--data {data}: has token {largest}, beyond its tokenizer's {vocab_size}; prepare "
+               f"it anew, or correct its meta.json")
+    return x, y
+
+# ================================================================== part 4: where texts come from
 
 # A source is a dataclass. Its fields are flags of its own, and texts() returns two lists of texts,
-# for training and for validation. (out is the folder that they are for.) A text is a document,
-# which is read as one whole. Here is all of a source whose documents are the lines of a file:
+# for training and for validation. Here is all of one whose documents are the lines of a file:
 #
 #     @dataclass
-#     class Songs(Source):
+#     class Songs(DataSource):
 #         songs: str = flag("songs.txt", "a file with a song in each line", group="songs only")
 #
 #         def texts(self, out):
 #             lines = read_text(self.songs).splitlines()
 #             return lines[20:], lines[:20]
 #
-# Add songs=Songs to SOURCES (part 5), and type: python prepare.py songs --songs FILE. (Each flag
-# needs a name that no other source has for one of its own.)
+# Add songs=Songs to SOURCES (part 6), and type: python prepare.py songs --songs FILE. (Each flag
+# needs a name that no other source has for one of its own.) A source may also have problems(), as
+# Text has, below.
 
-@dataclass
-class Source:
-    """What a source has if it says nothing else. (It may also have problems(): see Text, below.)"""
+class DataSource:
+    """What every source has. (out, in its methods: the folder of the data set)"""
+    # These are no flags: a dataclass's fields are those names that have a type behind them.
     tokenizers = "bytes", "gpt2"   # those it can have; the first one is the usual one
     about = {}                     # what meta.json says of it, besides its name and its tokenizer
 
-# ------------------------------------------------------------------------------------ what text is
+    def write(self, out, meta):
+        """Makes the data set. meta: what meta.json says, a dict"""
+        train, val = (encode(texts, meta["tokenizer"]) for texts in self.texts(out))
+        if not train or not val:
+            refuse(f"{meta['name']}: needs a text to train on, and another one to validate with")
+        write_data_set(out, meta, train, val)
+
+# ------------------------------------------------------------------------------------- what text is
 
 def read_text(path, must_be_text=True):
     """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
@@ -93,10 +316,10 @@ def cut(text, share):
         place = newline + 1
     return text[:place], text[place:]
 
-# ------------------------------------------------------------ Python's library, and what is online
+# ------------------------------------------------------------- Python's library, and what is online
 
 @dataclass
-class Stdlib(Source):
+class Stdlib(DataSource):
     """The library of the Python that runs this: code of one style, on every machine"""
     def texts(self, out):
         root = Path(sysconfig.get_path("stdlib"))
@@ -124,7 +347,7 @@ SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/d
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 @dataclass
-class Shakespeare(Source):
+class Shakespeare(DataSource):
     """Tiny-shakespeare is one text. Its last tenth, from a new line on, is for validation."""
     def texts(self, out):
         with tempfile.TemporaryDirectory() as folder:
@@ -136,12 +359,12 @@ class Shakespeare(Source):
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
 @dataclass
-class Fineweb(Source):
-    """It has no texts(): it comes as shards, as modded-nanogpt takes them."""
+class Fineweb(DataSource):
+    """It comes as shards, as modded-nanogpt takes them, and so it has no texts()."""
     shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
     tokenizers = ("gpt2",)
 
-    def download_shards(self, out, meta):
+    def write(self, out, meta):
         numbered = [f"fineweb_train_{number:06d}.bin" for number in range(1, self.shards + 1)]
         for name in ["fineweb_val_000000.bin", *numbered]:
             if not (out / name).exists():   # What an earlier run has downloaded stays.
@@ -156,7 +379,7 @@ class Fineweb(Source):
 # ------------------------------------------------------------------------------- your own documents
 
 @dataclass
-class Text(Source):
+class Text(DataSource):
     """Your own files and folders. A file is a document, or with --jsonl each line of it."""
     input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
     jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
@@ -233,9 +456,10 @@ def hold_out(documents):
           f"at 95 % for both")
     return train + [head for head, tail in long], val + [tail for head, tail in long]
 
-# -------------------------------------------------------------------------------------- the puzzle
+# ============================================================================== part 5: the puzzle
 
-# The steps text: each line follows from the one before, in none, one, two or more steps.
+# `python prepare.py steps` makes a text in which each line follows from the one before, in none,
+# one, two or more steps.
 #
 #     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
 #     d108515848740     asks for three steps
@@ -259,7 +483,7 @@ LINES = 16   # of a document
 SPLITS = dict(train=(24_000, 5), val=(1_200, 3))   # how many documents, and a seed of their lines
 
 @dataclass
-class Steps(Source):
+class Steps(DataSource):
     """The puzzle, whose meta.json has its table of a step, its cells, and the most steps"""
     symbols: int = flag(10, "different digits", low=2, high=10, group="steps only")
     rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
@@ -322,223 +546,7 @@ def make_documents(puzzle, seed, split):
     tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
     return [bytes(document).decode() for document in tokens]
 
-# ========================================================================== part 2: tokens of texts
-
-VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
-
-def get_tokenizer(tokenizer_name):
-    """A tiktoken.Encoding: "bytes" (the 256 bytes, and <|endoftext|> = 256) or "gpt2"."""
-    if tokenizer_name == "bytes":
-        # A token is a byte, and tokens don't merge. pat_str only says how much goes at a time.
-        return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", explicit_n_vocab=257,
-                                 mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={"<|endoftext|>": 256})
-    try:
-        return tiktoken.get_encoding(tokenizer_name)
-    except Exception as error:   # tiktoken downloads its table, once.
-        refuse(f"--tokenizer {tokenizer_name}: no table of it ({type(error).__name__}); go online "
-               f"once, or set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes")
-
-def encode(texts, tokenizer_name):
-    """Texts -> their tokens, an array of uint16. After each text comes an end-of-text."""
-    tokenizer = get_tokenizer(tokenizer_name)
-    tokens = array("H")
-    for text in texts:
-        # encode_ordinary: where somebody's text says "<|endoftext|>", that is text, not this token.
-        tokens.extend(tokenizer.encode_ordinary(text))
-        tokens.append(tokenizer.eot_token)
-    return tokens
-
-def token_bytes(tokenizer_name, n_tokens):
-    """How many bytes of text each token stands for, (n_tokens,) int64. End-of-text has 0. train.py
-    divides a loss by them: a tokenizer of longer tokens has larger losses, but not more bits per
-    byte. n_tokens: how many a model knows. Those beyond the tokenizer's get 0."""
-    tokenizer = get_tokenizer(tokenizer_name)
-    sizes = torch.zeros(n_tokens, dtype=torch.long)
-    for token in range(tokenizer.n_vocab):
-        if token != tokenizer.eot_token:
-            sizes[token] = len(tokenizer.decode_single_token_bytes(token))
-    return sizes
-
-# ======================================================== part 3: a data set, a folder with shards
-
-#     meta.json           {"name": "stdlib", "tokenizer": "bytes"}
-#     train_000000.bin    a shard for training: there may be more with a word `train` in the name
-#     val_000000.bin      a shard for validation, too
-#
-# Such folders are also made by llm.c and modded-nanogpt, without meta.json. A shard is as llm.c has
-# it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
-
-# ------------------------------------------------- how files are written; train.py does it so, too
-
-UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
-
-@contextlib.contextmanager
-def whole_file(path):
-    """with whole_file(path) as file: a new file, open to write bytes. Only when all is written and
-    on the disk, it takes the place of an older one. So a kill or a full disk leaves that as it was.
-    SystemExit if it can't be written"""
-    path = Path(path)
-    try:
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as unfinished:
-            new = Path(unfinished, path.name)
-            with open(new, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError if the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def locked(folder):
-    """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
-    if one is there now. The folder is made if it isn't there, and goes again if it stays empty."""
-    os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:   # The system unlocks it when this process ends, however it ends.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
-               f"--out")
-    except OSError:   # Some network disks have no locks. There, don't use two terminals.
-        pass
-    for unfinished in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
-        shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)   # It works if the folder is empty.
-
-# ------------------------------------------------------------------------------- writing a data set
-
-def write_data_set(out, meta, train, val):
-    """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
-        write_meta(unfinished, meta)
-        write_shards(unfinished, "train", train)
-        write_shards(unfinished, "val", val)
-        # All is whole, so the old shards can go. Who is stopped from here on, or reads meanwhile,
-        # finds no validation shard, and open_split says so: the new one comes last.
-        for old in [*out.glob("val_??????.bin"), *out.glob("train_??????.bin")]:
-            old.unlink()
-        for new in sorted(os.listdir(unfinished)):   # meta.json, train_.., val_..
-            os.replace(Path(unfinished, new), out / new)
-
-def write_meta(folder, meta):
-    with whole_file(Path(folder, "meta.json")) as file:
-        file.write(json.dumps(meta).encode())
-
-MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
-MOST_TOKENS = 2**31 - 1   # of a shard, because the header says how many by an int32
-
-def write_shards(folder, split, tokens):
-    """tokens: a sequence of numbers below 2**16. They fill one shard, or as many as they need."""
-    tokens = np.asarray(tokens, "<u2")
-    for number, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
-        part = tokens[begin:begin + MOST_TOKENS]
-        with whole_file(Path(folder, f"{split}_{number:06d}.bin")) as file:
-            file.write(np.array([MAGIC, VERSION, len(part)] + 253 * [0], "<i4"))
-            file.write(part)
-
-# ------------------------------------------------------------------------------- reading a data set
-
-def read_shard(path):
-    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
-    if it has another format, or is cut short"""
-    header = np.fromfile(path, "<i4", 3).tolist()
-    if len(header) < 3 or header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, or llm.c's of Llama 3
-        refuse(f"{path}: is no shard of llm.c's version {VERSION}, which has 256 int32 ({MAGIC}, "
-               f"{VERSION}, number of tokens, zeros), and then the tokens as uint16")
-    n = header[2]
-    n_here = max(0, os.path.getsize(path) - HEADER) // 2   # two bytes each
-    if n_here < n:
-        refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
-    return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
-
-def shard_paths(data):
-    return sorted(Path(data).glob("*.bin"))
-
-def load_meta(data):
-    """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
-    vocab_size=). The steps text has steps=, too, the puzzle. SystemExit if none is there"""
-    path = Path(data, "meta.json")
-    try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        if not shard_paths(data):
-            refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; go where the data "
-                   f"are, or make them with prepare.py")
-        # Other programs write no meta.json. These shards hold GPT-2's tokens.
-        name = "fineweb" if any(Path(data).glob("fineweb_*.bin")) else "llm.c"
-        meta = dict(name=name, tokenizer="gpt2")
-    except ValueError:   # It is no JSON, or no text.
-        meta = None
-    if not isinstance(meta, dict) or meta.get("tokenizer") not in list(VOCABULARIES):
-        refuse(f"{path}: must name a tokenizer, one of {', '.join(VOCABULARIES)}; correct it, or "
-               f"make the data set anew, in another folder")
-    return meta | dict(vocab_size=VOCABULARIES[meta["tokenizer"]])
-
-def fingerprint(data, content=True):
-    """A hash of meta.json, of the shards' names and sizes, and of some of their content. A resumed
-    run wants the same. content=False: the fourth edition's, which looks at no content"""
-    sizes = [(path.name, path.stat().st_size) for path in shard_paths(data)]
-    found = hashlib.sha256(json.dumps([load_meta(data), sizes], sort_keys=True).encode())
-    for name, size in sizes if content else []:
-        for begin in 0, size // 2, max(0, size - 2**16):   # 64 kB each
-            found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
-    return found.hexdigest()
-
-# ==================================================================== part 4: windows of a data set
-
-# A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
-# T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
-
-def open_split(data, split, T=0):
-    """The shards of "train" or of "val", in order: those with a window (if T is 0, with a token).
-    The split is a word of a shard's name. (festival_train_000000.bin is of train.)"""
-    paths = []
-    for path in shard_paths(data):
-        words = re.split("[^A-Za-z]+", path.stem)
-        if "train" in words and "val" in words:
-            refuse(f"{path}: is it of train or of val? its name has both; rename it")
-        if split in words:
-            paths.append(path)
-    if not paths:
-        refuse(f"--data {data}: has no {split} shard, so it isn't whole; prepare it anew")
-    shards = [shard for shard in map(read_shard, paths) if len(shard) > T]
-    if not shards:
-        refuse(f"--data {data}: no {split} shard is longer than --block_size {T}; lower that, or "
-               f"prepare more text")
-    return shards
-
-def read_windows(shards, numbers, T):
-    """The windows of these n numbers -> x, y (n, T) int64. y is x, one token later."""
-    first_number = np.cumsum([0] + [len(shard) - T for shard in shards])   # of each shard's windows
-    shard_of = np.searchsorted(first_number, numbers, side="right") - 1
-    rows = []
-    for i, number in zip(shard_of, numbers):
-        begin = number - first_number[i]
-        rows.append(shards[i][begin:begin + T + 1])
-    windows = torch.from_numpy(np.stack(rows).astype(np.int64))
-    return windows[:, :-1], windows[:, 1:]
-
-def windows_of(data, split, T, n):
-    """n windows of "train" or "val", evenly spread, to measure with -> x, y (n, T). (A training
-    draws numbers instead, and calls read_windows itself.)"""
-    vocab_size = load_meta(data)["vocab_size"]
-    shards = open_split(data, split, T)
-    n_windows = sum(len(shard) - T for shard in shards)
-    x, y = read_windows(shards, np.linspace(0, n_windows - 1, n).astype(int), T)
-    largest = max(x.max(), y.max())
-    if largest >= vocab_size:
-        refuse(f"--data {data}: has token {largest}, beyond its tokenizer's {vocab_size}; prepare "
-               f"it anew, or correct its meta.json")
-    return x, y
-
-# ============================================================================= part 5: the command
+# ============================================================================= part 6: the command
 
 SOURCES = dict(steps=Steps, stdlib=Stdlib, shakespeare=Shakespeare, fineweb=Fineweb, text=Text)
 
@@ -575,18 +583,9 @@ def main(argv=None):
     tokenizer = source.tokenizers[0] if config.tokenizer == "auto" else config.tokenizer
     meta = dict(name=config.name, tokenizer=tokenizer) | source.about
     out = Path(config.out or f"data/{config.name}")
-    refuse_other_data_set(out, meta)   # now, before the work
-    comes_as_shards = isinstance(source, Fineweb)
-    if not comes_as_shards:
-        train, val = (encode(texts, tokenizer) for texts in source.texts(out))
-        if not train or not val:
-            refuse(f"{config.name}: needs a text to train on, and another one to validate with")
-    with locked(out):
-        refuse_other_data_set(out, meta)   # and now, when no other prepare.py can make one there
-        if comes_as_shards:
-            source.download_shards(out, meta)
-        else:
-            write_data_set(out, meta, train, val)
+    with locked(out):   # So no other prepare.py makes a data set there meanwhile.
+        refuse_other_data_set(out, meta)
+        source.write(out, meta)
     n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     print(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "
           f"python train.py --data {shlex.quote(str(out))}")
