@@ -165,7 +165,7 @@ def whole_file(path):
 @contextlib.contextmanager
 def locked(folder):
     """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
-    if one is there now. If the folder isn't there, it is made. What is made and stays empty goes."""
+    if one is there now. If the folder isn't there, it is made; if it stays empty, it goes again."""
     real = Path(os.path.realpath(folder))   # It may be a link.
     made = [each for each in (real, *real.parents) if not each.exists()]
     real.mkdir(parents=True, exist_ok=True)
