@@ -11,11 +11,15 @@ Your own files have to be UTF-8 text. Each file is a document, whatever separato
 --jsonl FIELD, each line is one: a JSON object with that field.) One in 20 documents is for
 validation; of a long one, the last 5 %.
 """
-# A text, or document, is read as one whole. On its way it becomes tokens, which are numbers below
-# 2**16 (part 1). The tokens of all texts, one after the other, are stored in shards (part 2). A
-# model sees windows of them: T + 1 tokens from anywhere in the shards (part 3, by which train.py
-# reads). Then come the sources of texts (part 4), among them a puzzle (part 5), and the command
-# (part 6). Each part uses only what stands above it.
+# Each part of this file, and each function, uses only what stands above it:
+#
+#     1  tokens     A text (a document, read as one whole) becomes numbers below 2**16.
+#     2  shards     The tokens of all texts, one after the other, stand in files of a folder.
+#     3  windows    T + 1 tokens from anywhere in the shards are what a model sees. train.py comes
+#                   in here.
+#     4  sources    say which texts there are, for training and for validation.
+#     5  a puzzle   is one of them.
+#     6  the command makes 2 out of 4.
 import contextlib
 import dataclasses
 import fcntl
@@ -378,40 +382,6 @@ class Fineweb(DataSource):
 
 # ------------------------------------------------------------------------------- your own documents
 
-@dataclass
-class Text(DataSource):
-    """Your own files and folders. A file is a document, or with --jsonl each line of it."""
-    input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
-    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
-
-    def problems(self):
-        """-> sentences with which the command line is refused"""
-        if not self.input:
-            yield "text: needs files or folders; name them with --input"
-        for path in self.input or []:
-            if not os.path.isfile(path) and not os.path.isdir(path):
-                yield f"--input {shlex.quote(path)}: no such file or folder"
-            elif path.endswith(".jsonl") and not self.jsonl:
-                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
-
-    def texts(self, out):
-        documents, passed_over = [], []
-        seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
-        for named in map(Path, self.input):
-            for file in files_in(named, seen):
-                # A file that is named must be text. In a folder may be pictures, too.
-                text = read_text(file, must_be_text=file == named)
-                if text is None:
-                    passed_over.append(file)
-                elif self.jsonl:
-                    documents.extend(json_lines(file, text, self.jsonl))
-                else:
-                    documents.append(text)
-        if passed_over:
-            print(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
-                  f"{passed_over[0]}")
-        return hold_out(documents)
-
 def files_in(path, seen):
     """Yields the files at or below a path, by name. Hidden ones and caches are left out. seen: the
     real paths of what has come before: nothing comes twice, nor does a link lead in circles."""
@@ -456,6 +426,40 @@ def hold_out(documents):
           f"at 95 % for both")
     return train + [head for head, tail in long], val + [tail for head, tail in long]
 
+@dataclass
+class Text(DataSource):
+    """Your own files and folders. A file is a document, or with --jsonl each line of it."""
+    input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
+    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
+
+    def problems(self):
+        """-> sentences with which the command line is refused"""
+        if not self.input:
+            yield "text: needs files or folders; name them with --input"
+        for path in self.input or []:
+            if not os.path.isfile(path) and not os.path.isdir(path):
+                yield f"--input {shlex.quote(path)}: no such file or folder"
+            elif path.endswith(".jsonl") and not self.jsonl:
+                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
+
+    def texts(self, out):
+        documents, passed_over = [], []
+        seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
+        for named in map(Path, self.input):
+            for file in files_in(named, seen):
+                # A file that is named must be text. In a folder may be pictures, too.
+                text = read_text(file, must_be_text=file == named)
+                if text is None:
+                    passed_over.append(file)
+                elif self.jsonl:
+                    documents.extend(json_lines(file, text, self.jsonl))
+                else:
+                    documents.append(text)
+        if passed_over:
+            print(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
+                  f"{passed_over[0]}")
+        return hold_out(documents)
+
 # ============================================================================== part 5: the puzzle
 
 # `python prepare.py steps` makes a text in which each line follows from the one before, in none,
@@ -479,7 +483,47 @@ def hold_out(documents):
 # The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
 # character, and its number is that of the byte; 256 comes after each document.
 
+def next_line(digits, table):
+    """One step: digits, a tensor (..., cells) -> the digits after it"""
+    left = F.pad(digits[..., :-1], (1, 0))   # of each digit; it begins with a 0
+    return torch.as_tensor(table)[left, digits]
+
+def make_table(symbols, rows, rng):
+    """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
+    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
+
+    A row holds each digit once, so nothing is lost. No two rows send a digit to the same class: 3
+    becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from even."""
+    # To which class does each digit go in the first row? With two rows, half of them become even.
+    class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    different_rows = np.zeros((rows, symbols), int)
+    for row in range(rows):
+        class_of_next = (class_in_first_row + row) % rows
+        for each_class in range(rows):
+            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
+            different_rows[row, class_of_next == each_class] = rng.permutation(members)
+    return different_rows[np.arange(symbols) % rows]   # a row for each left neighbour
+
 LINES = 16   # of a document
+
+def make_documents(puzzle, n, rng):
+    """-> n texts. At random are the digits of their first lines, and how many steps each line asks
+    for. puzzle: dict(table=, cells=, most=), where most is the most steps that are asked for"""
+    table, most = puzzle["table"], puzzle["most"]
+    weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
+    asked = torch.from_numpy(rng.choice(most + 1, (n, LINES), p=weights / weights.sum()))
+    digits = torch.from_numpy(rng.integers(len(table), size=(n, puzzle["cells"])))
+    newline = torch.full((n, 1), ord("\n"))
+    parts = []   # from left to right, each of all n documents at once
+    for number in range(LINES):
+        steps = asked[:, number, None]   # (n, 1)
+        parts += [ord("a") + steps, ord("0") + digits, newline]
+        for done in range(most):
+            # Where fewer steps are asked for, the digits are right already, and stay.
+            digits = torch.where(done < steps, next_line(digits, table), digits)
+    tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
+    return [bytes(document).decode() for document in tokens]
+
 SPLITS = dict(train=(24_000, 5), val=(1_200, 3))   # how many documents, and a seed of their lines
 
 @dataclass
@@ -502,49 +546,11 @@ class Steps(DataSource):
         return dict(steps=dict(table=table.tolist(), cells=self.cells, most=self.most))
 
     def texts(self, out):
-        puzzle = self.about["steps"]
-        return [make_documents(puzzle, self.table_seed, split) for split in ("train", "val")]
-
-def make_table(symbols, rows, rng):
-    """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
-    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
-
-    A row holds each digit once, so nothing is lost. No two rows send a digit to the same class: 3
-    becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from even."""
-    # To which class does each digit go in the first row? With two rows, half of them become even.
-    class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
-    different_rows = np.zeros((rows, symbols), int)
-    for row in range(rows):
-        class_of_next = (class_in_first_row + row) % rows
-        for each_class in range(rows):
-            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
-            different_rows[row, class_of_next == each_class] = rng.permutation(members)
-    return different_rows[np.arange(symbols) % rows]   # a row for each left neighbour
-
-def next_line(digits, table):
-    """One step: digits, a tensor (..., cells) -> the digits after it"""
-    left = F.pad(digits[..., :-1], (1, 0))   # of each digit; it begins with a 0
-    return torch.as_tensor(table)[left, digits]
-
-def make_documents(puzzle, seed, split):
-    """-> the texts of "train" or of "val". At random are the digits of their first lines, and how
-    many steps each line asks for. seed: the table's, so another table has other documents"""
-    table, most = puzzle["table"], puzzle["most"]
-    n, split_seed = SPLITS[split]
-    rng = np.random.default_rng((seed, split_seed))
-    weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
-    asked = torch.from_numpy(rng.choice(most + 1, (n, LINES), p=weights / weights.sum()))
-    digits = torch.from_numpy(rng.integers(len(table), size=(n, puzzle["cells"])))
-    newline = torch.full((n, 1), ord("\n"))
-    parts = []   # from left to right, each of all n documents at once
-    for number in range(LINES):
-        steps = asked[:, number, None]   # (n, 1)
-        parts += [ord("a") + steps, ord("0") + digits, newline]
-        for done in range(most):
-            # Where fewer steps are asked for, the digits are right already, and stay.
-            digits = torch.where(done < steps, next_line(digits, table), digits)
-    tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
-    return [bytes(document).decode() for document in tokens]
+        found = []
+        for n, seed in SPLITS.values():   # Another table has other documents, too.
+            rng = np.random.default_rng((self.table_seed, seed))
+            found.append(make_documents(self.about["steps"], n, rng))
+        return found
 
 # ============================================================================= part 6: the command
 
