@@ -11,13 +11,15 @@ Your own files have to be UTF-8 text. Each file is a document, whatever separato
 --jsonl FIELD, each line is one: a JSON object with that field.) One in 20 documents is for
 validation; of a long one, the last 5 %.
 """
-# The way of a text, which is the order of this file, too:
+# Each part of this file, and each function, uses only what stands above it:
 #
-#     1  texts()            a source, such as Shakespeare: two lists of texts, train and val
-#     2  encode             all texts of a list, one after the other, as tokens: numbers below 2**16
-#     3  write_data_set     a folder with these tokens, in files called shards
-#     4  read_windows       T + 1 tokens from anywhere in the shards: what a model sees
-#     5  main               the command goes from 1 to 3. train.py does 4.
+#     1  tokens     A text (a document, read as one whole) becomes numbers below 2**16.
+#     2  shards     The tokens of all texts, one after the other, stand in files of a folder.
+#     3  windows    T + 1 tokens from anywhere in the shards are what a model sees. train.py comes
+#                   in here.
+#     4  sources    say which texts there are, for training and for validation.
+#     5  a puzzle   is one of them.
+#     6  the command makes 2 out of 4.
 import contextlib
 import dataclasses
 import fcntl
@@ -42,287 +44,7 @@ import torch.nn.functional as F
 
 from flags import flag, make_configs, read_command_line, refuse, start
 
-# ================================================================== part 1: where texts come from
-
-# A source is a dataclass. Its fields are flags of its own, and texts() returns two lists of texts,
-# for training and for validation. (out is the folder that they are for.) A text is a document,
-# which is read as one whole. Here is all of a source whose documents are the lines of a file:
-#
-#     @dataclass
-#     class Songs(Source):
-#         songs: str = flag("songs.txt", "a file with a song in each line", group="songs only")
-#
-#         def texts(self, out):
-#             lines = read_text(self.songs).splitlines()
-#             return lines[20:], lines[:20]
-#
-# Add songs=Songs to SOURCES (part 5), and type: python prepare.py songs --songs FILE. (Each flag
-# needs a name that no other source has for one of its own.)
-
-@dataclass
-class Source:
-    """What a source has if it says nothing else. (It may also have problems(): see Text, below.)"""
-    tokenizers = "bytes", "gpt2"   # those it can have; the first one is the usual one
-    about = {}                     # what meta.json says of it, besides its name and its tokenizer
-
-# ------------------------------------------------------------------------------------ what text is
-
-def read_text(path, must_be_text=True):
-    """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
-    stays, line ends too. SystemExit if it is empty, or no text; but None without must_be_text"""
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
-        text = ""
-    if text and "\0" not in text:   # UTF-16 has NUL bytes, and so has what is no text at all.
-        return text
-    if must_be_text:
-        refuse(f"{path}: is empty, or not UTF-8 text; convert it, as by iconv -f ENCODING -t "
-               f"UTF-8, or name another")
-    return None
-
-def text_or_file(value):
-    """For flags of sample.py and analyze.py that are a text, or the name of a file with one"""
-    return read_text(value) if os.path.isfile(value) else value
-
-def cut(text, share):
-    """A text -> two. The second has about this share of it, and begins a line if it can."""
-    place = int(len(text) * (1 - share))
-    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
-    if newline >= 0:
-        place = newline + 1
-    return text[:place], text[place:]
-
-# ------------------------------------------------------------ Python's library, and what is online
-
-@dataclass
-class Stdlib(Source):
-    """The library of the Python that runs this: code of one style, on every machine"""
-    def texts(self, out):
-        root = Path(sysconfig.get_path("stdlib"))
-        skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        train, val = [], []
-        for path in sorted(root.rglob("*.py"), key=str):
-            below_root = path.relative_to(root)
-            if skip.isdisjoint(below_root.parts) and path.stat().st_size:
-                # 5 % are for validation. The hash of its name, a number below 2**256, decides: so
-                # a file stays on its side when others come or go.
-                name_hash = int(hashlib.sha256(bytes(below_root)).hexdigest(), 16)
-                texts = val if name_hash < 0.05 * 2**256 else train
-                texts.append(read_text(path))
-        return train, val
-
-def download(url, path, sha256=None):
-    """SystemExit, and nothing is there, if the network or the disk fails or the sha256 is wrong"""
-    try:
-        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
-    except Exception as error:   # of the network, a server or the disk
-        refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
-
-SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
-                   "tinyshakespeare/input.txt")
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-
-@dataclass
-class Shakespeare(Source):
-    """Tiny-shakespeare is one text. Its last tenth, from a new line on, is for validation."""
-    def texts(self, out):
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "input.txt")
-            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
-            train, val = cut(read_text(path), 0.1)
-        return [train], [val]
-
-FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-
-@dataclass
-class Fineweb(Source):
-    """It has no texts(): it comes as shards, as modded-nanogpt takes them."""
-    shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
-    tokenizers = ("gpt2",)
-
-    def download_shards(self, out, meta):
-        numbered = [f"fineweb_train_{number:06d}.bin" for number in range(1, self.shards + 1)]
-        for name in ["fineweb_val_000000.bin", *numbered]:
-            if not (out / name).exists():   # What an earlier run has downloaded stays.
-                with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
-                    path = Path(unfinished, name)
-                    download(FINEWEB_URL + name, path)
-                    read_shard(path)   # SystemExit if the download is cut short
-                    os.replace(path, out / name)
-        write_meta(out, meta)
-        print("The lengths of the shards are right. Their sha256, not known, was not checked.")
-
-# ------------------------------------------------------------------------------- your own documents
-
-@dataclass
-class Text(Source):
-    """Your own files and folders. A file is a document, or with --jsonl each line of it."""
-    input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
-    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
-
-    def problems(self):
-        """-> sentences with which the command line is refused"""
-        if not self.input:
-            yield "text: needs files or folders; name them with --input"
-        for path in self.input or []:
-            if not os.path.isfile(path) and not os.path.isdir(path):
-                yield f"--input {shlex.quote(path)}: no such file or folder"
-            elif path.endswith(".jsonl") and not self.jsonl:
-                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
-
-    def texts(self, out):
-        documents, passed_over = [], []
-        seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
-        for named in map(Path, self.input):
-            for file in files_in(named, seen):
-                # A file that is named must be text. In a folder may be pictures, too.
-                text = read_text(file, must_be_text=file == named)
-                if text is None:
-                    passed_over.append(file)
-                elif self.jsonl:
-                    documents.extend(json_lines(file, text, self.jsonl))
-                else:
-                    documents.append(text)
-        if passed_over:
-            print(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
-                  f"{passed_over[0]}")
-        return hold_out(documents)
-
-def files_in(path, seen):
-    """Yields the files at or below a path, by name. Hidden ones and caches are left out. seen: the
-    real paths of what has come before: nothing comes twice, nor does a link lead in circles."""
-    real_path = os.path.realpath(path)   # where it leads, if it is a link
-    if real_path in seen:
-        return
-    seen.add(real_path)
-    if path.is_file():
-        yield path
-    elif path.is_dir():
-        for name in sorted(os.listdir(path)):
-            if not name.startswith(".") and name != "__pycache__":
-                yield from files_in(path / name, seen)
-
-def json_lines(path, text, field):
-    """The text of a file whose lines are JSON objects -> yields what each has in that field"""
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            document = json.loads(line)[field]
-        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
-            document = None
-        if not isinstance(document, str):
-            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
-        if document:
-            yield document
-
-def hold_out(documents):
-    """Texts -> texts for training, texts for validation. A text is long if it has more than 1,000
-    characters, and more than 5 % of all. Of a long one the last 5 % are held out; of the short ones
-    every 20th, as a whole: the end of a short one may be what matters."""
-    limit = max(1000, sum(map(len, documents)) / 20)
-    short = [text for text in documents if len(text) <= limit]
-    long = [cut(text, 0.05) for text in documents if len(text) > limit]
-    val = short[::20]
-    train = [text for number, text in enumerate(short) if number % 20 != 0]
-    if not train and not long:
-        refuse("--input: has too little text (the folder of --out isn't read); name several "
-               "documents, or one of more than 1,000 characters")
-    print(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
-          f"at 95 % for both")
-    return train + [head for head, tail in long], val + [tail for head, tail in long]
-
-# -------------------------------------------------------------------------------------- the puzzle
-
-# The steps text: each line follows from the one before, in none, one, two or more steps.
-#
-#     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
-#     d108515848740     asks for three steps
-#     c954006051092
-#
-# In a step, all digits are replaced at once. By which? That depends on the digit and on its left
-# neighbour. (Left of the first digit is a 0.)
-#
-#     this digit                0 1 2 3 4 5 6 7 8 9
-#     after an even one         0 7 4 5 6 1 3 8 9 2
-#     after an odd one          9 8 1 4 7 2 6 5 0 3
-#
-# So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line: it is the
-# answer to the first. We know how many steps lead to each digit, and so we see how many steps a
-# model has learned.
-#
-# The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
-# character, and its number is that of the byte; 256 comes after each document.
-
-LINES = 16   # of a document
-SPLITS = dict(train=(24_000, 5), val=(1_200, 3))   # how many documents, and a seed of their lines
-
-@dataclass
-class Steps(Source):
-    """The puzzle, whose meta.json has its table of a step, its cells, and the most steps"""
-    symbols: int = flag(10, "different digits", low=2, high=10, group="steps only")
-    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
-    cells: int = flag(12, "digits in a line", low=2, high=100)
-    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
-    table_seed: int = flag(0, "of the table's random numbers", low=0, high=1e9)
-    tokenizers = ("bytes",)
-
-    def problems(self):
-        if self.symbols % self.rows:
-            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
-
-    @property
-    def about(self):
-        table = make_table(self.symbols, self.rows, np.random.default_rng(self.table_seed))
-        return dict(steps=dict(table=table.tolist(), cells=self.cells, most=self.most))
-
-    def texts(self, out):
-        puzzle = self.about["steps"]
-        return [make_documents(puzzle, self.table_seed, split) for split in ("train", "val")]
-
-def make_table(symbols, rows, rng):
-    """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
-    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
-
-    A row holds each digit once, so nothing is lost. No two rows send a digit to the same class: 3
-    becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from even."""
-    # To which class does each digit go in the first row? With two rows, half of them become even.
-    class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
-    different_rows = np.zeros((rows, symbols), int)
-    for row in range(rows):
-        class_of_next = (class_in_first_row + row) % rows
-        for each_class in range(rows):
-            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
-            different_rows[row, class_of_next == each_class] = rng.permutation(members)
-    return different_rows[np.arange(symbols) % rows]   # a row for each left neighbour
-
-def next_line(digits, table):
-    """One step: digits, a tensor (..., cells) -> the digits after it"""
-    left = F.pad(digits[..., :-1], (1, 0))   # of each digit; it begins with a 0
-    return torch.as_tensor(table)[left, digits]
-
-def make_documents(puzzle, seed, split):
-    """-> the texts of "train" or of "val". At random are the digits of their first lines, and how
-    many steps each line asks for. seed: the table's, so another table has other documents"""
-    table, most = puzzle["table"], puzzle["most"]
-    n, split_seed = SPLITS[split]
-    rng = np.random.default_rng((seed, split_seed))
-    weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
-    asked = torch.from_numpy(rng.choice(most + 1, (n, LINES), p=weights / weights.sum()))
-    digits = torch.from_numpy(rng.integers(len(table), size=(n, puzzle["cells"])))
-    newline = torch.full((n, 1), ord("\n"))
-    parts = []   # from left to right, each of all n documents at once
-    for number in range(LINES):
-        steps = asked[:, number, None]   # (n, 1)
-        parts += [ord("a") + steps, ord("0") + digits, newline]
-        for done in range(most):
-            # Where fewer steps are asked for, the digits are right already, and stay.
-            digits = torch.where(done < steps, next_line(digits, table), digits)
-    tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
-    return [bytes(document).decode() for document in tokens]
-
-# ========================================================================== part 2: tokens of texts
+# ===================================================================== part 1: from texts to tokens
 
 VOCABULARIES = {"bytes": 257, "gpt2": 50257}   # tokenizers, and how many tokens each one has
 
@@ -360,7 +82,7 @@ def token_bytes(tokenizer_name, n_tokens):
             sizes[token] = len(tokenizer.decode_single_token_bytes(token))
     return sizes
 
-# ======================================================== part 3: a data set, a folder with shards
+# ======================================================== part 2: a data set, a folder with shards
 
 #     meta.json           {"name": "stdlib", "tokenizer": "bytes"}
 #     train_000000.bin    a shard for training: there may be more with a word `train` in the name
@@ -369,81 +91,9 @@ def token_bytes(tokenizer_name, n_tokens):
 # Such folders are also made by llm.c and modded-nanogpt, without meta.json. A shard is as llm.c has
 # it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
-# ------------------------------------------------- how files are written; train.py does it so, too
+MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER: its bytes
 
-UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
-
-@contextlib.contextmanager
-def whole_file(path):
-    """with whole_file(path) as file: a new file, open to write bytes. Only when all is written and
-    on the disk, it takes the place of an older one. So a kill or a full disk leaves that as it was.
-    SystemExit if it can't be written"""
-    path = Path(path)
-    try:
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as unfinished:
-            new = Path(unfinished, path.name)
-            with open(new, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-    except (OSError, RuntimeError) as error:   # torch.save says RuntimeError if the disk is full.
-        refuse(f"{path}: can't be written ({error}); make room, or take another --out")
-
-@contextlib.contextmanager
-def locked(folder):
-    """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
-    if one is there now. The folder is made if it isn't there, and goes again if it stays empty."""
-    os.makedirs(os.path.realpath(folder), exist_ok=True)   # realpath: it may be a link.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:   # The system unlocks it when this process ends, however it ends.
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
-               f"--out")
-    except OSError:   # Some network disks have no locks. There, don't use two terminals.
-        pass
-    for unfinished in Path(folder).glob(UNFINISHED + "*"):   # of a process that was killed
-        shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)   # It works if the folder is empty.
-
-# ------------------------------------------------------------------------------- writing a data set
-
-def write_data_set(out, meta, train, val):
-    """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
-    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
-        write_meta(unfinished, meta)
-        write_shards(unfinished, "train", train)
-        write_shards(unfinished, "val", val)
-        # All is whole, so the old shards can go. Who is stopped from here on, or reads meanwhile,
-        # finds no validation shard, and open_split says so: the new one comes last.
-        for old in [*out.glob("val_??????.bin"), *out.glob("train_??????.bin")]:
-            old.unlink()
-        for new in sorted(os.listdir(unfinished)):   # meta.json, train_.., val_..
-            os.replace(Path(unfinished, new), out / new)
-
-def write_meta(folder, meta):
-    with whole_file(Path(folder, "meta.json")) as file:
-        file.write(json.dumps(meta).encode())
-
-MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4
-MOST_TOKENS = 2**31 - 1   # of a shard, because the header says how many by an int32
-
-def write_shards(folder, split, tokens):
-    """tokens: a sequence of numbers below 2**16. They fill one shard, or as many as they need."""
-    tokens = np.asarray(tokens, "<u2")
-    for number, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
-        part = tokens[begin:begin + MOST_TOKENS]
-        with whole_file(Path(folder, f"{split}_{number:06d}.bin")) as file:
-            file.write(np.array([MAGIC, VERSION, len(part)] + 253 * [0], "<i4"))
-            file.write(part)
-
-# ------------------------------------------------------------------------------- reading a data set
+# ---------------------------------------------------------------------------------- how it is read
 
 def read_shard(path):
     """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
@@ -491,7 +141,81 @@ def fingerprint(data, content=True):
             found.update(np.fromfile(Path(data, name), np.uint8, 2**16, offset=begin))
     return found.hexdigest()
 
-# ==================================================================== part 4: windows of a data set
+# -------------------------------------------------- how files are written; train.py does so, too
+
+UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
+
+@contextlib.contextmanager
+def whole_file(path):
+    """with whole_file(path) as file: a new file, open to write bytes. Only when all is written and
+    on the disk, it takes the place of an older one. So a kill or a full disk leaves that as it was.
+    SystemExit if it can't be written"""
+    path = Path(path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=path.parent) as unfinished:
+            new = Path(unfinished, path.name)
+            with open(new, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+    except (OSError, RuntimeError) as error:
+        # torch.save meets an OSError, such as that of a full disk, and then says RuntimeError.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        refuse(f"{path}: can't be written ({reason}); make room, or take another --out")
+
+@contextlib.contextmanager
+def locked(folder):
+    """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
+    if one is there now. If the folder isn't there, it is made; if it stays empty, it goes again."""
+    real = Path(os.path.realpath(folder))   # It may be a link.
+    made = [each for each in (real, *real.parents) if not each.exists()]
+    real.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(real, os.O_RDONLY)
+    try:   # The system unlocks it when this process ends, however it ends.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        refuse(f"--out {folder}: another process is writing there; wait for it, or take another "
+               f"--out")
+    except OSError:   # Some network disks have no locks. There, don't use two terminals.
+        pass
+    try:
+        for unfinished in real.glob(UNFINISHED + "*"):   # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):   # One isn't empty.
+            for each in made:
+                each.rmdir()
+
+def write_meta(folder, meta):
+    with whole_file(Path(folder, "meta.json")) as file:
+        file.write(json.dumps(meta).encode())
+
+def write_shard(path, tokens):
+    """tokens: a sequence of numbers below 2**16"""
+    if len(tokens) >= 2**31:   # The header counts them by an int32.
+        refuse(f"{len(tokens):,} tokens are more than a shard can hold; prepare less text")
+    with whole_file(path) as file:
+        file.write(np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4"))
+        file.write(np.asarray(tokens, "<u2"))
+
+def write_data_set(out, meta, train, val):
+    """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
+        write_meta(unfinished, meta)
+        write_shard(Path(unfinished, "train_000000.bin"), train)
+        write_shard(Path(unfinished, "val_000000.bin"), val)
+        # All is whole, so the old files can go. Who is stopped from here on, or reads meanwhile,
+        # finds no validation shard, and open_split says so: the new one comes last.
+        (out / "val_000000.bin").unlink(missing_ok=True)
+        for name in "meta.json", "train_000000.bin", "val_000000.bin":
+            os.replace(Path(unfinished, name), out / name)
+
+# ==================================================================== part 3: windows of a data set
 
 # A window is T + 1 tokens of one shard, in a row: a model reads the first T, and predicts the last
 # T. A shard of n tokens has n - T windows. They are numbered, from 0, through all shards.
@@ -538,7 +262,297 @@ def windows_of(data, split, T, n):
                f"it anew, or correct its meta.json")
     return x, y
 
-# ============================================================================= part 5: the command
+# ================================================================== part 4: where texts come from
+
+# A source is a dataclass. Its fields are flags of its own, and texts() returns two lists of texts,
+# for training and for validation. Here is all of one whose documents are the lines of a file:
+#
+#     @dataclass
+#     class Songs(DataSource):
+#         songs: str = flag("songs.txt", "a file with a song in each line", group="songs only")
+#
+#         def texts(self, out):
+#             lines = read_text(self.songs).splitlines()
+#             return lines[20:], lines[:20]
+#
+# Add songs=Songs to SOURCES (part 6), and type: python prepare.py songs --songs FILE. (Each flag
+# needs a name that no other source has for one of its own.) A source may also have problems(), as
+# Text has, below.
+
+class DataSource:
+    """What every source has. (out, in its methods: the folder of the data set)"""
+    # These are no flags: a dataclass's fields are those names that have a type behind them.
+    tokenizers = "bytes", "gpt2"   # those it can have; the first one is the usual one
+    about = {}                     # what meta.json says of it, besides its name and its tokenizer
+
+    def write(self, out, meta):
+        """Makes the data set. meta: what meta.json says, a dict"""
+        train, val = (encode(texts, meta["tokenizer"]) for texts in self.texts(out))
+        if not train or not val:
+            refuse(f"{meta['name']}: needs a text to train on, and another one to validate with")
+        write_data_set(out, meta, train, val)
+
+# ------------------------------------------------------------------------------------- what text is
+
+def read_text(path, must_be_text=True):
+    """The text of a file: it is UTF-8, a byte order mark at its start is dropped, and all else
+    stays, line ends too. SystemExit if it is empty, or no text; but None without must_be_text"""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = ""
+    if text and "\0" not in text:   # UTF-16 has NUL bytes, and so has what is no text at all.
+        return text
+    if must_be_text:
+        refuse(f"{path}: is empty, or not UTF-8 text; convert it, as by iconv -f ENCODING -t "
+               f"UTF-8, or name another")
+    return None
+
+def text_or_file(value):
+    """For flags of sample.py and analyze.py that are a text, or the name of a file with one"""
+    return read_text(value) if os.path.isfile(value) else value
+
+def cut(text, share):
+    """A text -> two. The second has about this share of it, and begins a line if it can."""
+    place = int(len(text) * (1 - share))
+    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
+    if newline >= 0:
+        place = newline + 1
+    return text[:place], text[place:]
+
+# ------------------------------------------------------------- Python's library, and what is online
+
+@dataclass
+class Stdlib(DataSource):
+    """The library of the Python that runs this: code of one style, on every machine"""
+    def texts(self, out):
+        root = Path(sysconfig.get_path("stdlib"))
+        skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+        train, val = [], []
+        for path in sorted(root.rglob("*.py"), key=str):
+            below_root = path.relative_to(root)
+            if skip.isdisjoint(below_root.parts) and path.stat().st_size:
+                # 5 % are for validation. The hash of its name, a number below 2**256, decides: so
+                # a file stays on its side when others come or go.
+                name_hash = int(hashlib.sha256(bytes(below_root)).hexdigest(), 16)
+                texts = val if name_hash < 0.05 * 2**256 else train
+                texts.append(read_text(path))
+        return train, val
+
+def download(url, path, sha256=None):
+    """SystemExit, and nothing is there, if the network or the disk fails or the sha256 is wrong"""
+    try:
+        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
+    except Exception as error:   # of the network, a server or the disk
+        refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
+
+SHAKESPEARE_URL = ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/"
+                   "tinyshakespeare/input.txt")
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+@dataclass
+class Shakespeare(DataSource):
+    """Tiny-shakespeare is one text. Its last tenth, from a new line on, is for validation."""
+    def texts(self, out):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "input.txt")
+            download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
+            train, val = cut(read_text(path), 0.1)
+        return [train], [val]
+
+FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+
+@dataclass
+class Fineweb(DataSource):
+    """It comes as shards, as modded-nanogpt takes them, and so it has no texts()."""
+    shards: int = flag(1, "how many, of 100M tokens each", low=1, high=103, group="fineweb only")
+    tokenizers = ("gpt2",)
+
+    def write(self, out, meta):
+        numbered = [f"fineweb_train_{number:06d}.bin" for number in range(1, self.shards + 1)]
+        for name in ["fineweb_val_000000.bin", *numbered]:
+            if not (out / name).exists():   # What an earlier run has downloaded stays.
+                with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
+                    path = Path(unfinished, name)
+                    download(FINEWEB_URL + name, path)
+                    read_shard(path)   # SystemExit if the download is cut short
+                    os.replace(path, out / name)
+        write_meta(out, meta)
+        print("The lengths of the shards are right. Their sha256, not known, was not checked.")
+
+# ------------------------------------------------------------------------------- your own documents
+
+def files_in(path, seen):
+    """Yields the files at or below a path, by name. Hidden ones and caches are left out. seen: the
+    real paths of what has come before: nothing comes twice, nor does a link lead in circles."""
+    real_path = os.path.realpath(path)   # where it leads, if it is a link
+    if real_path in seen:
+        return
+    seen.add(real_path)
+    if path.is_file():
+        yield path
+    elif path.is_dir():
+        for name in sorted(os.listdir(path)):
+            if not name.startswith(".") and name != "__pycache__":
+                yield from files_in(path / name, seen)
+
+def json_lines(path, text, field):
+    """The text of a file whose lines are JSON objects -> yields what each has in that field"""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            document = json.loads(line)[field]
+        except (ValueError, KeyError, TypeError):   # no JSON, no such field, no object
+            document = None
+        if not isinstance(document, str):
+            refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
+        if document:
+            yield document
+
+def hold_out(documents):
+    """Texts -> texts for training, texts for validation. A text is long if it has more than 1,000
+    characters, and more than 5 % of all. Of a long one the last 5 % are held out; of the short ones
+    every 20th, as a whole: the end of a short one may be what matters."""
+    limit = max(1000, sum(map(len, documents)) / 20)
+    short = [text for text in documents if len(text) <= limit]
+    long = [cut(text, 0.05) for text in documents if len(text) > limit]
+    val = short[::20]
+    train = [text for number, text in enumerate(short) if number % 20 != 0]
+    if not train and not long:
+        refuse("--input: has too little text (the folder of --out isn't read); name several "
+               "documents, or one of more than 1,000 characters")
+    print(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
+          f"at 95 % for both")
+    return train + [head for head, tail in long], val + [tail for head, tail in long]
+
+@dataclass
+class Text(DataSource):
+    """Your own files and folders. A file is a document, or with --jsonl each line of it."""
+    input: list = flag(None, "UTF-8 files, and folders of them", group="text only")
+    jsonl: str = flag("", "lines are JSON objects, and this field of theirs is the text")
+
+    def problems(self):
+        """-> sentences with which the command line is refused"""
+        if not self.input:
+            yield "text: needs files or folders; name them with --input"
+        for path in self.input or []:
+            if not os.path.isfile(path) and not os.path.isdir(path):
+                yield f"--input {shlex.quote(path)}: no such file or folder"
+            elif path.endswith(".jsonl") and not self.jsonl:
+                yield f"--input {path}: which field of its lines is the text? say --jsonl FIELD"
+
+    def texts(self, out):
+        documents, passed_over = [], []
+        seen = {os.path.realpath(out)}   # The data set's own folder may be in one of yours.
+        for named in map(Path, self.input):
+            for file in files_in(named, seen):
+                # A file that is named must be text. In a folder may be pictures, too.
+                text = read_text(file, must_be_text=file == named)
+                if text is None:
+                    passed_over.append(file)
+                elif self.jsonl:
+                    documents.extend(json_lines(file, text, self.jsonl))
+                else:
+                    documents.append(text)
+        if passed_over:
+            print(f"files passed over: {len(passed_over):,}, empty or not UTF-8 text, such as "
+                  f"{passed_over[0]}")
+        return hold_out(documents)
+
+# ============================================================================== part 5: the puzzle
+
+# `python prepare.py steps` makes a text in which each line follows from the one before, in none,
+# one, two or more steps.
+#
+#     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
+#     d108515848740     asks for three steps
+#     c954006051092
+#
+# In a step, all digits are replaced at once. By which? That depends on the digit and on its left
+# neighbour. (Left of the first digit is a 0.)
+#
+#     this digit                0 1 2 3 4 5 6 7 8 9
+#     after an even one         0 7 4 5 6 1 3 8 9 2
+#     after an odd one          9 8 1 4 7 2 6 5 0 3
+#
+# So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line: it is the
+# answer to the first. We know how many steps lead to each digit, and so we see how many steps a
+# model has learned.
+#
+# The place of a digit in its line is called its cell. The leftmost one is cell 0. A token is one
+# character, and its number is that of the byte; 256 comes after each document.
+
+def next_line(digits, table):
+    """One step: digits, a tensor (..., cells) -> the digits after it"""
+    left = F.pad(digits[..., :-1], (1, 0))   # of each digit; it begins with a 0
+    return torch.as_tensor(table)[left, digits]
+
+def make_table(symbols, rows, rng):
+    """-> table[left neighbour][digit], an array (symbols, symbols): what the digit becomes. Of the
+    neighbour only the class counts, left % rows. With two rows: whether it is even or odd.
+
+    A row holds each digit once, so nothing is lost. No two rows send a digit to the same class: 3
+    becomes 5 or 4. So who doesn't know the neighbour can't even tell odd from even."""
+    # To which class does each digit go in the first row? With two rows, half of them become even.
+    class_in_first_row = rng.permutation(np.repeat(np.arange(rows), symbols // rows))
+    different_rows = np.zeros((rows, symbols), int)
+    for row in range(rows):
+        class_of_next = (class_in_first_row + row) % rows
+        for each_class in range(rows):
+            members = np.arange(each_class, symbols, rows)   # such as 0 2 4 6 8
+            different_rows[row, class_of_next == each_class] = rng.permutation(members)
+    return different_rows[np.arange(symbols) % rows]   # a row for each left neighbour
+
+LINES = 16   # of a document
+
+def make_documents(puzzle, n, rng):
+    """-> n texts. At random are the digits of their first lines, and how many steps each line asks
+    for. puzzle: dict(table=, cells=, most=), where most is the most steps that are asked for"""
+    table, most = puzzle["table"], puzzle["most"]
+    weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
+    asked = torch.from_numpy(rng.choice(most + 1, (n, LINES), p=weights / weights.sum()))
+    digits = torch.from_numpy(rng.integers(len(table), size=(n, puzzle["cells"])))
+    newline = torch.full((n, 1), ord("\n"))
+    parts = []   # from left to right, each of all n documents at once
+    for number in range(LINES):
+        steps = asked[:, number, None]   # (n, 1)
+        parts += [ord("a") + steps, ord("0") + digits, newline]
+        for done in range(most):
+            # Where fewer steps are asked for, the digits are right already, and stay.
+            digits = torch.where(done < steps, next_line(digits, table), digits)
+    tokens = torch.cat(parts, 1).to(torch.uint8).numpy()
+    return [bytes(document).decode() for document in tokens]
+
+SPLITS = dict(train=(24_000, 5), val=(1_200, 3))   # how many documents, and a seed of their lines
+
+@dataclass
+class Steps(DataSource):
+    """The puzzle, whose meta.json has its table of a step, its cells, and the most steps"""
+    symbols: int = flag(10, "different digits", low=2, high=10, group="steps only")
+    rows: int = flag(2, "different rows of the table; has to divide symbols", low=2, high=10)
+    cells: int = flag(12, "digits in a line", low=2, high=100)
+    most: int = flag(9, "the most steps that a line asks for", low=1, high=25)
+    table_seed: int = flag(0, "of the table's random numbers", low=0, high=1e9)
+    tokenizers = ("bytes",)
+
+    def problems(self):
+        if self.symbols % self.rows:
+            yield f"--rows {self.rows}: must divide --symbols {self.symbols}; take {self.symbols}"
+
+    @property
+    def about(self):
+        table = make_table(self.symbols, self.rows, np.random.default_rng(self.table_seed))
+        return dict(steps=dict(table=table.tolist(), cells=self.cells, most=self.most))
+
+    def texts(self, out):
+        found = []
+        for n, seed in SPLITS.values():   # Another table has other documents, too.
+            rng = np.random.default_rng((self.table_seed, seed))
+            found.append(make_documents(self.about["steps"], n, rng))
+        return found
+
+# ============================================================================= part 6: the command
 
 SOURCES = dict(steps=Steps, stdlib=Stdlib, shakespeare=Shakespeare, fineweb=Fineweb, text=Text)
 
@@ -575,18 +589,9 @@ def main(argv=None):
     tokenizer = source.tokenizers[0] if config.tokenizer == "auto" else config.tokenizer
     meta = dict(name=config.name, tokenizer=tokenizer) | source.about
     out = Path(config.out or f"data/{config.name}")
-    refuse_other_data_set(out, meta)   # now, before the work
-    comes_as_shards = isinstance(source, Fineweb)
-    if not comes_as_shards:
-        train, val = (encode(texts, tokenizer) for texts in source.texts(out))
-        if not train or not val:
-            refuse(f"{config.name}: needs a text to train on, and another one to validate with")
-    with locked(out):
-        refuse_other_data_set(out, meta)   # and now, when no other prepare.py can make one there
-        if comes_as_shards:
-            source.download_shards(out, meta)
-        else:
-            write_data_set(out, meta, train, val)
+    with locked(out):   # So no other prepare.py makes a data set there meanwhile.
+        refuse_other_data_set(out, meta)
+        source.write(out, meta)
     n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     print(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "
           f"python train.py --data {shlex.quote(str(out))}")

@@ -176,7 +176,7 @@ class Data:
     """What a run reads. (The default data set is made if it is not there.)"""
     def __init__(self, config, block_size):
         folder = config.data
-        if RANK == 0 and folder == TrainConfig.data and not Path(folder).exists():
+        if RANK == 0 and folder == TrainConfig.data and not prepare.shard_paths(folder):
             say(f"{folder} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", folder])
         wait_for_all()   # The first process may still be writing.

@@ -35,7 +35,7 @@ import kernels
 import prepare
 from flags import flag, parse, refuse, start
 from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
-from train import TrainConfig, lr_factor, make_optimizers, make_ready, say
+from train import TrainConfig, get_batch, lr_factor, make_optimizers, make_ready, say
 
 @dataclass
 class SpeedConfig:
@@ -100,12 +100,6 @@ def iteration(program, batch, factor=1.0):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-def random_batch(size, device="cpu"):
-    generator = torch.Generator().manual_seed(0)
-    shape = size.n_parts, 2, size.n_sequences, size.T
-    tokens = torch.randint(size.vocab_size, shape, generator=generator).to(device)
-    return [(x, y) for x, y in tokens]
-
 def now():
     if torch.cuda.is_available():
         torch.cuda.synchronize()   # A GPU works on after a call has returned.
@@ -126,28 +120,54 @@ def ratio(found, slow, fast):
     """-> how many times as fast `fast` is: the lower quartile over rounds, the median, the upper"""
     return statistics.quantiles([a / b for a, b in zip(found[slow], found[fast])], n=4)
 
-def report(what, found, slow, fast):
-    low, middle, high = ratio(found, slow, fast)
-    say(f"{what}: {middle:.3f} times as fast ({low:.3f} to {high:.3f})")
+def report(what, dense, skips, rounds):
+    """Prints, and returns, how many times as fast the function is that skips half"""
+    low, middle, high = ratio(times(dict(dense=dense, skips=skips), rounds), "dense", "skips")
+    say(f"{what}, half skipped: {middle:.3f} times as fast ({low:.3f} to {high:.3f})")
     return middle
 
-# -------------------------------------------------------------------------------------- on a CPU
+# --------------------------------------------------------------------------------- whole iterations
+
+PROGRAMS = dict(cpu=["pre", "nag", "nag that pays", "attnres", "attnres:group=3"],
+                cuda=["pre", "nag", "attnres:group=3", "review", "hyper"])
 
 def training(args):
-    for n_embd in 128, 256:
-        size = Size(n_embd=n_embd)
-        batch = random_batch(size)
-        programs = {name: ours(name, size) for name in ("pre", "nag", "attnres", "attnres:group=3")}
-        programs["nag that pays"] = ours("nag", size, gain_cost=0.1)
-        if args.nanogpt:
-            programs["nanoGPT"] = nanogpt(args.nanogpt, size)
-        found = times({name: partial(iteration, program, batch)
-                       for name, program in programs.items()}, args.rounds)
-        pairs = [("nag", "pre"), ("nag that pays", "nag"), ("attnres", "pre"),
-                 ("attnres:group=3", "pre"), ("pre", "nanoGPT")]
-        for mine, other in pairs:
-            if other in programs:
-                report(f"training 12 x {n_embd}: {mine} against {other}", found, other, mine)
+    sizes = [GPT2_SMALL] if args.device == "cuda" else [Size(), Size(n_embd=256)]
+    for size in sizes:
+        say(f"training {size.n_layer} x {size.n_embd}:")
+        compare_programs(args, size)
+
+def compare_programs(args, size):
+    """Prints a table: tokens a second, and times as fast as another program; peak memory on a GPU;
+    seconds until a program's second iteration is done, so with compiling"""
+    tokens = torch.randint(size.vocab_size, (size.n_parts, 2, size.n_sequences, size.T))
+    batch = [(x, y) for x, y in tokens.to(args.device)]
+    makers = {name: partial(ours, name, size, args.device) for name in PROGRAMS[args.device]}
+    if "nag that pays" in makers:
+        makers["nag that pays"] = partial(ours, "nag", size, args.device, gain_cost=0.1)
+    if args.nanogpt:
+        makers["nanoGPT"] = partial(nanogpt, args.nanogpt, size, args.device)
+    iterations, memory, ready = {}, {}, {}
+    for name, make in makers.items():
+        begin, before = now(), torch.cuda.memory_allocated()   # by the programs before it
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        iterations[name] = partial(iteration, make(), batch)
+        iterations[name]()
+        iterations[name]()
+        ready[name] = now() - begin
+        memory[name] = torch.cuda.max_memory_allocated() - before
+    found = times(iterations, args.rounds)
+    say("| program | tokens/s | times as fast (middle half) | peak memory | seconds until ready |")
+    say("| --- | --- | --- | --- | --- |")
+    for name, seconds in found.items():
+        other = {"pre": "nanoGPT", "nag that pays": "nag"}.get(name, "pre")
+        low, middle, high = ratio(found, other, name) if other in found else (1.0, 1.0, 1.0)
+        speed = tokens[:, 0].numel() / statistics.median(seconds)
+        say(f"| {name} | {speed:,.0f} | {middle:.3f} of {other} ({low:.3f} to {high:.3f}) | "
+            f"{memory[name] / 2 ** 30:.1f} GiB | {ready[name]:.0f} |")
+
+# ------------------------------------------------------------------------------ skipping, on a CPU
 
 @torch.no_grad()
 def half_skips(model, x):
@@ -184,76 +204,54 @@ def skipping(args):
         model.zero_grad(set_to_none=True)
 
     for function in prefill, forward_and_backward:
-        found = times({"dense": lambda: function(None), "skips": lambda: function(decider)},
-                      args.rounds)
-        faster = report(f"skipping half, {function.__name__}", found, "dense", "skips")
+        faster = report(function.__name__, partial(function, None), partial(function, decider),
+                        args.rounds)
         share = (1 - 1 / faster) / predicted
         say(f"    {share:.2f} of what FLOPs predict: {predicted:.3f} of them are saved")
 
 def decoding(args):
-    """48 tokens, half skipped or dense"""
+    """48 tokens of a nag of 24 x 384, which hasn't trained"""
     model = ours("nag", Size(24, 6, 384)).module.eval()
     x = torch.randint(256, (8, 128), generator=torch.Generator().manual_seed(0))
     decider, _ = half_skips(model, x)
-    prompt = x[:1, :8]
-    found = times({"dense": lambda: model.generate(prompt, 48),
-                   "skips": lambda: model.generate(prompt, 48, decider=decider)}, args.rounds)
-    report("decoding 24 x 384, half skipped against dense", found, "dense", "skips")
+    report("decoding 24 x 384", lambda: model.generate(x[:1, :8], 48),
+           lambda: model.generate(x[:1, :8], 48, decider=decider), args.rounds)
 
-# -------------------------------------------------------------------------------------- on a GPU
+# --------------------------------------------------------------------------------- ops, on a GPU
 
-PROGRAMS = ["pre", "nag", "attnres:group=3", "review", "hyper"]
-
-def training_on_gpu(args, size=GPT2_SMALL):
-    """Prints a table: tokens a second, and times as fast as `pre` (`pre`: as nanoGPT); peak memory
-    of the program; seconds until its second iteration is done, so with compiling"""
-    batch = random_batch(size, args.device)
-    makers = {name: partial(ours, name, size, args.device) for name in PROGRAMS}
-    if args.nanogpt:
-        makers = {"nanoGPT": partial(nanogpt, args.nanogpt, size, args.device), **makers}
-    iterations, memory, ready = {}, {}, {}
-    for name, make in makers.items():
-        begin, before = now(), torch.cuda.memory_allocated()   # by the programs before it
-        if args.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        iterations[name] = partial(iteration, make(), batch)
-        iterations[name]()
-        iterations[name]()
-        ready[name] = now() - begin
-        memory[name] = torch.cuda.max_memory_allocated() - before
-    found = times(iterations, args.rounds)
-    tokens = size.n_parts * size.n_sequences * size.T
-    say("| program | tokens/s | times as fast (middle half) | peak memory | seconds until ready |")
-    say("| --- | --- | --- | --- | --- |")
-    for name, seconds in found.items():
-        other = "nanoGPT" if name == "pre" else "pre"
-        low, middle, high = ratio(found, other, name) if other in found else (1.0, 1.0, 1.0)
-        speed = tokens / statistics.median(seconds)
-        say(f"| {name} | {speed:,.0f} | {middle:.2f} of {other} ({low:.2f} to {high:.2f}) | "
-            f"{memory[name] / 2 ** 30:.1f} GiB | {ready[name]:.0f} |")
-
-def kernels_on_gpu(args, N=16384, C=1024, n=9):
+def ops(args, N=16384, C=1024, n=9):
     """Prints milliseconds of both ops, forward + backward, and which share of the speed of a plain
     copy the kernels reach. The timer replays what the GPU was told: Python's time isn't in it."""
     from triton.testing import do_bench_cudagraph as milliseconds
-    large = torch.empty(N * C * 16, device="cuda")
-    copy_speed = 2 * large.nbytes / milliseconds(large.clone)
-    ways = {"eager": (kernels.run, False), "compiled": (torch.compile(kernels.run), False),
-            "kernel": (kernels.run, True)}
-    # How many rows the kernels move, for each of the N rows: see the top of kernels.py.
-    for op, rows_forward, rows_backward in ("nag_write", 3, 5), ("depth_sum", n + 1, 2 * n + 1):
-        for dtype in torch.float32, torch.bfloat16:
-            inputs = kernels.some_inputs(op, N, C, n, dtype, "cuda")
-            for way, (function, by_kernel) in ways.items():
-                def both_ways():
-                    outputs = function(op, inputs, by_kernel)
+    nag = GPT(GPTConfig("nag", 1, kernels="off")).blocks[0].attn_residual
+    def nag_definition(direction, log_length, update, gain):
+        return nag((direction, log_length), lambda direction: update, gain)
+    def depth_sum_definition(weights, *sources):
+        return (kernels.depth_sum_definition(weights, sources),)
+    def depth_sum(weights, *sources):
+        return (kernels.depth_sum(weights, sources),)
+    large = torch.empty(N * C * 16, device=args.device)
+    copied = 2 * large.nbytes / milliseconds(large.clone)   # bytes a millisecond
+    for dtype in torch.float32, torch.bfloat16:
+        rows = torch.randn(n, N, C, dtype=dtype, device=args.device)
+        scalars = torch.rand(n, N, 1, device=args.device)
+        # How many rows a kernel moves for each of the N, forward and backward: see kernels.py.
+        for op, definition, inputs, moved in [
+                (kernels.nag_write, nag_definition, (rows[0], scalars[0], rows[1], scalars[1]),
+                 (3, 5)),
+                (depth_sum, depth_sum_definition, (scalars, *rows), (n + 1, 2 * n + 1))]:
+            inputs = [x.clone().requires_grad_() for x in inputs]
+            for way, function in ("eager", definition), ("compiled", torch.compile(definition)), (
+                    "kernel", op):
+                def both():
+                    outputs = function(*inputs)
                     torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
-                forward = milliseconds(lambda: function(op, inputs, by_kernel))
-                backward = milliseconds(both_ways) - forward
-                say(f"{op:9} {str(dtype):14} {way:8} {forward:.3f} + {backward:.3f} ms")
-            moved = N * C * dtype.itemsize / copy_speed   # milliseconds to move a row for each row
-            say(f"of a copy's speed: {rows_forward * moved / forward:.0%} and "
-                f"{rows_backward * moved / backward:.0%}")
+                forward = milliseconds(lambda: function(*inputs))
+                backward = milliseconds(both) - forward
+                say(f"{op.__name__:9} {str(dtype):14} {way:8} {forward:.3f} + {backward:.3f} ms")
+            shares = [number * rows[0].nbytes / copied / ms
+                      for number, ms in zip(moved, (forward, backward))]
+            say(f"of a copy's speed: {shares[0]:.0%} and {shares[1]:.0%}")
 
 # ----------------------------------------------------------------------- losses at equal seconds
 
@@ -269,38 +267,34 @@ def losses(args, size):
     if args.nanogpt:
         for rate in RATES["adamw"]:
             makers["nanoGPT", rate] = partial(nanogpt, args.nanogpt, size, args.device, lr=rate)
-    shards = prepare.open_split(args.data, "train", size.T)
-    val = prepare.windows_of(args.data, "val", size.T, 96)
+    data = SimpleNamespace(shards=prepare.open_split(args.data, "train", size.T),
+                           val=prepare.windows_of(args.data, "val", size.T, 96))
     for (name, rate), make in makers.items():
-        found = [loss_after(args, size, make(seed=seed), shards, val, seed) for seed in (1, 2, 3)]
+        found = [loss_after(args, size, make(seed=seed), data, seed) for seed in (1, 2, 3)]
         nats, counts = zip(*found)
         say(f"{name}, rate {rate:g}: {statistics.mean(nats):.3f} nats ({min(nats):.3f} to "
             f"{max(nats):.3f}), {statistics.mean(counts) / 1e6:.1f}M tokens")
 
-def loss_after(args, size, program, shards, val, seed):
+def loss_after(args, size, program, data, seed):
     """Trains a program -> its loss, and how many tokens it has seen"""
-    generator = torch.Generator().manual_seed(seed)
-    n_windows = sum(len(shard) - size.T for shard in shards)
-    def next_batch():
-        batch = []
-        for _ in range(size.n_parts):
-            numbers = torch.randint(n_windows, (size.n_sequences,), generator=generator).numpy()
-            batch.append([part.to(args.device)
-                          for part in prepare.read_windows(shards, numbers, size.T)])
-        return batch
+    config = SimpleNamespace(block_size=size.T, seed=seed)   # what get_batch asks of a model
+    n_sequences = size.n_parts * size.n_sequences
+    def take_step(step, factor):
+        iteration(program, [get_batch(data, config, n_sequences, step, part, size.n_parts,
+                                      args.device) for part in range(size.n_parts)], factor)
 
-    iteration(program, next_batch(), 0.0)   # At a rate of 0 weights stay as they are.
-    iteration(program, next_batch(), 0.0)
-    begin, count, progress = now(), 0, 0.0
+    take_step(0, 0.0)   # At a rate of 0 weights stay as they are.
+    take_step(0, 0.0)
+    begin, step, progress = now(), 0, 0.0
     while progress < 1:
-        iteration(program, next_batch(), lr_factor(TrainConfig(), progress))
-        count += size.n_parts * size.n_sequences * size.T
+        take_step(step, lr_factor(TrainConfig(), progress))
+        step += 1
         progress = (now() - begin) / args.seconds
     program.module.eval()
     with torch.no_grad():
-        parts = [tokens.to(args.device).split(size.n_sequences) for tokens in val]
+        parts = [tokens.to(args.device).split(size.n_sequences) for tokens in data.val]
         found = [program.loss(x, y).item() * len(x) for x, y in zip(*parts)]
-    return sum(found) / len(val[0]), count
+    return sum(found) / len(data.val[0]), step * n_sequences * size.T
 
 # ------------------------------------------------------------------------------------- the command
 
@@ -308,21 +302,21 @@ def main(argv=None):
     [args] = parse([SpeedConfig], argv, __doc__)
     if args.nanogpt and not Path(args.nanogpt).is_file():   # now, not after minutes
         refuse(f"--nanogpt {args.nanogpt}: no such file; name model.py of a copy of nanoGPT")
-    if args.device == "cuda" and not torch.cuda.is_available():
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         refuse("--device cuda: torch sees no CUDA device; use --device cpu")
-    functions = dict(skipping=skipping, training=training, decoding=decoding)
-    if args.device == "cuda":
-        functions = dict(training=training_on_gpu, kernels=kernels_on_gpu)
-    if args.only not in ("all", *functions):
+    comparisons = dict(skipping=skipping, training=training, decoding=decoding)
+    if on_gpu:
+        comparisons = dict(training=training, kernels=ops)
+    if args.only not in ("all", *comparisons):
         refuse(f"--only {args.only}: is not for --device {args.device}; choose from "
-               f"{', '.join(functions)}")
+               f"{', '.join(comparisons)}")
     say(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]}, {args.rounds} rounds")
     if args.seconds:
-        losses(args, GPT2_SMALL if args.device == "cuda" else TINY)
-        return
-    for name, function in functions.items():
-        if args.only in ("all", name):
-            function(args)
+        comparisons = dict(losses=partial(losses, size=GPT2_SMALL if on_gpu else TINY))
+    for name, compare in comparisons.items():
+        if args.seconds or args.only in ("all", name):
+            compare(args)
 
 if __name__ == "__main__":
     start(main)

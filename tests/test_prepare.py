@@ -1,5 +1,5 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import fcntl, hashlib, json, os, re, resource, shlex, shutil, signal, stat, sys, types
+import contextlib, fcntl, hashlib, json, os, re, resource, shlex, signal, stat, sys, types
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch
@@ -249,20 +249,10 @@ def test_meta(tmp_path):
     write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
     assert load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
-def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
-    """llm.c counts them by an int32. What a longer text has left goes with it."""
-    assert prepare.MOST_TOKENS == 2**31 - 1
-    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}"
-    run(line)
-    whole = tokens(tmp_path, "train")
-    monkeypatch.setattr(prepare, "MOST_TOKENS", 9000)
-    run(line)
-    lengths = [len(shard) for shard in open_split(tmp_path, "train")]
-    assert lengths == [9000] * 4 + [len(whole) - 36_000]
-    assert np.array_equal(tokens(tmp_path, "train"), whole)
-    write(tmp_path / "a.txt", PROSE[:5000])
-    run(line)
-    assert len(open_split(tmp_path, "train")) == 1
+def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path):
+    """llm.c counts them by an int32."""
+    said = refused(prepare.write_shard, tmp_path / "train.bin", range(2**31))
+    assert "2,147,483,648 tokens" in said and os.listdir(tmp_path) == []
 
 def test_fingerprint(tmp_path):
     """It sees names, sizes, meta.json, and some of the content of each shard."""
@@ -287,7 +277,7 @@ def test_fingerprint(tmp_path):
 def test_whole_file(tmp_path, monkeypatch):
     """It has the user's usual permissions. If it can't be written, the old one stays."""
     path = write(tmp_path / "file", "old")
-    for error in OSError(28, "No space left"), RuntimeError("unexpected pos"), KeyboardInterrupt():
+    for error in OSError(28, "No space left"), RuntimeError("CUDA error"), KeyboardInterrupt():
         for fails in "write", "fsync":   # A network disk may say only then that it is full.
             with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
                 patch.setattr(os, "fsync", Mock(side_effect=error))
@@ -296,14 +286,29 @@ def test_whole_file(tmp_path, monkeypatch):
                     if fails == "write":
                         raise error
             expected = f"{path}: can't be written ({error}); make room"
-            assert str(end.value).startswith(expected) or type(error) is KeyboardInterrupt
+            assert str(end.value).startswith(expected) or (end.value is error and not isinstance(error, OSError))
             assert contents(tmp_path) == {str(path): b"old"} and os.listdir(tmp_path) == ["file"]
+    with on_a_disk_of(1_000_000):
+        said = refused(save, path, torch.zeros(10**6))   # torch says RuntimeError.
+    assert "can't be written ([Errno 27] File too large)" in said and path.read_text() == "old"
     before = os.umask(0o027)
-    with whole_file(str(path)) as file:
-        file.write(b"new")
-        assert path.read_text() == "old"
+    save(str(path), "new")
     os.umask(before)
-    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert torch.load(path) == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+
+def save(path, what):
+    with whole_file(path) as file:
+        torch.save(what, file)
+
+@contextlib.contextmanager
+def on_a_disk_of(n_bytes):
+    """For each file"""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 def test_locked(tmp_path):
     """One process has it. What others left unfinished is deleted, and nothing else."""
@@ -315,9 +320,11 @@ def test_locked(tmp_path):
         assert (folder / ".unfinished-x").exists()   # It may be in use.
     with locked(str(folder)):
         assert os.listdir(folder) == [".mine"]
-    with locked(tmp_path / "stays" / "empty"):
-        pass
-    assert os.listdir(tmp_path / "stays") == []
+    os.mkdir(tmp_path / "mine")
+    for empty in "not mine/empty", "mine", "mine/empty/folder":   # What it has made goes again.
+        with locked(tmp_path / empty):
+            assert (tmp_path / empty).is_dir()
+    assert sorted(os.listdir(tmp_path)) == ["mine", "new"] and os.listdir(tmp_path / "mine") == []
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 
@@ -366,20 +373,12 @@ def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
         assert "another data set" in refused(run, command)
     with locked(out):
         assert "another process" in refused(run, line)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
+    with on_a_disk_of(20_000):
         said = refused(run, line)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "train_000000.bin: can't be written" in said and "File too large" in said
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_shards", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(prepare, "write_shard", lambda *_: signal.raise_signal(signal.SIGINT))
         run(line)
-    with monkeypatch.context() as patch:   # Another data set comes while this one is encoded.
-        patch.setattr(prepare, "encode", lambda *_: write(tmp_path / "new" / "val.bin", shard([1])))
-        assert "another data set" in refused(run, f"{line} --out {tmp_path}/new")
-    shutil.rmtree(tmp_path / "new")
     assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
     run(line)   # Now nothing is in its way.

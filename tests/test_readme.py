@@ -59,8 +59,7 @@ def test_command_parses(line, tmp_path, monkeypatch, own):
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
         for source in prepare.SOURCES.values():
-            name = "download_shards" if source is prepare.Fineweb else "texts"
-            monkeypatch.setattr(source, name, lambda *_: 1 / 0)
+            monkeypatch.setattr(source, "write", lambda *_: 1 / 0)
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
 def test_the_workshops_script(tmp_path):

@@ -1,8 +1,9 @@
 """results/: the statistics against known values, commands that parse, and a page that says what the files say."""
-import re, shlex, shutil, sys
+import re, shlex, shutil, subprocess, sys
+from types import SimpleNamespace
 
 import pytest, torch
-import analyze, prepare
+import analyze, prepare, train
 from conftest import ROOT, ids, make, refused
 from flags import parse
 from model import GPTConfig
@@ -77,7 +78,11 @@ def test_controls_of_skipping():
 def test_commands_parse_and_have_folders_of_their_own(tmp_path):
     runs = run.missing_runs({each["experiment"] for each in run.all_runs()}, tmp_path / "nothing.csv")
     assert len({run.folder_of(each) for each in runs}) == len(runs) > 300
+    kinds = {}   # One command of each will do: it differs from the others in seed and rate alone.
     for each in runs:
+        assert f"--seed {each['seed']}" in each["command"] and f"--lr {each['lr']}" in each["command"]
+        kinds[re.sub(r"--(seed|lr) \S+", "", each["command"])] = each
+    for each in kinds.values():
         gpt, config = parse([GPTConfig, TrainConfig], shlex.split(each["command"]))
         assert (str(gpt.seed), f"{config.lr:g}") == (each["seed"], each["lr"]) and config.out == ""
 
@@ -132,14 +137,22 @@ def few_steps(tmp_path, monkeypatch):
 def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps):
     """A tiny experiment from its command to its line; the second time there is nothing to do."""
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    start, inspect = subprocess.run, run.inspect
+    def train_here(words, cwd=None, **options):   # A process of its own would take seconds to begin.
+        if words[:3] != [sys.executable, "train.py", "--out"]:
+            return start(words, cwd=cwd, **options)
+        assert cwd == tmp_path
+        return SimpleNamespace(returncode=train.main(words[2:]))
+    monkeypatch.setattr(subprocess, "run", train_here)
+    monkeypatch.setattr(run, "inspect", lambda folder, n_windows=0: inspect(folder, 16))   # faster, too
+    monkeypatch.setattr(rules, "in_batches", lambda x, y: [(x[:8], y[:8])])
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
-             "--batch_size 1 --residual")
+             "--batch_size 1 --eval_windows 16 --residual")
     monkeypatch.setattr(run, "PLANS", {
         "cost": [run.Plan("one, block", f"{flags} nag --gain_cost 0.1", [2e-2], [1, 2])],
         "ill": [run.Plan("one block", f"{flags} pre", [3e-2], [2])]})
     monkeypatch.chdir(tmp_path)
-    run.main(["cost", "ill", "--out", "mine"])
+    run.main(["cost", "ill", "--out", "mine", "--workers", "1"])
     lines = run.read_runs(tmp_path / "mine/runs.csv")
     trained = [line for line in lines if line["command"].startswith("--")]
     assert sorted((line["variant"], line["seed"], line["lr"]) for line in trained) == [
@@ -174,26 +187,22 @@ class GPT(nn.Module):
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
 '''
 
-def test_the_benchmark_of_a_gpu_with_a_tiny_model(tmp_path, monkeypatch, capsys, few_steps):
+def test_programs_and_their_speed(tmp_path, monkeypatch, capsys, few_steps):
+    """... at which a GPU is measured, too: with a tiny model, and beside somebody's nanoGPT"""
     (tmp_path / "nano.py").write_text(A_NANOGPT)
-    monkeypatch.setattr(speed, "PROGRAMS", ["pre", "nag"])
-    args = speed.SpeedConfig(nanogpt=str(tmp_path / "nano.py"), rounds=3)
-    speed.training_on_gpu(args, speed.TINY)
-    said = capsys.readouterr().out
-    assert re.findall(r"\| (\w+) \| [0-9,]+ \| [0-9.]+ of (\w+) ", said) == [
-        ("nanoGPT", "pre"), ("pre", "nanoGPT"), ("nag", "pre")]
-    monkeypatch.setattr(speed, "RATES", dict(adamw=[1e-3], muon=[0.0, 5e-3]))
-    speed.main(["--seconds", "0.2", "--nanogpt", args.nanogpt, "--data", str(few_steps)])
-    said = capsys.readouterr().out
-    found = {name: float(nats) for name, nats in re.findall(r"(.+): ([0-9.]+) nats", said)}
-    assert list(found) == ["pre, adamw, rate 0.001", "pre, muon, rate 0", "pre, muon, rate 0.005", "nanoGPT, rate 0.001"]
-    assert found["pre, muon, rate 0.005"] < found["pre, muon, rate 0"]   # It has learned.
-
-def test_programs_of_a_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(speed, "Size", lambda **_: speed.TINY)
+    speed.main(["--only", "training", "--rounds", "3", "--nanogpt", str(tmp_path / "nano.py")])
+    found = re.findall(r"\| ([\w: =]+) \| [0-9,]+ \| ([0-9.]+) of ([\w ]+) ", capsys.readouterr().out)
+    assert [(name, other) for name, _, other in found] == 2 * [
+        ("pre", "nanoGPT"), ("nag", "pre"), ("nag that pays", "nag"), ("attnres", "pre"),
+        ("attnres:group=3", "pre"), ("nanoGPT", "pre")]
     assert speed.ratio(dict(a=[2.0, 2.0, 2.0], b=[1.0, 1.0, 1.0]), "a", "b") == [2, 2, 2]
-    monkeypatch.setattr(speed, "Size", lambda n_embd: speed.TINY)
-    speed.main(["--only", "training", "--rounds", "3"])
-    assert capsys.readouterr().out.count("times as fast") == 2 * 4
+    monkeypatch.setattr(speed, "RATES", dict(adamw=[1e-3], muon=[0.0, 5e-3]))
+    speed.main(["--seconds", "0.1", "--nanogpt", str(tmp_path / "nano.py"), "--data", str(few_steps)])
+    found = dict(re.findall(r"(.+): ([0-9.]+) nats", capsys.readouterr().out))
+    assert list(found) == ["pre, adamw, rate 0.001", "pre, muon, rate 0", "pre, muon, rate 0.005",
+                           "nanoGPT, rate 0.001"]
+    assert float(found["pre, muon, rate 0.005"]) < float(found["pre, muon, rate 0"])   # It has learned.
 
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
