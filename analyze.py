@@ -299,7 +299,7 @@ def skipping(run):
 # ===================================================== part 3: lines and answers of the steps text
 
 # A line asks for the digits after some steps, and the next line has them: so it is the answer, and
-# asks in its turn. What a step is, and its table, is on prepare.py's page, part 1. The words:
+# asks in its turn. What a step is, and its table, is on prepare.py's page, part 5. The words:
 #
 #     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
 #     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
