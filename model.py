@@ -84,7 +84,7 @@ class GPTConfig:
         "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
     init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # The others do nothing in part 1.
+    # With these values, the others change nothing.
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     taper: Literal["none", "linear", "cosine"] = flag(
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
@@ -288,7 +288,7 @@ class Residual(nn.Module):
         """Of `ends`, after the weights are drawn, and after each iteration of a training: may
         change weights. (nGPT brings all lengths back to 1.)"""
 
-    # --- What parts 2 to 4 ask for. Part 1 can do without.
+    # --- What parts 2 to 4 and train.py ask for. To read part 1, you can do without.
 
     allowed = {}           # range of each option; in Template: {"first": (0, 2)}, say
     own_lr = ()            # names of parameters that train with --gate_lr, not with --lr
@@ -297,14 +297,8 @@ class Residual(nn.Module):
     stream_grows = False   # Has the stream more and more tensors with depth?
 
     def read(self, stream):
-        """What f would read: the rule runs with a stand-in for f, which notes its input. If a token
-        skips an attention, its key and value are made of this."""
-        notes = []
-        def stand_in(x):
-            notes.append(x)
-            return torch.zeros_like(x)
-        self(stream, stand_in)
-        return notes[0]
+        """What f would read. If a token skips an attention, its key and value are made of this."""
+        return input_of_f(self, stream)
 
     def flops(self):
         """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
@@ -401,10 +395,10 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit block_size {self.config.block_size}")
         if cache is not None:
-            cache.length = end
-        # runner.run(stream, residual, f) is residual(stream, f), unless tokens skip: part 3.
+            cache.length = end   # `store` counts back from here.
         stream = self.ends.start(self.wte(idx))
-        runner.begin(idx.shape, stream)
+        runner.begin(idx.shape, stream)   # A pass begins. A Runner keeps its streams, if asked to.
+        # runner.run(stream, residual, f) is residual(stream, f), unless tokens skip: part 3.
         for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
             block = self.blocks[number]
             store = None if cache is None else partial(cache.store, slot)
@@ -594,11 +588,10 @@ class NAG(Residual):
         direction, log_length = stream
         if gain is None:
             gain = self.gain(stream)
-        update = f(direction)
-        if use_triton(direction, self.config.kernels) and type(self) is NAG:
-            # The same in one kernel, on a GPU. (A class of yours may have another write or side.)
-            return nag_write(direction, log_length, update, gain)
-        return self.write(direction, log_length, update, gain)
+        # The kernel is this class's write, on a GPU. (A class of yours may have another one.)
+        has_kernel = type(self) is NAG and use_triton(direction, self.config.kernels)
+        write = nag_write if has_kernel else self.write
+        return write(direction, log_length, f(direction), gain)
 
     def write(self, direction, log_length, update, gain):
         """-> the next stream"""
@@ -791,10 +784,10 @@ class AttnRes(Residual):
 
         scores = unit(value) @ (query * key_weight).T         # (B, T, 2L)
 
-    A read takes its column of the scores of all n sources, and makes weights of them:
+    A read takes its column of the scores of all n sources, stacks them, and makes weights of them:
 
-        weights = scores[:, its column].softmax(0)            # (n, B, T)
-        read = norm(n * (weights * values).sum(0))            # (B, T, C)
+        weights = stacked.softmax(0)                          # (n, B, T)
+        read = norm(n * (weights[..., None] * values).sum(0)) # (B, T, C)
 
     Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. (For
     this there is the factor n, which the paper lacks. The norm takes it out again.)
@@ -1218,7 +1211,7 @@ class Functions(NamedTuple):
     part 4, says so."""
     call_residual: Callable   # residual, stream, f, gain -> the next stream
     call_gain: Callable       # residual, stream -> its gain
-    cross_entropy: Callable   # model, stream, targets -> their mean cross entropy
+    head_loss: Callable       # model, stream, targets -> the mean cross entropy of head(stream)
 
 def call_residual(residual, stream, f, gain=None):
     """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
@@ -1227,11 +1220,11 @@ def call_residual(residual, stream, f, gain=None):
 def call_gain(residual, stream):
     return residual.gain(stream)
 
-def cross_entropy(model, stream, targets):
+def head_loss(model, stream, targets):
     _, loss = model.logits_and_loss(stream, targets)
     return loss
 
-AS_WRITTEN = Functions(call_residual, call_gain, cross_entropy)
+AS_WRITTEN = Functions(call_residual, call_gain, head_loss)
 
 class Notes:
     """An empty thing, for attributes. (torch.compile can't look into a SimpleNamespace.)"""
@@ -1279,7 +1272,7 @@ class Runner:
         self.place += 1
         self.stream, self.residual, self.known_gain = stream, residual, None
         answer = self.decider.decide(self)
-        if self.gain_has_cost:   # All tokens pay, whether they run or skip.
+        if self.gain_has_cost:   # All tokens pay, whether they run or skip: it is noted below.
             self.gain()
         self.answers.append(answer)
         self.gains.append(self.known_gain)
@@ -1310,7 +1303,7 @@ class Runner:
         self.cross_entropy = loss.detach()
         if self.supervises_blocks:
             after_blocks = self.streams[2::2]   # The first one is the embedding's.
-            losses = [self.functions.cross_entropy(self.model, stream, targets)
+            losses = [self.functions.head_loss(self.model, stream, targets)
                       for stream in after_blocks[:-1]]
             loss = sum([*losses, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
@@ -1478,8 +1471,7 @@ class ByFunction(Decider):
         self.decide = decide
 
 class Without(Decider):
-    """The sublayers at these places are removed. Of the others, another decider decides. (About
-    changes_stream, ask that one.)"""
+    """The sublayers at these places are removed. Of the others, another decider decides."""
     def __init__(self, places, decider):
         super().__init__(config=None)
         self.places, self.decider = places, decider
@@ -1493,6 +1485,9 @@ class Without(Decider):
 
     def after(self, runner, stream):
         return self.decider.after(runner, stream)
+
+    def changes_stream(self):
+        return self.decider.changes_stream()
 
     def loss(self, runner):
         return self.decider.loss(runner)
@@ -1546,6 +1541,15 @@ def run_some(runner, f, runs):
     if gain is not None:
         gain = some.gather(gain)
     return some.put(stream, call(residual, some.gather(stream), f, gain))
+
+def input_of_f(residual, stream):
+    """The rule runs with a stand-in for f, which notes what it gets."""
+    notes = []
+    def stand_in(x):
+        notes.append(x)
+        return torch.zeros_like(x)
+    residual(stream, stand_in)
+    return notes[0]
 
 class SomeTokens:
     """Where the N tokens that run a sublayer are in a batch. An example:
@@ -1683,15 +1687,15 @@ class ForTraining(nn.Module):
     def __init__(self, model, compiles=False, checkpoints=False, **options):
         """options: those of torch.compile"""
         super().__init__()
-        self.model, self.functions, self.loss_of_pass = model, AS_WRITTEN, loss_of_pass
-        # Functions are compiled one by one, and all blocks share their graphs (unless widths
-        # differ). But where a stream grows, each sublayer would need graphs of its own. So the
-        # whole pass becomes one graph, which takes longer to compile.
+        self.model, self.functions, self.run_pass = model, AS_WRITTEN, loss_of_pass
+        # Either three functions are compiled one by one, and all blocks share their graphs (unless
+        # widths differ). Or, where a stream grows and so each sublayer would need graphs of its
+        # own, the whole pass becomes one graph, which takes longer to compile.
         is_one_graph = model.ends.stream_grows and not model.decider.needs_skipping
         if compiles:
             torch._dynamo.config.recompile_limit = 64   # 8 is too low for skipping and tapers.
             if is_one_graph:
-                self.loss_of_pass = torch.compile(loss_of_pass, **options)
+                self.run_pass = torch.compile(loss_of_pass, **options)
             else:
                 compiled = [torch.compile(function, **options) for function in AS_WRITTEN]
                 self.functions = Functions(*compiled)
@@ -1705,11 +1709,11 @@ class ForTraining(nn.Module):
     def forward(self, idx, targets, runner=None):
         runner = runner or Runner(self.model)
         runner.functions = self.functions
-        return None, self.loss_of_pass(self.model, idx, targets, runner)
+        return None, self.run_pass(self.model, idx, targets, runner)
 
 def loss_of_pass(model, idx, targets, runner):
     stream = model.last_stream(idx, runner)
-    return runner.loss(runner.functions.cross_entropy(model, stream, targets), targets)
+    return runner.loss(runner.functions.head_loss(model, stream, targets), targets)
 
 # ---------------------------------------------------------------------------------------- counting
 

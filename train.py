@@ -498,7 +498,7 @@ def read_clock(clock, config, step, flops, tokens_per_step):
     seconds, iterations, flops, progress = (now[key] - clock[key]
                                             for key in ("time", "step", "flops", "progress"))
     tok_s, flop_s = iterations * tokens_per_step / seconds, flops / seconds
-    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e12:.3g} TFLOP/s"
+    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e9:,.0f} GFLOP/s"
     for name, peak in PEAKS.items():
         if torch.cuda.is_available() and name in torch.cuda.get_device_name():
             pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"

@@ -266,7 +266,7 @@ def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch, capsys):
     found = train.read_metrics(tmp_path)
     assert found[2]["tok_s"] == found[4]["tok_s"] == 4 * 32
     said = capsys.readouterr().out   # Of 4 iterations of a second, 2 were left.
-    assert "128 tokens/s, " in said and " TFLOP/s | 0:00:02 left" in said
+    assert "128 tokens/s, " in said and " GFLOP/s | 0:00:02 left" in said
 
 # --------------------------------------------------------------------------------- settings
 
