@@ -39,9 +39,10 @@ def field_problems(config):
         allowed = get_args(field.type) or field.metadata.get("limits")   # choices, or a range
         # What is typed has the type of its flag. What stands in a file may have another.
         types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-        why = why_not_allowed(value, allowed)
         if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for 1.
             why = f"must be {TYPE_NAMES[field.type]}"
+        else:
+            why = why_not_allowed(value, allowed)
         if why:
             problems.append(f"--{field.name} {value!r}: {why}")
     return problems
@@ -54,8 +55,7 @@ def why_not_allowed(value, allowed):
     if isinstance(allowed[0], str):
         return None if value in allowed else f"unknown; choose from {', '.join(allowed)}"
     low, high = allowed
-    is_number = isinstance(value, (int, float))
-    return None if is_number and low <= value <= high else f"must be from {low:g} to {high:g}"
+    return None if low <= value <= high else f"must be from {low:g} to {high:g}"   # nan isn't.
 
 # ---------------------------------------------------------------------------------- command lines
 

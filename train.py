@@ -8,8 +8,9 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
 # Read this as nanoGPT's train.py. First comes the training itself: settings, data, evaluation,
-# rates, optimizers, and the loop, `train`. Then what it stands on: the run's folder, processes and
-# signals, a trial of classes of your own. The end is `main`, where a run begins. Our words:
+# rates, optimizers, and the loop, `train`. Then what it stands on: the run's folder, device and
+# signals, a trial of classes of your own. A run begins at the end: `main` reads the flags and locks
+# the folder, `check_and_train` tries the model and opens the data, and `train` loops. Our words:
 #
 #     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
 #     decider     says which tokens skip which sublayers (model.py, part 3)
@@ -17,6 +18,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 #                 the loss, the gains (how much sublayers change a token; some residuals know it)
 #     gate        a parameter that trains with --gate_lr. Residuals list theirs in own_lr.
 #     part        a batch has grad_accum x processes parts. Each process takes its own in turn.
+#                 (A part is what nanoGPT calls its batch: its batch_size is that of a part.)
 
 import atexit
 import contextlib
@@ -56,6 +58,19 @@ def say(text):
             print(text, flush=True)
         except OSError:   # Its terminal is closed. The training goes on.
             mute()
+
+def wait_for_all():
+    """Until all processes are here. All call it, and `mean_of_all`, at the same time."""
+    if N_PROCESSES > 1:
+        dist.barrier()
+
+def mean_of_all(number):
+    """Each process gives a number, such as a loss -> their mean"""
+    if N_PROCESSES == 1:
+        return number
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / N_PROCESSES
 
 # ----------------------------------------------------------------------------------------- settings
 
@@ -134,36 +149,41 @@ FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 def gather_settings(typed):
     """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
     with, or None. SystemExit, with a sentence, if a value is impossible"""
-    if typed.get("resume"):
-        ckpt = read_checkpoint(typed["out"])
-        earlier = DEFAULTS | of_the_run(ckpt["settings"])
-        settings = earlier | typed
-        refuse_changes(settings, earlier, FIXED, typed["out"])
-    else:
-        from_config, from_model, ckpt = {}, {}, None
-        if "config" in typed:
-            from_config = of_the_run(read_settings(typed["config"]))
-        # --config repeats a run, and so the --init_from that it began with.
-        source = typed.get("init_from", from_config.get("init_from"))
-        if source:
-            ckpt = read_checkpoint(source)
-            from_model = of_the_run(ckpt["model_config"])
-        settings = DEFAULTS | from_model | from_config   # What stands further right counts.
-        if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-            settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
-        settings |= typed
-        refuse_changes(settings, from_model, from_model.keys() - FREE, source)
+    settings, ckpt = resumed_settings(typed) if typed.get("resume") else new_settings(typed)
     model_config, config = make_configs([GPTConfig, TrainConfig], settings)
     config.lr = config.lr or RATES[config.optimizer]
     if not config.out:   # attnres:group=4 -> runs/attnres-group4
         config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
     return model_config, config, ckpt
 
+def resumed_settings(typed):
+    ckpt = read_checkpoint(typed["out"])
+    earlier = DEFAULTS | of_the_run(ckpt["settings"])
+    settings = earlier | typed
+    refuse_changes(settings, earlier, FIXED, typed["out"])
+    return settings, ckpt
+
+def new_settings(typed):
+    from_config, from_model, ckpt = {}, {}, None
+    if "config" in typed:
+        from_config = of_the_run(read_settings(typed["config"]))
+    # --config repeats a run, and so the --init_from that it began with.
+    source = typed.get("init_from", from_config.get("init_from"))
+    if source:
+        ckpt = read_checkpoint(source)
+        from_model = of_the_run(ckpt["model_config"])
+    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
+    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
+    settings |= typed
+    refuse_changes(settings, from_model, from_model.keys() - FREE, source)
+    return settings, ckpt
+
 def refuse_changes(settings, earlier, names, run):
     for name in names:
         if settings[name] != earlier[name]:
             refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
-                   f"{FIXED[name]}; leave the flag out, or start a new run")
+                   f"{FIXED[name]}; leave it out, or start a new run")
 
 def of_the_run(settings):
     """Without what says where a run goes and how it is started, and without what the data say"""
@@ -232,8 +252,7 @@ def refuse_if_not_finite(what, number, step, out):
     if math.isfinite(number):
         return
     if step == 0:
-        refuse(f"iteration 0: the {what} is not finite, before anything is learned; look at the "
-               f"model")
+        refuse(f"iteration 0: the {what} is not finite, before any training; look at the model")
     refuse(f"iteration {step}: the {what} is not finite; {out}/ckpt.pt, if it is there, is from "
            f"before: go on from there with --resume and a lower --lr")
 
@@ -345,6 +364,11 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
+def load_moments(optimizers, ckpt):
+    for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
+        # Rates and decay stay as the flags say.
+        optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
+
 # ----------------------------------------------------------------------------------------- the loop
 
 def make_ready(model, config, device):
@@ -362,10 +386,10 @@ def make_ready(model, config, device):
     # Where tokens skip, it may be that a sublayer is run by no token of this process.
     return DistributedDataParallel(wrapped, find_unused_parameters=model.decider.needs_skipping)
 
-def forward_and_backward(model, wrapped, config, data, step, dense_flops):
+def forward_and_backward(model, wrapped, config, data, step):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
     the parameters -> means over the parts, a dict of what is reported, and the FLOPs per token of
-    the forward pass: dense_flops, or fewer where tokens skip. wrapped: see make_ready"""
+    the forward pass, fewer where tokens skip. wrapped: see make_ready"""
     records, token_flops = [], 0.0
     n_parts = config.grad_accum * N_PROCESSES
     parts = range(RANK, n_parts, N_PROCESSES)   # those of this process
@@ -384,9 +408,7 @@ def forward_and_backward(model, wrapped, config, data, step, dense_flops):
         if (gain := runner.mean_gain()) is not None:   # Somebody has asked for gains.
             record["mean_gain"] = gain.detach()
         records.append(record)
-        all_ran = runner.all_ran() and not runner.decider_flops
-        ran_flops = dense_flops if all_ran else flops_per_token(model, runner=runner)
-        token_flops += ran_flops / config.grad_accum
+        token_flops += flops_per_token(model, runner=runner) / config.grad_accum
     means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
     return means, token_flops
 
@@ -402,9 +424,7 @@ def train(model_config, config, ckpt, data, device, signals):
     settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
     if config.resume:
         step, flops = ckpt["step"], ckpt["flops"]
-        for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
-            # Rates and decay stay as the flags say.
-            optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
+        load_moments(optimizers, ckpt)
         continue_run(out, settings, ckpt)
     else:
         begin_run(out, settings)   # Only now, after all checks, a run that it replaces is deleted.
@@ -414,7 +434,7 @@ def train(model_config, config, ckpt, data, device, signals):
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
-    dense_flops, clock = flops_per_token(model), start_clock(config, step, flops)
+    since = moment(config, step, flops)
 
     while True:
         # If any process has got a signal, all of them stop at this step.
@@ -432,13 +452,12 @@ def train(model_config, config, ckpt, data, device, signals):
             save_checkpoint(out, dict(model=model.state_dict(), model_config=asdict(model_config),
                            settings=settings, optimizers=moments, step=step, flops=flops,
                            data=data.fingerprint))
-            clock = start_clock(config, step, flops)   # Speed is measured without these pauses.
+            since = moment(config, step, flops)   # Speed is measured without these pauses.
         if is_last:
             break
 
         # --- From a batch to gradients
-        means, token_flops = forward_and_backward(model, wrapped, config, data, step,
-                                                  dense_flops)
+        means, token_flops = forward_and_backward(model, wrapped, config, data, step)
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
@@ -461,11 +480,12 @@ def train(model_config, config, ckpt, data, device, signals):
         # --- Report
         if is_logged:
             refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
-            tok_s, pace = read_clock(clock, config, step, flops, tokens_per_step)
+            now = moment(config, step, flops)
+            tok_s, pace = pace_between(since, now, tokens_per_step, model.device)
             report(out, step, pace, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
                    tok_s=tok_s, tokens=step * tokens_per_step, grad_norms=block_norms.tolist(),
                    **{name: mean_of_all(float(value)) for name, value in means.items()})
-            clock = start_clock(config, step, flops)
+            since = now
 
     wait_for_all()   # Nobody leaves while another one is still writing.
     folder = shlex.quote(config.out)
@@ -484,23 +504,23 @@ def report(out, step, pace, **found):
     say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
         f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | {pace}")
 
-def start_clock(config, step, flops):
-    progress = progress_of(config, step, flops)
-    return dict(step=step, flops=flops, progress=progress, time=time.perf_counter())
+def moment(config, step, flops):
+    return dict(step=step, flops=flops, progress=progress_of(config, step, flops),
+                time=time.perf_counter())
 
 # FLOP/s of a GPU in dense bfloat16 products, as its maker says
 PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
 
-def read_clock(clock, config, step, flops, tokens_per_step):
-    """-> tokens per second since start_clock, and words: these, the FLOPs per second of what ran,
-    on a GPU the share of its peak, and how long the rest of the run will take"""
-    now = start_clock(config, step, flops)
-    seconds, iterations, flops, progress = (now[key] - clock[key]
+def pace_between(since, now, tokens_per_step, device):
+    """Two moments -> tokens per second, and words: these, the FLOPs per second of what ran, on a
+    GPU the share of its peak, and how long the rest of the run will take"""
+    seconds, iterations, flops, progress = (now[key] - since[key]
                                             for key in ("time", "step", "flops", "progress"))
     tok_s, flop_s = iterations * tokens_per_step / seconds, flops / seconds
     pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e9:,.0f} GFLOP/s"
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for name, peak in PEAKS.items():
-        if torch.cuda.is_available() and name in torch.cuda.get_device_name():
+        if name in gpu:
             pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"
     left = max(0.0, 1 - now["progress"]) / progress * seconds
     return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
@@ -662,7 +682,7 @@ def continue_run(out, settings, ckpt):
         save_checkpoint(out, ckpt | dict(settings=settings))   # A kill must not undo the change.
         write_log(out, step=ckpt["step"], **changed)
 
-# --------------------------------------------------------------- device, processes, and signals
+# ------------------------------------------------------------------------------ device and signals
 
 def set_up_device(name, n_embd):
     """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
@@ -677,19 +697,6 @@ def set_up_device(name, n_embd):
     if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
         torch.set_num_threads(1)
     return "cpu"
-
-def wait_for_all():
-    """Until all processes are here. All call it, and `mean`, at the same time."""
-    if N_PROCESSES > 1:
-        dist.barrier()
-
-def mean_of_all(number):
-    """Each process gives a number, such as a loss -> their mean"""
-    if N_PROCESSES == 1:
-        return number
-    total = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total.item() / N_PROCESSES
 
 @contextlib.contextmanager
 def noted_signals():
@@ -713,7 +720,7 @@ def noted_signals():
 
 # ----------------------------------------------------------------- a trial of your own classes
 
-# A mistake in a class of yours is to cost you a second, and not an hour. So, first of all, train.py
+# A mistake in a class of yours is to cost you seconds, and not an hour. So, first of all, train.py
 # runs the residual and the decider of a config on a few tokens. (tests/test_model.py -k NAME takes
 # longer, and finds more.)
 
@@ -801,16 +808,17 @@ def main(argv=None):
     typed = read_flags(argv)
     if typed.get("resume"):
         with only_here(typed["out"]):   # Nobody changes the run while it is read.
-            return run(*gather_settings(typed))
+            model_config, config, ckpt = gather_settings(typed)
+            return check_and_train(model_config, config, ckpt)
     model_config, config, ckpt = gather_settings(typed)
     with only_here(config.out):
         refuse_if_taken(Path(config.out), config.overwrite)
-        return run(model_config, config, ckpt)
+        return check_and_train(model_config, config, ckpt)
 
 def read_flags(argv=None):
     """The command line -> what is typed, a dict"""
     typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `run` sets it.
+    if "vocab_size" in typed:   # `check_and_train` sets it.
         refuse("--vocab_size: the data say it; leave it out")
     if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
         refuse("--resume: continues the run in --out with its own settings; give --out, and "
@@ -829,7 +837,7 @@ def only_here(out):
     """with only_here(out): no other run, and no prepare.py, writes to that folder."""
     return locked(out) if RANK == 0 else contextlib.nullcontext()
 
-def run(model_config, config, ckpt):
+def check_and_train(model_config, config, ckpt):
     """What is needed before `train`: a trial of the model, the device, the processes, the data"""
     look_for_mistakes(model_config)
     device = set_up_device(config.device, model_config.n_embd)
