@@ -7,10 +7,10 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
     python train.py --config runs/nag --out runs/nag1 --seed 1    # the same, with another seed
     torchrun --nproc_per_node 8 train.py --config configs/gpt2.json    # GPT-2 small on 8 GPUs
 """
-# Read this as nanoGPT's train.py. First comes the training itself: settings, data, evaluation,
-# rates, optimizers, and the loop, `train`. Then what it stands on: the run's folder, device and
-# signals, a trial of classes of your own. A run begins at the end: `main` reads the flags and locks
-# the folder, `check_and_train` tries the model and opens the data, and `train` loops. Our words:
+# Read this as nanoGPT's train.py. First comes the training: settings, data, evaluation, rates,
+# optimizers, the loop (`train`), and `main`, where a run begins. Behind it stands what you can take
+# for granted at first: where settings come from, the run's folder, device and signals, and a trial
+# of classes of your own. Our words:
 #
 #     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
 #     decider     says which tokens skip which sublayers (model.py, part 3)
@@ -111,7 +111,7 @@ class TrainConfig:
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
-    compile: bool = flag(False, "torch.compile the sublayers; good on a GPU")
+    compile: bool = flag(False, "torch.compile; good on a GPU, after a minute or so")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
     def problems(self):
@@ -126,69 +126,6 @@ class TrainConfig:
 
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
-
-# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
-#
-#     --resume                the run in --out, as its checkpoint says
-#     --config RUN or FILE    the settings with which that run began, or those of a file
-#     --init_from RUN         the model of that run
-#     the defaults
-
-DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
-
-# What an earlier run can't change, and why. (Kernels change how a model is computed, and not what.)
-FIXED = {name: "its weights are of that model" for name in asdict(GPTConfig()) if name != "kernels"}
-FIXED |= dict(seed="the order of its data depends on it",
-              batch_size="the order of its data depends on it",
-              optimizer="the moments that are saved are of that optimizer",
-              eval_windows="losses on other windows can't be compared")
-
-# Of these, --init_from is free: its weights fit all the same.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
-
-def gather_settings(typed):
-    """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
-    with, or None. SystemExit, with a sentence, if a value is impossible"""
-    settings, ckpt = resumed_settings(typed) if typed.get("resume") else new_settings(typed)
-    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
-    config.lr = config.lr or RATES[config.optimizer]
-    if not config.out:   # attnres:group=4 -> runs/attnres-group4
-        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
-    return model_config, config, ckpt
-
-def resumed_settings(typed):
-    ckpt = read_checkpoint(typed["out"])
-    earlier = DEFAULTS | of_the_run(ckpt["settings"])
-    settings = earlier | typed
-    refuse_changes(settings, earlier, FIXED, typed["out"])
-    return settings, ckpt
-
-def new_settings(typed):
-    from_config, from_model, ckpt = {}, {}, None
-    if "config" in typed:
-        from_config = of_the_run(read_settings(typed["config"]))
-    # --config repeats a run, and so the --init_from that it began with.
-    source = typed.get("init_from", from_config.get("init_from"))
-    if source:
-        ckpt = read_checkpoint(source)
-        from_model = of_the_run(ckpt["model_config"])
-    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
-    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
-    settings |= typed
-    refuse_changes(settings, from_model, from_model.keys() - FREE, source)
-    return settings, ckpt
-
-def refuse_changes(settings, earlier, names, run):
-    for name in names:
-        if settings[name] != earlier[name]:
-            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
-                   f"{FIXED[name]}; leave it out, or start a new run")
-
-def of_the_run(settings):
-    """Without what says where a run goes and how it is started, and without what the data say"""
-    others = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
-    return {name: value for name, value in settings.items() if name not in others}
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -525,6 +462,126 @@ def pace_between(since, now, tokens_per_step, device):
     left = max(0.0, 1 - now["progress"]) / progress * seconds
     return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
 
+# --------------------------------------------------------------------------------------------- main
+
+def main(argv=None):
+    """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
+    typed = read_flags(argv)
+    if typed.get("resume"):
+        with only_here(typed["out"]):   # Nobody changes the run while it is read.
+            model_config, config, ckpt = gather_settings(typed)
+            return check_and_train(model_config, config, ckpt)
+    model_config, config, ckpt = gather_settings(typed)
+    with only_here(config.out):
+        refuse_if_taken(Path(config.out), config.overwrite)
+        return check_and_train(model_config, config, ckpt)
+
+def read_flags(argv=None):
+    """The command line -> what is typed, a dict"""
+    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:   # `check_and_train` sets it.
+        refuse("--vocab_size: the data say it; leave it out")
+    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
+        refuse("--resume: continues the run in --out with its own settings; give --out, and "
+               "neither --config nor --init_from")
+    return typed
+
+def residuals_in_words():
+    """For --help"""
+    lines = []
+    for name, kind in RESIDUALS.items():
+        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
+        lines.append(f"  {name}:{options}" if options else f"  {name}")
+    return "residuals, with their options:\n" + "\n".join(lines)
+
+def only_here(out):
+    """with only_here(out): no other run, and no prepare.py, writes to that folder."""
+    return locked(out) if RANK == 0 else contextlib.nullcontext()
+
+def check_and_train(model_config, config, ckpt):
+    """What is needed before `train`: a trial of the model, the device, the processes, the data"""
+    look_for_mistakes(model_config)
+    device = set_up_device(config.device, model_config.n_embd)
+    if N_PROCESSES > 1:   # gloo: for numbers on the CPU, as in mean_of_all; nccl: for gradients
+        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+        atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
+    data = Data(config, model_config.block_size)
+    if config.resume and not is_same_data(config.data, ckpt["data"]):
+        refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
+               f"run")
+    if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
+        refuse(f"--init_from {config.init_from}: its tokens are those of "
+               f"{ckpt['settings']['tokenizer']}, and {config.data} has {data.tokenizer}")
+    # The rows of embedding and head: multiples of 64 are fast.
+    model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
+    with noted_signals() as signals:
+        return train(model_config, config, ckpt, data, device, signals)
+
+# -------------------------------------------------------------------- where settings come from
+
+# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
+#
+#     --resume                the run in --out, as its checkpoint says
+#     --config RUN or FILE    the settings with which that run began, or those of a file
+#     --init_from RUN         the model of that run
+#     the defaults
+
+DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
+
+# What an earlier run can't change, and why. (Kernels change how a model is computed, and not what.)
+FIXED = {name: "its weights are of that model" for name in asdict(GPTConfig()) if name != "kernels"}
+FIXED |= dict(seed="the order of its data depends on it",
+              batch_size="the order of its data depends on it",
+              optimizer="the moments that are saved are of that optimizer",
+              eval_windows="losses on other windows can't be compared")
+
+# Of these, --init_from is free: its weights fit all the same.
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+
+def gather_settings(typed):
+    """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
+    with, or None. SystemExit, with a sentence, if a value is impossible"""
+    settings, ckpt = resumed_settings(typed) if typed.get("resume") else new_settings(typed)
+    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
+    config.lr = config.lr or RATES[config.optimizer]
+    if not config.out:   # attnres:group=4 -> runs/attnres-group4
+        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
+    return model_config, config, ckpt
+
+def resumed_settings(typed):
+    ckpt = read_checkpoint(typed["out"])
+    earlier = DEFAULTS | of_the_run(ckpt["settings"])
+    settings = earlier | typed
+    refuse_changes(settings, earlier, FIXED, typed["out"])
+    return settings, ckpt
+
+def new_settings(typed):
+    from_config, from_model, ckpt = {}, {}, None
+    if "config" in typed:
+        from_config = of_the_run(read_settings(typed["config"]))
+    # --config repeats a run, and so the --init_from that it began with.
+    source = typed.get("init_from", from_config.get("init_from"))
+    if source:
+        ckpt = read_checkpoint(source)
+        from_model = of_the_run(ckpt["model_config"])
+    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
+    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
+        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
+    settings |= typed
+    refuse_changes(settings, from_model, from_model.keys() - FREE, source)
+    return settings, ckpt
+
+def refuse_changes(settings, earlier, names, run):
+    for name in names:
+        if settings[name] != earlier[name]:
+            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
+                   f"{FIXED[name]}; leave it out, or start a new run")
+
+def of_the_run(settings):
+    """Without what says where a run goes and how it is started, and without what the data say"""
+    others = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
+    return {name: value for name, value in settings.items() if name not in others}
+
 # --------------------------------------------------------------------------------------- run folder
 
 # A run is a folder:
@@ -800,61 +857,6 @@ def look_at_sampling(model, name):
     if (usual - again).abs().max() < small < (usual - newest).abs().max():
         raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
                       f"something else; only f may look at other tokens")
-
-# --------------------------------------------------------------------------------------------- main
-
-def main(argv=None):
-    """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
-    typed = read_flags(argv)
-    if typed.get("resume"):
-        with only_here(typed["out"]):   # Nobody changes the run while it is read.
-            model_config, config, ckpt = gather_settings(typed)
-            return check_and_train(model_config, config, ckpt)
-    model_config, config, ckpt = gather_settings(typed)
-    with only_here(config.out):
-        refuse_if_taken(Path(config.out), config.overwrite)
-        return check_and_train(model_config, config, ckpt)
-
-def read_flags(argv=None):
-    """The command line -> what is typed, a dict"""
-    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `check_and_train` sets it.
-        refuse("--vocab_size: the data say it; leave it out")
-    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
-        refuse("--resume: continues the run in --out with its own settings; give --out, and "
-               "neither --config nor --init_from")
-    return typed
-
-def residuals_in_words():
-    """For --help"""
-    lines = []
-    for name, kind in RESIDUALS.items():
-        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
-        lines.append(f"  {name}:{options}" if options else f"  {name}")
-    return "residuals, with their options:\n" + "\n".join(lines)
-
-def only_here(out):
-    """with only_here(out): no other run, and no prepare.py, writes to that folder."""
-    return locked(out) if RANK == 0 else contextlib.nullcontext()
-
-def check_and_train(model_config, config, ckpt):
-    """What is needed before `train`: a trial of the model, the device, the processes, the data"""
-    look_for_mistakes(model_config)
-    device = set_up_device(config.device, model_config.n_embd)
-    if N_PROCESSES > 1:   # gloo: for numbers on the CPU, as in mean_of_all; nccl: for gradients
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-        atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
-    data = Data(config, model_config.block_size)
-    if config.resume and not is_same_data(config.data, ckpt["data"]):
-        refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
-               f"run")
-    if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
-        refuse(f"--init_from {config.init_from}: its tokens are those of "
-               f"{ckpt['settings']['tokenizer']}, and {config.data} has {data.tokenizer}")
-    # The rows of embedding and head: multiples of 64 are fast.
-    model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
-    with noted_signals() as signals:
-        return train(model_config, config, ckpt, data, device, signals)
 
 if __name__ == "__main__":
     start(main)   # It makes sentences of errors that you can mend, such as a full disk.
