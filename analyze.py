@@ -160,7 +160,7 @@ class Run:
     puzzle: dict | None = None   # None, if it is a run on another text
     text: str = ""               # --text
     skip_below: float = 0.05     # --skip_below
-    folder: str | None = None   # of the run; None: nobody knows what was logged
+    folder: str | None = None    # of the run; None: nobody knows what was logged
     warning: str = ""            # a sentence, if its data have changed since
 
     def __post_init__(self):
