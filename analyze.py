@@ -13,7 +13,7 @@ train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in
 """
 # The parts of this file: what a statistic is (1), the Run that it gets (2), lines and answers of
 # the steps text (3), the statistics of the steps text (4) and of any text (5), the drawings (6),
-# the page and the command (7). Its words (those of the steps text stand in part 3):
+# the page and the command (7). Its words:
 #
 #     L         how many blocks run; one that --repeat runs twice counts twice
 #     place     the number of a sublayer, from 1 to 2L
@@ -24,6 +24,14 @@ train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in
 #               Without(places, decider)  nobody runs these; of the others, that decider decides
 #               (places_of(model, block) are those of a block: attention, MLP)
 #     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
+#
+# On the steps text, a line asks for the digits after some steps, and the next line has them: so it
+# is the answer, and asks in its turn. Its words:
+#
+#     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
+#     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
+#     asked     how many steps lead to an answer, as the letter of the line before says
+#     known     at least 90 % of the digits are right
 import base64
 import codecs
 import functools
@@ -44,7 +52,7 @@ import torch.nn.functional as F
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
+from model import (GPT, ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
                    places_of, unit, why_not)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
@@ -71,7 +79,7 @@ from train import data_of_run, evaluate, open_run, read_metrics, say
 
 @dataclass
 class Statistic:
-    of_run: Callable     # the function
+    measure: Callable    # the function
     title: str
     caption: str
     definition: str
@@ -84,12 +92,12 @@ STATS = {}   # name -> Statistic, in the order of the page
 def stat(title, draw="lines", needs_puzzle=False, **options):
     """A decorator: the function below it is a statistic, which --only calls by the function's name.
     options: keywords of the drawing"""
-    def add(of_run):
-        of_run = torch.no_grad()(of_run)   # It measures, and nothing learns.
-        caption, _, definition = (inspect.getdoc(of_run) or title).partition("\n\n")
-        STATS[of_run.__name__] = Statistic(of_run, title, caption, definition, draw, options,
-                                           needs_puzzle)
-        return of_run
+    def add(measure):
+        measure = torch.no_grad()(measure)   # It measures, and nothing learns.
+        caption, _, definition = (inspect.getdoc(measure) or title).partition("\n\n")
+        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw, options,
+                                            needs_puzzle)
+        return measure
     return add
 
 class NotHere(Exception):
@@ -123,35 +131,46 @@ def angles(x, y):
     x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
     return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
 
-def once(of_run):
-    """A property of a Run that is measured when a statistic first asks for it. With --mod coins it
-    tosses coins of its own. So those of the statistic are the same, whether it was the first to ask
-    or not."""
-    def measured(run):
+def once(measure):
+    """A decorator: makes a property of a Run, measured once, when a statistic first asks for it"""
+    def measure_apart(run):
+        # With --mod coins, it tosses coins. We give it its own, from seed 0, and then put torch's
+        # generators back. So a statistic tosses the same ones, whether it was the first to ask or
+        # not.
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(0)
-            return of_run(run)
-    return functools.cached_property(measured)
+            return measure(run)
+    return functools.cached_property(measure_apart)
 
+KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
+
+def steps_learned(right, guess):
+    """How many steps of the puzzle have been learned: a sum over 1, 2, .. steps. Each counts 1 if
+    all of its digits are right, and 0 if no more are right than by guessing.
+
+    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
+    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
+
+@dataclass
 class Run:
     """A trained model, and validation windows to measure it on"""
-    def __init__(self, model, config, windows, puzzle=None, text="", skip_below=0.05, warning="",
-                 folder=None):
-        """windows: x, y (n, T)"""
-        self.model = model             # in eval mode
-        self.config = config           # of the run folder
-        self.puzzle = puzzle           # None, if it is a run on another text
-        self.text = text               # --text
-        self.skip_below = skip_below   # --skip_below
-        self.warning = warning         # a sentence, if its data have changed since
-        self.folder = folder           # of the run; None: nobody knows what was logged
-        x, y = (part.to(model.device) for part in windows)
+    model: GPT                   # in eval mode
+    config: dict                 # of the run folder
+    windows: tuple               # x, y (n, T)
+    puzzle: dict | None = None   # None, if it is a run on another text
+    text: str = ""               # --text
+    skip_below: float = 0.05     # --skip_below
+    folder: str | None = None    # of the run; None: nobody knows what was logged
+    warning: str = ""            # a sentence, if its data have changed since
+
+    def __post_init__(self):
+        x, y = (part.to(self.model.device) for part in self.windows)
         self.batches = in_batches(x, y)
         self.quarter = in_batches(x[::4], y[::4])           # for what is slow
         self.other_quarter = in_batches(x[2::4], y[2::4])   # to choose a fixed set by
-        token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
+        token_bytes = prepare.token_bytes(self.config["tokenizer"], self.model.config.vocab_size)
         # Nats per token, and bits per byte of text
-        self.loss, self.bits, _ = evaluate(model, *windows, token_bytes, batch_size=8)
+        self.loss, self.bits, _ = evaluate(self.model, *self.windows, token_bytes, batch_size=8)
 
     def mean(self, of_idx, batches=None):
         """of_idx(idx) -> a tensor, the mean over these windows. Returns that over all windows."""
@@ -198,24 +217,6 @@ class Run:
         """-> a list: by how much the loss rises without block 1, 2, .."""
         return [self.loss_rise(without(self, [block])) for block in range(len(self.model.blocks))]
 
-    @functools.cached_property
-    def gradients(self):
-        """-> for each block the norm of its gradient in the training: a mean over the iterations
-        that train.py has logged, per root of the block's size (or with --taper, wide blocks would
-        always win). NotHere if it has logged none"""
-        metrics = read_metrics(self.folder) if self.folder else {}
-        logged = {step: entry["grad_norms"] for step, entry in metrics.items()
-                  if "grad_norms" in entry}
-        if not logged:
-            raise NotHere("its folder has no gradient norms of blocks, in metrics.jsonl")
-        sizes = [sum(p.numel() for p in block.parameters()) for block in self.model.blocks]
-        if len(sizes) == 1:
-            raise NotHere("one block has nobody to be compared with")
-        # During the warmup, gradients say little of what will become of a block.
-        begin = self.config["warmup"] * max(logged)
-        norms = [norms for step, norms in logged.items() if step >= begin]
-        return torch.tensor(norms).double().mean(0) / torch.tensor(sizes).sqrt()
-
     # --- On the steps text (part 3): what is right, and so what it has learned
 
     def by_steps(self, of_targets):
@@ -227,16 +228,17 @@ class Run:
         cells = self.puzzle["cells"]
         values, asked = [], []
         for idx, targets in self.batches:
-            of_batch = of_targets(idx, targets).double()
+            batch_values = of_targets(idx, targets).double()
             window, column, steps = find_answers(idx, cells)
             for cell in range(cells // 2, cells):
                 inside = column + cell < idx.shape[1]   # An answer's end may lie beyond its window.
-                values.append(of_batch[:, window[inside], column[inside] + cell])
+                values.append(batch_values[:, window[inside], column[inside] + cell])
                 asked.append(steps[inside])
         values, asked = torch.cat(values, 1), torch.cat(asked)
         means = []
         for k in range(self.puzzle["most"] + 1):
             if not (asked == k).any():
+                # If none can fit, this says so instead.
                 check_length(self.model.config.block_size, cells)
                 raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; "
                               f"give it more of them, with --windows")
@@ -269,6 +271,11 @@ class Run:
                 return max(0, k - 1)
         return len(self.right) - 1
 
+    @property
+    def k(self):
+        """The most steps that it knows, or one if it knows none: what a closer look asks for"""
+        return max(1, self.most_known)
+
     def steps_with(self, decider):
         """How many steps it has learned if this decider says who runs what"""
         return steps_learned(self.right_by_steps(decider), self.guess)
@@ -298,22 +305,8 @@ def skipping(run):
 
 # ===================================================== part 3: lines and answers of the steps text
 
-# A line asks for the digits after some steps, and the next line has them: so it is the answer, and
-# asks in its turn. What a step is, and its table, is on prepare.py's page, part 5. The words:
-#
-#     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
-#     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
-#     asked     how many steps lead to an answer, as the letter of the line before says
-#     known     at least 90 % of the digits are right
-
-KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
-
-def steps_learned(right, guess):
-    """How many steps have been learned: a sum over 1, 2, .. steps. Each counts 1 if all of its
-    digits are right, and 0 if no more are right than by guessing.
-
-    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
-    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
+# What a step is, and its table, is on prepare.py's page, part 5. A step may make 5877 of 3141, and
+# 1085 of 5877. So c3141, which asks for two steps, is answered by 1085.
 
 def in_words(n):
     """2 -> two steps"""
@@ -466,10 +459,12 @@ class Probes:
         """Fits them. vectors (N, C); digits (N, k + 1): those that they should read there, after 0,
         1, .. k steps, from 0 to symbols - 1"""
         inputs = with_one(vectors)
-        # The scores, side by side for 0, 1, .. k steps: for each number of steps one 1, else 0
+        # The scores that these maps should give. Its columns: the symbols after 0 steps, then those
+        # after 1, .. k. The right symbols have a 1, and the others a 0.
         wanted = F.one_hot(digits, symbols).double().flatten(1)   # (N, (k + 1) * symbols)
         # Ridge regression: |inputs @ weights - wanted|² + |weights|² shall be as small as can be.
-        # There its gradient is 0. That is a linear system, and all these maps are its solution.
+        # There its gradient is 0. That is a linear system for each column, with the same left side,
+        # so one call solves them all.
         system = inputs.T @ inputs + torch.eye(inputs.shape[1])
         self.weights = torch.linalg.solve(system, inputs.T @ wanted)   # (C + 1, (k + 1) * symbols)
         self.symbols = symbols
@@ -576,7 +571,7 @@ def lines_inside(run):
     share of right digits on other windows. Digits of a line are shown if this share is at least .9.
     Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
     reads no such line in an untrained model, nor shuffled digits."""
-    k, T = max(1, run.most_known), run.model.config.block_size   # If it knows none, we look at one.
+    k, T = run.k, run.model.config.block_size
     # To fit probes takes many windows, whatever --windows says.
     windows, _ = prepare.windows_of(run.config["data"], "val", T, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
@@ -661,7 +656,7 @@ def patched(run):
     if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
     check_length(model.config.block_size, cells)
-    idx, answer = random_windows(run.puzzle, max(1, run.most_known), 400)
+    idx, answer = random_windows(run.puzzle, run.k, 400)
     idx, answer = idx.to(model.device), answer.to(model.device)
     begin = line_length(cells)   # of the answer: the column of its letter
     panels = {}
@@ -729,9 +724,8 @@ def who_skips(run):
     if_all_run = run.right_by_steps(ALL_RUN)
     panels = {"sublayers that run for a digit": {"as it skips": n_run},
               "share of right digits": {"as it skips": right, "if all run": if_all_run}}
-    most = max(1, run.most_known)
-    return panels, (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after {in_words(most)} "
-                    f"{n_run[most]:.1f}.")
+    return panels, (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after "
+                    f"{in_words(run.k)} {n_run[run.k]:.1f}.")
 
 # =================================================================== part 5: statistics of any text
 
@@ -777,9 +771,10 @@ def skip_curve(run):
     Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
     Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
     trained: as the model skipped in training. It was trained for none of the others."""
-    what, batches, of_decider = "rise of the loss (nats)", run.quarter, run.loss_rise
     if run.puzzle:
         what, batches, of_decider = "steps learned", run.batches, run.steps_with
+    else:
+        what, batches, of_decider = "rise of the loss (nats)", run.quarter, run.loss_rise
     lines = {name: [[skipped, of_decider(decider)] for skipped, decider in points]
              for name, points in ways_to_skip(run, batches).items()}
     at = BELOW.index(0.1)
@@ -867,10 +862,41 @@ def removal(run):
     most = max(run.worth)
     return panels, f"Block {run.worth.index(most) + 1} is worth most, {most:.2f} nats."
 
+def gradients_of(run):
+    """-> for each block the norm of its gradient in the training (blocks,): a mean over what
+    train.py has logged after the warmup, in which gradients say little of what will become of a
+    block. Per root of the block's size, or with --taper, wide blocks would always win. NotHere if
+    nothing was logged"""
+    if len(run.model.blocks) == 1:
+        raise NotHere("one block has nobody to be compared with")
+    norms = []
+    for step, entry in (read_metrics(run.folder) if run.folder else {}).items():
+        if "grad_norms" not in entry:   # It is an evaluation.
+            continue
+        # The warmup is a share of the run, whose end --max_flops or --max_iters tells.
+        if run.config.get("max_flops"):
+            progress = entry["flops"] / run.config["max_flops"]
+        else:
+            progress = step / run.config["max_iters"]
+        if progress >= run.config["warmup"]:
+            norms.append(entry["grad_norms"])
+    if not norms:
+        raise NotHere("its folder has no gradient norms of blocks after the warmup, in "
+                      "metrics.jsonl")
+    sizes = [sum(p.numel() for p in block.parameters()) for block in run.model.blocks]
+    return torch.tensor(norms).double().mean(0) / torch.tensor(sizes).sqrt()
+
+def ranks_of(values):
+    """How many values are larger than each, so 0 for the largest. Equal ones share a rank: the mean
+    of those that they would take, one after the other."""
+    values = torch.as_tensor(values).double()
+    larger = (values[:, None] < values).sum(1)
+    equal = (values[:, None] == values).sum(1)   # itself included
+    return larger + (equal - 1) / 2
+
 def rank_correlation(x, y):
     """Spearman's. 1: both have the same order; -1: the opposite one. x, y: numbers of all blocks"""
-    ranks = [torch.as_tensor(values).argsort().argsort().double() for values in (x, y)]
-    return torch.corrcoef(torch.stack(ranks))[0, 1].item()
+    return torch.corrcoef(torch.stack([ranks_of(x), ranks_of(y)]))[0, 1].item()
 
 @stat("Gradients, and what blocks are worth", x="block")
 def fan_in(run):
@@ -882,7 +908,7 @@ def fan_in(run):
     after its warmup. Fan-in: how many blocks run from this one on (of a block that --repeat runs
     twice, the sum), scaled to the same mean. Rank correlation: Spearman's. Source: Gradient Fan-in
     Asymmetry, arXiv:2606.26538."""
-    gradients, order = run.gradients, run.model.order
+    gradients, order = gradients_of(run), run.model.order
     counts = torch.zeros(len(gradients))
     for n_before, block in enumerate(order):
         counts[block] += len(order) - n_before
@@ -893,31 +919,38 @@ def fan_in(run):
                     f"{rank_correlation(gradients, counts):.2f}; with what blocks are worth: "
                     f"{rank_correlation(gradients, run.worth):.2f}.")
 
+def orders_to_remove(run):
+    """-> {name: the blocks, in the order in which they go}. NotHere as for gradients_of"""
+    gradients, blocks = gradients_of(run).tolist(), range(len(run.model.blocks))
+    of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter).tolist()
+    turned = [sum(of_sublayers[place - 1] for place in places_of(run.model, block))
+              for block in blocks]
+    scores = {"CascadeFlow": gradients,
+              "least worth": run.worth,
+              "least angle": turned,
+              "last first": [-block for block in blocks]}
+    # The block with the lowest score goes first.
+    return {name: sorted(blocks, key=lambda block: score[block]) for name, score in scores.items()}
+
 @stat("Which blocks can go first", x="blocks removed", first_x=0, asinh=True)
 def pruning(run):
     """Blocks are removed, one after another, and nothing is trained after it. CascadeFlow begins
     with the one that had the least gradients in the training, so it needs no text. Is its line as
     low as those that need some, and lower than if the last blocks go first?
 
-    Gradients as above. Least worth: the loss rises least without this block alone. (The same
-    windows choose it, so no other first block can be better.) Least angle: its sublayers turn the
-    stream least. Source: CascadeFlow Pruning, arXiv:2606.26538."""
-    gradients, blocks = run.gradients, range(len(run.model.blocks))
-    of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter).tolist()
-    turned = [sum(of_sublayers[place - 1] for place in places_of(run.model, block))
-              for block in blocks]
+    Gradients as above. Least worth: the loss rises least without this block alone, on the same
+    windows. Least angle: its sublayers turn the stream least. Source: CascadeFlow Pruning,
+    arXiv:2606.26538."""
+    n_blocks = len(run.model.blocks)
     @functools.cache   # Different orders often come to the same blocks.
     def rise(removed):
         return run.loss_rise(without(run, removed))
-    lines = {}
-    for name, score in [("CascadeFlow", gradients.tolist()), ("least worth", run.worth),
-                        ("least angle", turned), ("last first", [-block for block in blocks])]:
-        lowest_first = sorted(blocks, key=lambda block: score[block])
-        lines[name] = [rise(frozenset(lowest_first[:n])) for n in blocks]
-    n = max(1, len(blocks) // 3)
+    lines = {name: [rise(frozenset(order[:n])) for n in range(n_blocks)]
+             for name, order in orders_to_remove(run).items()}
+    n = max(1, n_blocks // 3)
     rises = ", ".join(f"{line[n]:.2f} ({name})" for name, line in lines.items())
     return ({"loss increase (nats)": lines},
-            f"Without {n} of {len(blocks)} blocks, the loss rises by {rises}.")
+            f"Without {n} of {n_blocks} blocks, the loss rises by {rises}.")
 
 # ================================================================================= part 6: drawings
 
@@ -992,12 +1025,12 @@ def draw_heat(results, colors, x="", y="", first_x=1, first_y=1, label="", share
     x, y: names of the axes; first_x, first_y: where they begin; label: what the numbers are; share:
     they go to 1; power: 0.5 makes small numbers differ, too"""
     from matplotlib.colors import PowerNorm
-    panels = [(run, panel, np.array(matrix, dtype=float))   # None becomes nan.
-              for run, of_run in results.items() for panel, matrix in of_run.items()]
+    matrices = {(run, panel): np.array(matrix, dtype=float)   # None becomes nan.
+                for run, panels in results.items() for panel, matrix in panels.items()}
     # All panels have one scale.
-    largest = 1 if share else max(np.nanmax(matrix, initial=0) for _, _, matrix in panels)
-    figure, grid = new_figure(len(panels), panels_a_row, 4.6, 3.6)
-    for axes, (run, panel, matrix) in zip(grid, panels):
+    largest = 1 if share else max(np.nanmax(matrix, initial=0) for matrix in matrices.values())
+    figure, grid = new_figure(len(matrices), panels_a_row, 4.6, 3.6)
+    for axes, ((run, panel), matrix) in zip(grid, matrices.items()):
         rows, columns = matrix.shape
         # The middles of its cells have whole numbers.
         extent = first_x - 0.5, first_x + columns - 0.5, first_y - 0.5, first_y + rows - 0.5
@@ -1035,7 +1068,7 @@ def draw_token_map(results, colors, **options):
     degrees = {run: {"angle (degrees)": found["degrees"]} for run, found in results.items()}
     figure = draw_heat(degrees, colors, panels_a_row=1, **options)
     figure.set_figwidth(12)
-    for axes, found in zip(figure.axes, results.values()):
+    for axes, found in zip(figure.axes, results.values()):   # The colour bar's axes come last.
         # repr writes a tab as '\t'. We leave its quotes out.
         tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in found["tokens"]]
         axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
@@ -1102,7 +1135,7 @@ def open_runs(args):
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(config["data"], "val", config["block_size"], n)
         puzzle = prepare.load_meta(config["data"]).get("steps")
-        run = Run(model, config, windows, puzzle, text, args.skip_below, warning, folder=path)
+        run = Run(model, config, windows, puzzle, text, args.skip_below, path, warning)
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
@@ -1132,19 +1165,24 @@ def measure_all(runs, wanted):
                 if STATS[name].needs_puzzle and not run.puzzle:
                     raise NotHere("it is for the steps text (prepare.py steps), whose depth is "
                                   "known")
-                returned = STATS[name].of_run(run)
+                returned = STATS[name].measure(run)
+                drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
+                of_runs["results"][run_name] = as_json(drawn)
+                if sentence:
+                    of_runs["sentences"][run_name] = sentence
             except NotHere as why:
                 print(f"{run_name}: no {name}, because {why}", file=sys.stderr)
                 of_runs["missing"][run_name] = str(why)
-                continue
-            if isinstance(returned, tuple):
-                returned, of_runs["sentences"][run_name] = returned
-            of_runs["results"][run_name] = as_json(returned)
     return found
 
 def as_json(value):
-    """As numbers.json has it: lists for tensors, and None for what is no number"""
-    text = json.dumps(value, default=lambda tensor: tensor.tolist())
+    """As numbers.json has it: lists for tensors, and None for what is no number. NotHere if it has
+    something else"""
+    try:
+        text = json.dumps(value, default=lambda tensor: tensor.tolist())
+    except (AttributeError, TypeError, ValueError) as error:   # such as a set, or a tuple as a key
+        raise NotHere(f"what it returned has no form in numbers.json ({error}); use dicts, lists, "
+                      f"tensors, numbers and texts")
     return json.loads(text, parse_constant=lambda nan: None)
 
 def about_run(run, color):

@@ -1,7 +1,7 @@
 """
-Writes text with a trained run: to stdout, token by token. Each token runs the sublayers of the
-model, two a block, or skips some. At the end it says, on stderr, which share of all these runs was
-skipped. A token skips as it did in training, or as a flag asks for:
+Writes text with a trained run: to stdout, token by token. For each new token, the sublayers of the
+model run, two a block, or some are skipped. At the end it says, on stderr, which share of these
+runs was skipped. (Reading the prompt doesn't count.) Tokens skip as in training, or as a flag says:
 
     python sample.py runs/code --prompt "def " --temperature 0.6 --top_k 50
     python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 
 import prepare
+from analyze import WINDOWS, Inside, NotHere, in_words
 from flags import flag, parse, refuse, start
 from model import ByGain, Decider, EarlyExit, Without, new_tokens, places_of, why_not
 from train import data_of_run, open_run
@@ -47,7 +48,8 @@ class SampleConfig:
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
-                        "block, before the model answers")
+                        "block, before the model answers, by the likeliest digits (so --depth, "
+                        "--temperature and --num_samples change nothing)")
     data: str = flag("", "for --inside: the data set of the run, if it isn't where it was in "
                      "training")
 
@@ -78,19 +80,21 @@ def main(argv=None):
 def pick_decider(model, config):
     """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks
     for it, and without the blocks of --remove. SystemExit if the model can't do so"""
-    decider, asked = model.decider, None
+    asked, other = None, None
     if config.skip_below > 0:
-        decider, asked = ByGain(model.config, config.skip_below), "--skip_below"
+        asked, other = "--skip_below", ByGain(model.config, config.skip_below)
     elif config.skip_below == 0:
-        decider, asked = Decider(None), "--skip_below"   # All run, so no gain has to be known.
+        asked, other = "--skip_below", Decider(None)   # All run, so no gain has to be known.
     elif config.exit < 1:
-        decider, asked = EarlyExit(config.exit), "--exit"
-    if asked:
-        why = why_not(decider, model.config)
+        asked, other = "--exit", EarlyExit(config.exit)
+    if other:
         if model.decider.changes_stream():   # A router's blocks need its weights.
             why = f"the run's own --mod {model.config.mod} decides who skips; use another run"
+        else:
+            why = why_not(other, model.config)
         if why:
             refuse(f"{asked}: {why}")
+    decider = other or model.decider
     if config.remove:
         decider = Without(places_to_remove(model, config.remove), decider)
     return decider
@@ -145,8 +149,8 @@ def sample(model, tokenizer, config):
 
     try:
         # Each token comes with the runner of the pass that predicted it, which knows who skipped.
-        for token, runner in tokens:
-            if not skipped:   # The first pass has read the prompt.
+        for n, (token, runner) in enumerate(tokens):
+            if n == 0:   # The first pass has read the prompt, which is shown first.
                 for each, share in zip(prompt, shares_of_prompt(prompt, runner)):
                     show_token(each, share)
             skipped.append(runner.skipped(last=True))   # for the last token that it has read
@@ -176,7 +180,6 @@ def show(text, share=None):
 def show_inside(model, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
     folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
-    from analyze import WINDOWS, Inside, NotHere   # here: who samples doesn't need its probes
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
@@ -194,7 +197,6 @@ def show_inside(model, data, line):
 
 def print_example(example, k):
     """example: as Inside.example returns it"""
-    from analyze import in_words
     line, answer, true = example["line"], example["answer"], example["true"]
     # Where no step or one is asked for, nothing is between.
     between = " The text never shows what is between." if k > 1 else ""

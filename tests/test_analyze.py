@@ -88,7 +88,8 @@ def test_gradients_and_which_blocks_go_first(tmp_path):
     logged = {2: [9, 9, 9, 9], 5: [4, 1, 1, 5], 10: [4, 1, 3, 1]}   # The first one is of the warmup.
     lines = [dict(step=5, val_loss=1.0), *(dict(step=step, grad_norms=norms) for step, norms in logged.items())]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    run.folder, run.config["warmup"] = tmp_path, 0.5
+    run.folder = tmp_path
+    run.config |= dict(warmup=0.5, max_iters=10)
     gradients = torch.tensor([4, 1, 2, 3]) / sum(p.numel() for p in run.model.blocks[0].parameters()) ** 0.5
     panels, sentence = analyze.fan_in(run)
     paths = torch.tensor([5, 4 + 3, 2, 1])
@@ -114,11 +115,20 @@ def test_gradients_and_which_blocks_go_first(tmp_path):
         assert lines[name] == pytest.approx([increase(run, each) for each in removed], abs=1e-9)
     assert f"Without 1 of 4 blocks, the loss rises by {worth[1]:.2f} (CascadeFlow), {min(worth):.2f} (" in sentence
     run.model.blocks[1].mlp.c_fc = torch.nn.Linear(16, 999)   # Its gradient counts for less.
-    del run.gradients
-    assert run.gradients.argmin() == 1 and run.gradients[0].item() == pytest.approx(gradients[0].item())
-    del run.gradients, run.model.blocks[1:]
+    found = analyze.gradients_of(run)
+    assert found.argmin() == 1 and found[0].item() == pytest.approx(gradients[0].item())
+    run.config["max_iters"] = 12   # It was stopped after ten: half of the run begins at 6.
+    assert analyze.gradients_of(run)[3] < found[3]
+    run.config["max_iters"] = 30   # It was stopped in the warmup.
+    with pytest.raises(analyze.NotHere, match="after the warmup"):
+        analyze.fan_in(run)
+    del run.model.blocks[1:]
     with pytest.raises(analyze.NotHere, match="one block"):
         analyze.pruning(run)
+
+def test_equal_values_share_a_rank():
+    assert analyze.ranks_of([5, 7, 5, 9.0]).tolist() == [2.5, 1, 2.5, 0]
+    assert analyze.rank_correlation([1, 1, 2, 3], [9, 9, 4, 0]) == pytest.approx(-1)
 
 # ---------------------------------------------------------------------------------- who skips
 
@@ -258,9 +268,11 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     add("heat", {"a": [[1, 2]], "b": [[3, None]]}, draw="heat")
     add("no_line", {"a panel": [1.0]})
     add("no_matrix", [[1, 2], [3]], draw="heat")
+    add("a_set", {"a panel": {"line": {1, 2}}})
+    add("pairs", {(1, 2): {"line": [1]}})
     analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path)])   # Those are told, and the others are there.
     report, numbers = report_of(tmp_path)
-    turned, line, heat, *_ = (found["a$x^$b"] for found in numbers["statistics"].values())
+    turned, line, heat, *_ = (found.get("a$x^$b") for found in numbers["statistics"].values())
     degrees = turned["degrees"]["all tokens"]
     assert len(degrees) == 4 and line["a panel"] == dict(lacks=[None, 1], empty=[])
     assert heat == {"a": [[1, 2]], "b": [[3, None]]}
@@ -270,6 +282,8 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
     assert [name for name, stat in shown.items() if "image" in stat] == ["turned", "line", "heat"]
     for name in "no_line", "no_matrix":
         assert "lines are {panel: {name: line}}, and heat maps {panel: matrix}" in shown[name]["missing"]["a$x^$b"]
+    for name in "a_set", "pairs":
+        assert "has no form in numbers.json" in shown[name]["missing"]["a$x^$b"] and not shown[name]["results"]
 
 def test_what_others_have_made_stays(made, tmp_path):
     words = [f"{made}/a$x^$b", "--only", "turning", "--out", str(tmp_path)]
@@ -314,9 +328,8 @@ def test_what_figures_show():
 
 def test_who_only_measures_loads_no_matplotlib():
     """... and a notebook keeps its figures."""
-    code = """import os, sys, sample
-assert "analyze" not in sys.modules   # Who samples needs no analysis, either.
-import analyze
+    code = """import os, sys
+import analyze, sample
 analyze.main(["--list"])
 assert "matplotlib" not in sys.modules
 analyze.draw_lines({"run": {"panel": {"line": [1]}}}, {"run": "r"})

@@ -167,7 +167,7 @@ def says_digits(model):
     return model
 
 def patch(model, text):
-    return analyze.patched(SimpleNamespace(model=model, puzzle=text, most_known=2))
+    return analyze.patched(SimpleNamespace(model=model, puzzle=text, k=2))
 
 def test_random_windows(text):
     for window, right in zip(*(each.tolist() for each in analyze.random_windows(text, 2, 40))):
