@@ -430,6 +430,12 @@ def train(model_config, config, ckpt, data, device, signals):
         say(f"stopped at iteration {step}, all is saved; go on with: "
             f"python train.py --out {folder} --resume")
         return 1
+    losses = {at: entry["val_loss"] for at, entry in read_metrics(out).items()
+              if "val_loss" in entry}
+    best = min(losses, key=losses.get)
+    if losses[best] < losses[step]:
+        say(f"the validation loss was lower at iteration {best}: {losses[best]:.4f}; only the last "
+            f"weights are kept")
     say(f"done: {folder} holds the run\n"
         f"next: python sample.py {folder}   or: python analyze.py {folder}")
     return 0
@@ -553,6 +559,8 @@ def resumed_settings(typed):
     earlier = DEFAULTS | of_the_run(ckpt["settings"])
     settings = earlier | typed
     refuse_changes(settings, earlier, FIXED, typed["out"])
+    if settings["max_iters"] < ckpt["step"] and not settings["max_flops"]:
+        refuse(f"--max_iters {settings['max_iters']}: {typed['out']} has {ckpt['step']} already")
     return settings, ckpt
 
 def new_settings(typed):

@@ -139,6 +139,12 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     assert nats == pytest.approx(last["val_loss"], rel=1e-6)
     assert resume(out) == 0 and max(metrics(out)) == 50 and settings(out) == config   # Nothing is left to do.
 
+def test_a_lower_loss_of_before_is_told(data, tmp_path, monkeypatch, capsys):
+    losses = iter([3.0, 1.5, 2.0])
+    monkeypatch.setattr(train, "evaluate", lambda *args: (next(losses), 1.0, 0.0))
+    go(data, tmp_path, "--max_iters 4 --eval_interval 2")
+    assert "lower at iteration 2: 1.5000" in capsys.readouterr().out
+
 def test_batches_depend_on_seed_and_step_only():
     shards = [np.arange(100, 200, dtype=np.uint16), np.arange(220, 250, dtype=np.uint16)]
     data = SimpleNamespace(shards=shards)
@@ -781,7 +787,7 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--resume --init_from {run} --out {run}", "--init_from"),
     ("--resume --overwrite --out {run}", "contradict"),
     ("--resume --out {run} --n_embd 64", "has 32, and can't change it"),
-    ("--resume --out nowhere", "no checkpoint there"), ("--data nowhere", "no data set there"),
+    ("--resume --out nowhere", "no checkpoint there"), ("--resume --out {run} --max_iters 7", "has 8 already"), ("--data nowhere", "no data set there"),
     ("--resume --out {run} --batch_size 8", "--batch_size 8"),
     # Moments are of one optimizer, so a run that is resumed keeps it.
     ("--resume --out {run} --optimizer sgd --lr 1", "--optimizer sgd"),
