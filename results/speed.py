@@ -164,8 +164,9 @@ def compare_programs(args, size):
         other = {"pre": "nanoGPT", "nag that pays": "nag"}.get(name, "pre")
         low, middle, high = ratio(found, other, name) if other in found else (1.0, 1.0, 1.0)
         speed = tokens[:, 0].numel() / statistics.median(seconds)
+        peak = f"{memory[name] / 2 ** 30:.1f} GiB" if args.device == "cuda" else "not measured"
         say(f"| {name} | {speed:,.0f} | {middle:.3f} of {other} ({low:.3f} to {high:.3f}) | "
-            f"{memory[name] / 2 ** 30:.1f} GiB | {ready[name]:.0f} |")
+            f"{peak} | {ready[name]:.0f} |")
 
 # ------------------------------------------------------------------------------ skipping, on a CPU
 

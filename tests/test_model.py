@@ -478,7 +478,8 @@ def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_c
     same(decode(model, ids(), [4] + [1] * 8), whole)
     assert counter.frame_count == counts[-1]   # Only training is compiled.
 
-@pytest.mark.parametrize("residual, config", [("nag", dict(gain_cost=0.1)), ("hyper", {}), ("review", {})])
+@pytest.mark.parametrize("residual, config", [("pre", {}), ("nag", dict(gain_cost=0.1)), ("hyper", {}),
+                                              ("review", {})])
 def test_a_whole_pass_can_be_one_graph(residual, config):
     """With a Runner that is passed in, and asked afterwards"""
     torch._dynamo.reset()
