@@ -576,7 +576,8 @@ def new_settings(typed):
     if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
         settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
     settings |= typed
-    refuse_changes(settings, from_model, from_model.keys() - FREE, source)
+    fixed = [name for name in from_model if name not in FREE]
+    refuse_changes(settings, from_model, fixed, source)
     return settings, ckpt
 
 def refuse_changes(settings, earlier, names, run):
