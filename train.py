@@ -184,6 +184,15 @@ def evaluate_and_report(model, data, batch_size, step, out):
     say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | {skipped:.1%} "
         f"skipped")
 
+def say_if_it_was_better(out, last):
+    """last: the last iteration, with whose weights the run ends"""
+    losses = {step: entry["val_loss"] for step, entry in read_metrics(out).items()
+              if "val_loss" in entry}
+    best = min(losses, key=losses.get, default=last)
+    if best != last and losses[best] < losses.get(last, -math.inf):
+        say(f"the validation loss was lower at iteration {best}: {losses[best]:.4f}; only the last "
+            f"weights are kept")
+
 def refuse_if_not_finite(what, number, step, out):
     """Ends the run before it saves weights that are good for nothing."""
     if math.isfinite(number):
@@ -386,9 +395,10 @@ def train(model_config, config, ckpt, data, device, signals):
             refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
-            save_checkpoint(out, dict(model=model.state_dict(), model_config=asdict(model_config),
-                           settings=settings, optimizers=moments, step=step, flops=flops,
-                           data=data.fingerprint))
+            state = dict(model=model.state_dict(), model_config=asdict(model_config),
+                         settings=settings, optimizers=moments, step=step, flops=flops,
+                         data=data.fingerprint)
+            save_checkpoint(out, state)
             since = moment(config, step, flops)   # Speed is measured without these pauses.
         if is_last:
             break
@@ -430,12 +440,7 @@ def train(model_config, config, ckpt, data, device, signals):
         say(f"stopped at iteration {step}, all is saved; go on with: "
             f"python train.py --out {folder} --resume")
         return 1
-    losses = {at: entry["val_loss"] for at, entry in read_metrics(out).items()
-              if "val_loss" in entry}
-    best = min(losses, key=losses.get)
-    if losses[best] < losses[step]:
-        say(f"the validation loss was lower at iteration {best}: {losses[best]:.4f}; only the last "
-            f"weights are kept")
+    say_if_it_was_better(out, step)
     say(f"done: {folder} holds the run\n"
         f"next: python sample.py {folder}   or: python analyze.py {folder}")
     return 0
