@@ -1147,7 +1147,9 @@ def make_folder(out):
     numbers = out / "numbers.json"   # the first file of a page
     out.mkdir(parents=True, exist_ok=True)
     is_ours = numbers.exists() and '"statistics":' in numbers.read_text(errors="replace")
-    if any(out.iterdir()) and not is_ours:
+    # A kill may have left what was unfinished.
+    files = [path for path in out.iterdir() if not path.name.startswith(prepare.UNFINISHED)]
+    if files and not is_ours:
         refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
 def measure_all(runs, wanted):

@@ -257,7 +257,8 @@ class Muon(torch.optim.Optimizer):
                 ahead = p.grad.lerp(mean, momentum)   # one iteration ahead: Nesterov's way
                 # A GPU takes all matrices of a shape at once, because one is too small for it. A
                 # CPU takes one by one, because one fits into its cache.
-                together.setdefault(p.shape if p.is_cuda else p, []).append((p, ahead))
+                key = p.shape if p.is_cuda else p
+                together.setdefault(key, []).append((p, ahead))
             for pairs in together.values():
                 updates = orthogonal(torch.stack([ahead for _, ahead in pairs]))
                 for (p, _), update in zip(pairs, updates):
@@ -445,34 +446,6 @@ def train(model_config, config, ckpt, data, device, signals):
         f"next: python sample.py {folder}   or: python analyze.py {folder}")
     return 0
 
-def report(out, step, pace, **found):
-    """A line of metrics.jsonl, and a line for people"""
-    write_log(out, step=step, **found)
-    about_gain = f"mean gain {found['mean_gain']:.3f} | " if "mean_gain" in found else ""
-    say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
-        f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | {pace}")
-
-def moment(config, step, flops):
-    return dict(step=step, flops=flops, progress=progress_of(config, step, flops),
-                time=time.perf_counter())
-
-# FLOP/s of a GPU in dense bfloat16 products, as its maker says
-PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
-
-def pace_between(since, now, tokens_per_step, device):
-    """Two moments -> tokens per second, and words: these, the FLOPs per second of what ran, on a
-    GPU the share of its peak, and how long the rest of the run will take"""
-    seconds, iterations, flops, progress = (now[key] - since[key]
-                                            for key in ("time", "step", "flops", "progress"))
-    tok_s, flop_s = iterations * tokens_per_step / seconds, flops / seconds
-    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e9:,.0f} GFLOP/s"
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for name, peak in PEAKS.items():
-        if name in gpu:
-            pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"
-    left = max(0.0, 1 - now["progress"]) / progress * seconds
-    return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
-
 # --------------------------------------------------------------------------------------------- main
 
 def main(argv=None):
@@ -527,6 +500,36 @@ def check_and_train(model_config, config, ckpt):
     model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
     with noted_signals() as signals:
         return train(model_config, config, ckpt, data, device, signals)
+
+# ------------------------------------------------------------------------------ the status line
+
+def report(out, step, pace, **found):
+    """A line of metrics.jsonl, and a line for people"""
+    write_log(out, step=step, **found)
+    about_gain = f"mean gain {found['mean_gain']:.3f} | " if "mean_gain" in found else ""
+    say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
+        f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | {pace}")
+
+def moment(config, step, flops):
+    return dict(step=step, flops=flops, progress=progress_of(config, step, flops),
+                time=time.perf_counter())
+
+# FLOP/s of a GPU in dense bfloat16 products, as its maker says
+PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
+
+def pace_between(since, now, tokens_per_step, device):
+    """Two moments -> tokens per second, and words: these, the FLOPs per second of what ran, on a
+    GPU the share of its peak, and how long the rest of the run will take"""
+    seconds, iterations, flops, progress = (now[key] - since[key]
+                                            for key in ("time", "step", "flops", "progress"))
+    tok_s, flop_s = iterations * tokens_per_step / seconds, flops / seconds
+    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e9:,.0f} GFLOP/s"
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for name, peak in PEAKS.items():
+        if name in gpu:
+            pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"
+    left = max(0.0, 1 - now["progress"]) / progress * seconds
+    return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
 
 # -------------------------------------------------------------------- where settings come from
 
