@@ -9,8 +9,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 """
 # Read this as nanoGPT's train.py. First comes the training: settings, data, evaluation, rates,
 # optimizers, the loop (`train`), and `main`, where a run begins. Behind it stands what you can take
-# for granted at first: where settings come from, the run's folder, device and signals, and a trial
-# of classes of your own. Our words:
+# for granted at first: the status line, where settings come from, the run's folder, device and
+# signals, and a trial of classes of your own. Our words:
 #
 #     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
 #     decider     says which tokens skip which sublayers (model.py, part 3)
@@ -85,13 +85,13 @@ class TrainConfig:
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     overwrite: bool = flag(False, "replace the run in --out")
 
-    max_iters: int = flag(420, "steps of the optimizer", 1, 1e9, group="length of the run")
+    max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
     max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
     eval_interval: int = flag(100, "iterations between evaluations, which also save", 1, 1e9)
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
 
-    batch_size: int = flag(16, "sequences per step, of all processes together", 1, 1e6,
+    batch_size: int = flag(16, "sequences per iteration, of all processes together", 1, 1e6,
                            group="optimizer")
     grad_accum: int = flag(1, "parts of a batch that each process takes in turn", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
