@@ -114,7 +114,8 @@ def wait_for(path, process):
 
 def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "main", lambda argv: shutil.copytree(data, argv[-1]))
+    Path("data/stdlib").mkdir(parents=True)   # A prepare.py that was killed leaves it empty.
+    monkeypatch.setattr(prepare, "main", lambda argv: shutil.copytree(data, argv[-1], dirs_exist_ok=True))
     assert main(f"{SIZE} --residual hyper:n=2 --max_iters 50 --log_interval 10 --eval_interval 30") == 0
     out = Path("runs/hyper-n2")
     entries = metrics(out)
