@@ -96,6 +96,8 @@ class GPTConfig:
                     "follow it: gain:below=0.05", group="skipping")
     gain_cost: float = flag(0.0, "for nag: adds this x mean |gain| to the loss in training; a gain "
                             "is how much a sublayer changes a token", 0, 1000)
+    gain_cost_from: float = flag(0.5, "share of the training that is over when gain_cost begins; "
+                                 "from the start (0), it takes what would be needed later", 0, 1)
 
     def problems(self):
         """A sentence for each thing that is wrong with these values: end of part 4"""
@@ -1241,11 +1243,12 @@ class Runner:
         notes      room for what a decider wants to remember until the pass is over
 
     And the model. What a decider computes, it adds to decider_flops."""
-    def __init__(self, model, decider=None, keeps_streams=False):
+    def __init__(self, model, decider=None, keeps_streams=False, progress=1.0):
         """decider: in place of model.decider; keeps_streams: the list `streams` gets the first one,
-        and then the one after each place"""
+        and then the one after each place; progress: how much of the training is over, 0 to 1"""
         self.model, self.decider = model, decider or model.decider
         self.functions = AS_WRITTEN
+        self.progress = progress
         self.gain_has_cost = model.training and model.config.gain_cost > 0
         self.supervises_blocks = model.training and model.config.deep_supervision
         self.keeps_streams = keeps_streams or self.supervises_blocks
@@ -1299,7 +1302,10 @@ class Runner:
     def loss(self, loss, targets):
         """In training: the mean cross entropy -> what is to become small. With --deep_supervision,
         the head reads the stream after each block, and not only at the end. The decider may add
-        something. --gain_cost is a price for the mean |gain|. (It is ours, not the paper's.)"""
+        something. --gain_cost is a price for the mean |gain|. (It is ours, not the paper's.) It
+        comes late: before anything is learned, turning is no use, and a price would bring whole
+        sublayers below the angle of --mod gain. Then nothing but the price acts on their gains, and
+        they don't come back when they would be needed."""
         self.cross_entropy = loss.detach()
         if self.supervises_blocks:
             after_blocks = self.streams[2::2]   # The first one is the embedding's.
@@ -1307,7 +1313,7 @@ class Runner:
                       for stream in after_blocks[:-1]]
             loss = sum([*losses, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
-        if self.gain_has_cost:
+        if self.gain_has_cost and self.progress >= self.model.config.gain_cost_from:
             loss = loss + self.model.config.gain_cost * self.mean_gain()
         return loss
 

@@ -333,7 +333,7 @@ def make_ready(model, config, device):
     # Where tokens skip, it may be that a sublayer is run by no token of this process.
     return DistributedDataParallel(wrapped, find_unused_parameters=model.decider.needs_skipping)
 
-def forward_and_backward(model, wrapped, config, data, step):
+def forward_and_backward(model, wrapped, config, data, step, progress):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
     the parameters -> means over the parts, a dict of what is reported, and the FLOPs per token of
     the forward pass, fewer where tokens skip. wrapped: see make_ready"""
@@ -347,7 +347,7 @@ def forward_and_backward(model, wrapped, config, data, step):
         torch.manual_seed(int(seed))
         if N_PROCESSES > 1:   # They exchange gradients once a step, in the last part.
             wrapped.require_backward_grad_sync = part == parts[-1]
-        runner = Runner(model)
+        runner = Runner(model, progress=progress)
         _, loss = wrapped(x, y, runner=runner)
         (loss / config.grad_accum).backward()
         # What is reported is the cross entropy, without what --gain_cost, say, adds to it.
@@ -405,7 +405,8 @@ def train(model_config, config, ckpt, data, device, signals):
             break
 
         # --- From a batch to gradients
-        means, token_flops = forward_and_backward(model, wrapped, config, data, step)
+        progress = progress_of(config, step, flops)   # --gain_cost comes late.
+        means, token_flops = forward_and_backward(model, wrapped, config, data, step, progress)
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
@@ -550,7 +551,7 @@ FIXED |= dict(seed="the order of its data depends on it",
               eval_windows="losses on other windows can't be compared")
 
 # Of these, --init_from is free: its weights fit all the same.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost", "gain_cost_from"
 
 def gather_settings(typed):
     """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
@@ -621,9 +622,11 @@ def read_settings(path):
         refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
 
 def without_old_flags(settings, path):
-    """--tie was a flag of the fourth edition."""
-    if settings.pop("tie", False):
-        refuse(f"{path}: has the flag --tie, which is gone; git checkout e690699 reads it")
+    """--tie was a flag of the fourth edition. There NAG paid from the start."""
+    if "tie" in settings:
+        settings.setdefault("gain_cost_from", 0.0)
+        if settings.pop("tie"):
+            refuse(f"{path}: has the flag --tie, which is gone; git checkout e690699 reads it")
     return settings
 
 def read_metrics(run):

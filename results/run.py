@@ -5,15 +5,14 @@ The runs behind results/README.md: each is a command of train.py, and a line of 
     python results/run.py staircase --out mine --dry   # only prints the commands
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
-validation windows; rules.py says what else is measured in `cost`, `price`, `ill` and `fanin`. Then
-its folder, below runs/results, can be deleted. Until then, if you delete its lines, it is measured
-anew. Seed 1 chooses learning rates; the others decide, see summarize.py. On a GPU, give
---workers 1.
+validation windows; rules.py says what else is measured in some experiments. Then its folder, below
+runs/results, can be deleted. Until then, if you delete its lines, it is measured anew. Seed 1
+chooses learning rates; the others decide, see summarize.py. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands, each with the commit that ran it. All that are here ran in earlier editions, the last
-of which is e690699. Two kinds are left out: those with --mod_rate are of the third edition, and git
-checkout 7cf98d5 repeats them; those with --device cuda need a GPU.
+the commands, each with the commit that ran it. Those up to e690699 are of earlier editions. Two
+kinds are left out: those with --mod_rate are of the third edition, and git checkout 7cf98d5 repeats
+them; those with --device cuda need a GPU.
 """
 import collections
 import concurrent.futures
@@ -48,6 +47,8 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #                   rates=[1e-2, 2e-2], seeds=[1])]
 PLANS = {}
 
+SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
+
 def can_run(command):
     """Is it one of train.py, as it is now, on this machine?"""
     if "--device cuda" in command and not torch.cuda.is_available():
@@ -81,7 +82,11 @@ def folder_of(run):
 def train(run):
     """Trains it, or goes on with it, and returns it"""
     folder = folder_of(run)
-    flags = ["--resume"] if (folder / "ckpt.pt").exists() else shlex.split(run["command"])
+    flags = shlex.split(run["command"])
+    if "--gain_cost" in flags and "--gain_cost_from" not in flags:
+        flags += ["--gain_cost_from", "0"]   # In earlier editions NAG paid from the start.
+    if (folder / "ckpt.pt").exists():
+        flags = ["--resume"]
     words = [sys.executable, "train.py", "--out", str(folder), *flags]
     done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
     if done.returncode:
@@ -122,7 +127,7 @@ def measure(run, out):
     same = {name: run[name] for name in ("experiment", "variant", "seed", "lr")}
     same["command"] = f"results/run.py {run['experiment']}"
     decides = run["seed"] != "1"
-    if decides and run["experiment"] in ("cost", "price") and inspected.model.config.gain_cost:
+    if decides and run["experiment"] in SKIP and inspected.model.config.gain_cost:
         for what, columns in rules.measure_skipping(inspected):
             lines.append(same | columns | dict(variant=f"{run['variant']}, {what}"))
     if decides and run["experiment"] in ("ill", "fanin"):

@@ -341,12 +341,16 @@ def test_a_run_of_the_fourth_edition(data, copy):
     def as_then(ckpt):
         del ckpt["settings"]
         ckpt["data"] = prepare.fingerprint(data, content=False)
-        ckpt["model_config"]["tie"] = False
+        flags_as_then(ckpt["model_config"])
+    def flags_as_then(config):
+        config.update(tie=False)
+        del config["gain_cost_from"]
     edited(as_then)(copy / "ckpt.pt")
-    edited(lambda config: config.update(tie=False))(copy / "config.json")
+    edited(flags_as_then)(copy / "config.json")
     with open(copy / "metrics.jsonl", "a") as log:
         log.write('{"step": 4, "--lr": 0.004}\n')
-    assert train.open_run(copy)[1]["lr"] == 0.004
+    opened = train.open_run(copy)[1]
+    assert opened["lr"] == 0.004 and opened["gain_cost_from"] == 0   # There NAG paid from the start.
     assert resume(copy, "--max_iters 9") == 0 and load(copy)["settings"]["lr"] == 0.004
     assert changes(copy) == {4: dict(lr=0.004), 8: dict(max_iters=9)}
     edited(lambda ckpt: ckpt["model_config"].update(tie=True))(copy / "ckpt.pt")
@@ -489,6 +493,15 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
     assert resume(tmp_path / "parts") == 0
     same_run(tmp_path / "whole", tmp_path / "parts")
     assert "--mod" not in flags or reports(tmp_path / "parts")[-1]["skip_rate"] > 0.1
+
+@pytest.mark.parametrize("flags, first_that_pays", [("", 7), ("--gain_cost_from 0.25", 4), ("--gain_cost_from 0", 1)])
+def test_a_cost_begins_at_a_share_of_the_run(data, tmp_path, flags, first_that_pays):
+    """The loss of the first iteration that pays is that of the weights before it."""
+    for out, cost in ("free", 0), ("pays", 1):
+        go(data, tmp_path / out, f"--residual nag --gain_cost {cost} {flags} --max_iters 12 --log_interval 1 --warmup 0")
+    free, pays = (metrics(tmp_path / out) for out in ("free", "pays"))
+    equal = [step for step in range(1, 13) if free[step]["loss"] == pays[step]["loss"]]
+    assert equal == list(range(1, first_that_pays + 1))
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks; see start")
 def test_kill_9(data, tmp_path):
