@@ -94,10 +94,9 @@ class GPTConfig:
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "which tokens run a sublayer: all, gain, router or coins; options "
                     "follow it: gain:below=0.05", group="skipping")
-    gain_cost: float = flag(0.0, "for nag: adds this x mean |gain| to the loss in training; a gain "
-                            "is how much a sublayer changes a token", 0, 1000)
-    gain_cost_from: float = flag(0.5, "share of the training that is over when gain_cost begins; "
-                                 "from the start (0), it takes what would be needed later", 0, 1)
+    gain_cost: float = flag(0.0, "for nag: adds this x mean |gain| to the loss, from 30 % of a "
+                            "training on, and in full from 90 % on; a gain is how much a sublayer "
+                            "changes a token", 0, 1000)
 
     def problems(self):
         """A sentence for each thing that is wrong with these values: end of part 4"""
@@ -1303,9 +1302,7 @@ class Runner:
         """In training: the mean cross entropy -> what is to become small. With --deep_supervision,
         the head reads the stream after each block, and not only at the end. The decider may add
         something. --gain_cost is a price for the mean |gain|. (It is ours, not the paper's.) It
-        comes late: before anything is learned, turning is no use, and a price would bring whole
-        sublayers below the angle of --mod gain. Then nothing but the price acts on their gains, and
-        they don't come back when they would be needed."""
+        comes late: see price_factor."""
         self.cross_entropy = loss.detach()
         if self.supervises_blocks:
             after_blocks = self.streams[2::2]   # The first one is the embedding's.
@@ -1313,8 +1310,9 @@ class Runner:
                       for stream in after_blocks[:-1]]
             loss = sum([*losses, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
-        if self.gain_has_cost and self.progress >= self.model.config.gain_cost_from:
-            loss = loss + self.model.config.gain_cost * self.mean_gain()
+        if self.gain_has_cost:
+            price = self.model.config.gain_cost * price_factor(self.progress)
+            loss = loss + price * self.mean_gain()
         return loss
 
     # --- What a pass has noted. It is asked for when the pass is over.
@@ -1341,6 +1339,13 @@ class Runner:
             return 0.0
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
+
+def price_factor(progress):
+    """What part of --gain_cost counts at this point of a training: 0 at first, and 1 at the end.
+    Before anything is learned, turning is no use, and a price would bring whole sublayers below the
+    angle of --mod gain. Then nothing but the price acts on their gains, so they don't come back
+    when they would be needed."""
+    return min(1.0, max(0.0, (progress - 0.3) / 0.6))
 
 def check_answer(runner, answer):
     """A mistake in a decider of your own is told here, and not deep inside."""

@@ -551,7 +551,7 @@ FIXED |= dict(seed="the order of its data depends on it",
               eval_windows="losses on other windows can't be compared")
 
 # Of these, --init_from is free: its weights fit all the same.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost", "gain_cost_from"
+FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
 
 def gather_settings(typed):
     """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
@@ -622,11 +622,9 @@ def read_settings(path):
         refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
 
 def without_old_flags(settings, path):
-    """--tie was a flag of the fourth edition. There NAG paid from the start."""
-    if "tie" in settings:
-        settings.setdefault("gain_cost_from", 0.0)
-        if settings.pop("tie"):
-            refuse(f"{path}: has the flag --tie, which is gone; git checkout e690699 reads it")
+    """--tie was a flag of the fourth edition."""
+    if settings.pop("tie", False):
+        refuse(f"{path}: has the flag --tie, which is gone; git checkout e690699 reads it")
     return settings
 
 def read_metrics(run):

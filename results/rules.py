@@ -19,6 +19,20 @@ if it is ahead of both controls, which skip as much:
                   skipped, so it is a mix: some texts run the smaller set, the others the larger
     coins         each sublayer is skipped by as many tokens as by gain, but by random ones
 
+All this was measured up to commit e690699, where NAG paid from the start. Training was not free.
+Now the price comes late (price_factor in model.py; seeds 17 to 19 chose it). The rule for this, written before seeds 20 to 29 ran:
+
+    python results/run.py late --out mine         # and `late depth`; on code `late price`
+
+At the FLOPs of above, paying late is *free in training* if, over these seeds, a fifth or more of
+all sublayer runs is skipped below 0.05, and the steps are equal within 0.25 to those of NAG that
+never skips, or better. Whether a seventh step is learned is a coin at this length of training. So
+bits per byte stand beside the steps, with a margin of 0.02, but don't decide. It *knows who needs
+depth* if, below 0.05, six steps run more than copies on nine of ten seeds, and if it is ahead of
+both controls. More blocks *are worth their price* if eight or twelve that pay late (seeds 20 to 24)
+are better than six that all run. The same is asked of twelve on code (seeds 7 to 11; the models
+that all run are those of `price`, so they were known).
+
 2. Is PreNorm diluted here, and does another residual cure it? Takes trained runs of 24 blocks, and
 looks at each block: at the first weights, and at the end.
 

@@ -10,9 +10,9 @@ runs/results, can be deleted. Until then, if you delete its lines, it is measure
 chooses learning rates; the others decide, see summarize.py. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands, each with the commit that ran it. Those up to e690699 are of earlier editions. Two
-kinds are left out: those with --mod_rate are of the third edition, and git checkout 7cf98d5 repeats
-them; those with --device cuda need a GPU.
+the commands, each with the commit that ran it. Those up to e690699 are of earlier editions. Three
+kinds are left out: NAG that paid from the start, which git checkout e690699 repeats; those with
+--mod_rate, which git checkout 7cf98d5 repeats; and those with --device cuda, which need a GPU.
 """
 import collections
 import concurrent.futures
@@ -45,19 +45,35 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-PLANS = {}
+STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
+         "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3 --n_layer")
+CODE = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
+        "--max_flops 4.418e12 --gate_lr 3e-3 --residual nag --n_layer")
+LATE = "--gain_cost 0.2 --mod gain:below=0.05"
+PLANS = {
+    "late": [Plan("late: plain NAG", f"{STEPS} 6", [0.02], range(20, 30)),
+             Plan("NAG that pays late", f"{STEPS} 6 {LATE}", [0.02], range(20, 30))],
+    "late price": [Plan("price: NAG that pays late", f"{CODE} 12 --gain_cost 1 --mod gain:below=0.05",
+                        [0.02], range(7, 12))],
+    "late depth": [Plan(f"NAG that pays late, {n} blocks", f"{STEPS} {n} {LATE}", [0.02],
+                        range(20, 25)) for n in (8, 12)]}
 
 SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
 
-def can_run(command):
-    """Is it one of train.py, as it is now, on this machine?"""
+PAID_FROM_THE_START = "cost", "price", "paid depth"
+
+def can_run(row):
+    """A line of runs.csv. Is it a run of train.py, as it is now, on this machine?"""
+    command = row["command"]
     if "--device cuda" in command and not torch.cuda.is_available():
+        return False
+    if "--gain_cost" in command and row["experiment"] in PAID_FROM_THE_START:
         return False
     return command.startswith("--") and "--mod_rate" not in command
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
-    runs = [row for row in read_runs(ROOT / "results/runs.csv") if can_run(row["command"])]
+    runs = [row for row in read_runs(ROOT / "results/runs.csv") if can_run(row)]
     for experiment, plans in PLANS.items():
         for variant, flags, rates, seeds in plans:
             runs += [dict(experiment=experiment, variant=variant, seed=str(seed), lr=f"{rate:g}",
@@ -82,11 +98,7 @@ def folder_of(run):
 def train(run):
     """Trains it, or goes on with it, and returns it"""
     folder = folder_of(run)
-    flags = shlex.split(run["command"])
-    if "--gain_cost" in flags and "--gain_cost_from" not in flags:
-        flags += ["--gain_cost_from", "0"]   # In earlier editions NAG paid from the start.
-    if (folder / "ckpt.pt").exists():
-        flags = ["--resume"]
+    flags = ["--resume"] if (folder / "ckpt.pt").exists() else shlex.split(run["command"])
     words = [sys.executable, "train.py", "--out", str(folder), *flags]
     done = subprocess.run(words, cwd=ROOT, text=True, capture_output=True)
     if done.returncode:

@@ -341,16 +341,12 @@ def test_a_run_of_the_fourth_edition(data, copy):
     def as_then(ckpt):
         del ckpt["settings"]
         ckpt["data"] = prepare.fingerprint(data, content=False)
-        flags_as_then(ckpt["model_config"])
-    def flags_as_then(config):
-        config.update(tie=False)
-        del config["gain_cost_from"]
+        ckpt["model_config"]["tie"] = False
     edited(as_then)(copy / "ckpt.pt")
-    edited(flags_as_then)(copy / "config.json")
+    edited(lambda config: config.update(tie=False))(copy / "config.json")
     with open(copy / "metrics.jsonl", "a") as log:
         log.write('{"step": 4, "--lr": 0.004}\n')
-    opened = train.open_run(copy)[1]
-    assert opened["lr"] == 0.004 and opened["gain_cost_from"] == 0   # There NAG paid from the start.
+    assert train.open_run(copy)[1]["lr"] == 0.004
     assert resume(copy, "--max_iters 9") == 0 and load(copy)["settings"]["lr"] == 0.004
     assert changes(copy) == {4: dict(lr=0.004), 8: dict(max_iters=9)}
     edited(lambda ckpt: ckpt["model_config"].update(tie=True))(copy / "ckpt.pt")
@@ -494,14 +490,19 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
     same_run(tmp_path / "whole", tmp_path / "parts")
     assert "--mod" not in flags or reports(tmp_path / "parts")[-1]["skip_rate"] > 0.1
 
-@pytest.mark.parametrize("flags, first_that_pays", [("", 7), ("--gain_cost_from 0.25", 4), ("--gain_cost_from 0", 1)])
-def test_a_cost_begins_at_a_share_of_the_run(data, tmp_path, flags, first_that_pays):
-    """The loss of the first iteration that pays is that of the weights before it."""
-    for out, cost in ("free", 0), ("pays", 1):
-        go(data, tmp_path / out, f"--residual nag --gain_cost {cost} {flags} --max_iters 12 --log_interval 1 --warmup 0")
-    free, pays = (metrics(tmp_path / out) for out in ("free", "pays"))
-    equal = [step for step in range(1, 13) if free[step]["loss"] == pays[step]["loss"]]
-    assert equal == list(range(1, first_that_pays + 1))
+def test_runners_of_a_training_know_its_progress(data, tmp_path, monkeypatch):
+    seen = []
+    class Spy(train.Runner):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            if self.gain_has_cost:   # This is not an evaluation.
+                seen.append(self.progress)
+    monkeypatch.setattr(train, "Runner", Spy)
+    go(data, tmp_path, "--residual nag --gain_cost 1 --max_iters 4 --grad_accum 2")
+    resume(tmp_path, "--max_iters 5")
+    assert seen == [0, 0, 1/4, 1/4, 2/4, 2/4, 3/4, 3/4, 4/5, 4/5]
+    resume(tmp_path, f"--max_flops {2 * load(tmp_path)['flops']}")
+    assert seen[10:12] == [1/2, 1/2] and len(seen) == 20
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks; see start")
 def test_kill_9(data, tmp_path):
