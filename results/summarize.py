@@ -8,7 +8,10 @@ The rule. Seed 1 has chosen learning rates and is left out. A gap is A - B with 
 all comparisons of its family, whose rules were committed together; *equal* if the 90 % interval
 lies within the margin; *open* otherwise. "A minus B" is a gap, too, and has gaps. Beside it stands
 the smallest true gap that so many runs of such a spread would have found four times of five. A
-star marks what would be sure even if all comparisons of the page were one family.
+star marks what would be sure even if all comparisons with a rule were one family.
+
+The family `later` was looked at when all of it had run. It has intervals, but no rule: so it gets
+no verdict, and the other families and the star are as they would be without it.
 
 And the rule of `cliff`: the convex gate fails at a depth if, in all three seeds, it ends no more
 than 0.05 nats (0.072 bits per byte) below 4.427 bits, what the tokens' frequencies alone reach. It
@@ -38,6 +41,8 @@ from train import say
 UNITS = dict(steps="steps", bits="bits per byte", skipped="of the sublayer runs")
 # What a sure gap is called, if A has more, and if A has less
 WORDS = dict(steps=("better", "worse"), bits=("worse", "better"), skipped=("more", "less"))
+
+LATER = "later"   # the family without a rule
 
 # ------------------------------------------------------------------------------------- statistics
 
@@ -122,8 +127,11 @@ def compare(rows, comparisons):
         if len(gaps) > 1:
             each.gap = Gap(list(gaps.values()))
             found.append(each)
-    sure_of_all = holm([each.gap.p for each in found])
+    have_a_rule = [each for each in found if each.family != LATER]
+    sure_of_all = holm([each.gap.p for each in have_a_rule])
     for each in found:
+        each.word, each.star = "without a rule", ""
+    for each in have_a_rule:
         sure = holm([other.gap.p for other in found if other.family == each.family])
         each.word = verdict(each.gap, each.gap.p in sure, float(each.margin), each.measure)
         each.star = "*" if each.gap.p in sure_of_all else ""
@@ -155,6 +163,7 @@ ILL = {   # what is told of a measure of ill.csv: a name, and a function of a nu
                  "Spearman": rules.spearman},
     "worth": {"first block": lambda numbers: numbers[0],
               "share of the last third": rules.late_share,
+              "share of the first third": lambda numbers: rules.late_share(numbers[::-1]),
               "median of the others": lambda numbers: statistics.median(numbers[1:])}}
 
 def of_seeds(numbers):
@@ -254,14 +263,14 @@ def draw_cost(rows):
     plain = statistics.mean(values(rows, "plain NAG", "steps").values())
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
-             ylim=(0, None), title="NAG that pays for turning: what skipping costs")
+             ylim=(0, None), title="NAG that pays, once trained: what skipping costs")
     left.legend(loc="lower left")
 
     ran = 100 - 100 * np.array([of_seeds(f"below 0.1, {asked}", "skipped") for asked in ASKED])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
     right.set(xlabel="steps asked for (a line a seed)", ylim=(0, 100),
               ylabel="share of the sublayers that run (%)",
-              title="and who runs how deep, below 6 degrees")
+              title="and who runs how much, if turns below 6° are skipped")
     save(figure, "cost")
 
 def draw_ill(measured):
@@ -287,12 +296,18 @@ def draw_ill(measured):
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
     save(figure, "ill")
 
+def by_mean(comparison):
+    return comparison.gap.mean
+
 def draw_gaps(found, title, name):
     """Those comparisons that comparisons.csv has for this figure, each with its interval"""
     figure, axes = plt.subplots(figsize=(8, 4.5))
     colors = {"better": COLORS[2], "worse": COLORS[1], "open": "0.6"}
     shown = [each for each in found if each.figure == name]
-    for each in sorted(shown, key=lambda each: each.gap.mean):
+    # Two groups, one below the other: GPT-2's init, then ours; or equal tokens, then equal FLOPs.
+    second = [each for each in shown if "our init" in each.label or "equal FLOPs" in each.label]
+    first = [each for each in shown if each not in second]
+    for each in sorted(first, key=by_mean) + sorted(second, key=by_mean):
         color = colors.get(each.word, COLORS[0])
         # Hollow: its interval leaves out 0, but Holm's correction undoes that.
         undone = each.word == "open" and each.gap.p < 0.05
@@ -304,6 +319,7 @@ def draw_gaps(found, title, name):
     axes.plot([], [], "o", color=colors["open"], markerfacecolor="white",
               label="open after Holm's correction")
     axes.axvline(0, color="0.3", linewidth=0.8)
+    axes.axhline(len(first) - 0.5, color="0.3", linestyle=":", linewidth=0.8)
     axes.set(xlabel="bits per byte: left of 0 is better than PreNorm (95 % intervals)", title=title)
     axes.invert_yaxis()
     axes.legend()
@@ -314,8 +330,8 @@ def draw_all(rows, found, measured):
     draw_steps(rows)
     draw_cost(rows)
     draw_ill(measured)
-    draw_gaps(found, "NAG minus PreNorm on text, equal tokens", "lead")
-    draw_gaps(found, "Others minus PreNorm on text, 12 blocks, Muon", "rivals")
+    draw_gaps(found, "NAG minus PreNorm on code, equal tokens", "lead")
+    draw_gaps(found, "Others minus PreNorm on code: 12 blocks, Muon, our init", "rivals")
 
 # ------------------------------------------------------------------------------------------- main
 

@@ -125,6 +125,8 @@ def test_families():
     assert words(("1", "A", "B"), ("1", "A", "D")) == ["better"]
     assert words(("1", "A", "B"), ("2", "A", "C")) == ["better", "better"]
     assert words(*[("1", "A", "B"), ("1", "A", "C")] * 4) == ["better", "open"] * 4
+    later = [(summarize.LATER, "A", "C")] * 9   # what has no rule has no verdict, and changes none
+    assert words(("1", "A", "B"), *later) == ["better"] + ["without a rule"] * 9
 
 @pytest.fixture
 def few_steps(tmp_path, monkeypatch):
@@ -227,7 +229,8 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
         assert words[0] in refused(speed.main, words)
 
 def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
-    """Tables are those of the files, and each gap of the page, such as +0.100 (+0.005 to +0.196), is one of them."""
+    """Tables are those of the files. Each gap of the page, such as +0.100 steps (+0.005 to +0.196), is one of them,
+    with its verdict, its unit, and a dagger if it has no rule."""
     monkeypatch.setattr(summarize, "draw_all", lambda *args: None)
     monkeypatch.setattr(summarize, "HERE", tmp_path)
     for name in "runs.csv", "comparisons.csv", "ill.csv":
@@ -236,11 +239,17 @@ def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     tables = (tmp_path / "tables.md").read_text()
     assert tables == (ROOT / "results/tables.md").read_text()
     page = (ROOT / "results/README.md").read_text()
-    gaps = re.findall(r"([+-]\d\.\d{3}) \(([+-]\d\.\d{3} to [+-]\d\.\d{3})\)", page)
-    assert len(gaps) > 12 and page.count("\n") <= 140
-    for mean, interval in gaps:
-        assert re.search(re.escape(mean) + r" [a-z ]+ \| " + re.escape(interval), tables), (mean, interval)
-    cells = re.findall(r"\*{0,2}(better|worse|open|equal)\*{0,2}(?: within 0.25)?, ([+-]\d\.\d{3}) (steps|bits)", page)
-    for word, mean, unit in cells:   # of the table: a verdict and its number
-        assert re.search(re.escape(f"{mean} {unit}") + rf".*\| {word}\b", tables), (word, mean)
-    assert len(cells) > 12
+    assert page.count("\n") <= 138
+    gap = (r"(?:(better|worse|open|equal)\*{0,2}, )?([+-]\d\.\d{3})(†?)(?: (steps|bits))? "
+           r"\(([+-]\d\.\d{3} to [+-]\d\.\d{3})\)( of all)?")
+    words = " ".join(page.split())
+    gaps = re.findall(gap, words)
+    assert len(gaps) > 75 and not re.search(r"[+-]\d\.\d{3}", re.sub(gap, "", words))   # None lacks its interval.
+    for verdict, mean, dagger, unit, interval, of_all in gaps:
+        verdict = "without a rule" if dagger else verdict or r"(?!without)"
+        unit = "of the sublayer runs" if of_all else unit or "bits"
+        row = rf"{re.escape(mean)} {unit}[a-z ]* \| {re.escape(interval)} \| [\d.]+ \| {verdict}"
+        assert re.search(row, tables), (verdict, mean, unit, interval)
+    sure = re.findall(r"\| (?:better|worse|more)(\*?), \d+ seeds", tables)
+    with_rule = re.findall(r"^\| \d+ \|.*seeds \|$", tables, re.M)
+    assert f"{len(sure)} of {len(with_rule)} are sure" in words and f"marks the {sure.count('*')} that" in words
