@@ -46,7 +46,7 @@ runs/steps-pre/done: data/steps/meta.json | .venv/installed idle
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed idle
-	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.1 --mod gain:below=0.05 --gate_lr 3e-3 | awk '{print "nag | " $$0; fflush()}'
+	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.2 --mod gain:below=0.05 --gate_lr 3e-3 | awk '{print "nag | " $$0; fflush()}'
 	touch $@
 
 # The lines that the text never shows, read out of the model

@@ -1239,12 +1239,13 @@ class Runner:
         residual   its residual
         stream     the stream before it, and shape, its (B, T)
         gain()     how much it will change each token, (B, T, 1), if the residual can tell
+        progress   how much of the training is over, 0 to 1
         notes      room for what a decider wants to remember until the pass is over
 
     And the model. What a decider computes, it adds to decider_flops."""
     def __init__(self, model, decider=None, keeps_streams=False, progress=1.0):
         """decider: in place of model.decider; keeps_streams: the list `streams` gets the first one,
-        and then the one after each place; progress: how much of the training is over, 0 to 1"""
+        and then the one after each place"""
         self.model, self.decider = model, decider or model.decider
         self.functions = AS_WRITTEN
         self.progress = progress

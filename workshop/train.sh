@@ -36,5 +36,5 @@ fi
 steps 4 --n_layer 4 --max_iters 1000
 steps 1 --n_layer 1 --max_iters 1000
 steps 2 --n_layer 2 --max_iters 1000
-steps pay --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3 --gain_cost 0.1 --mod gain:below=0.05
+steps pay --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3 --gain_cost 0.2 --mod gain:below=0.05
 steps nag --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3
