@@ -243,7 +243,7 @@ def draw_cost(rows):
     """Left: steps by share skipped, a dot a seed. Right: who skips, a line a seed"""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
     def of_seeds(what, measure):
-        return list(values(rows, f"NAG that pays, {what}", measure).values())
+        return list(values(rows, f"NAG that pays late, {what}", measure).values())
 
     by_gain = ["all run", *(f"below {below}" for below in BELOW)]
     fixed = [f"a fixed set for {below}" for below in CONTROLLED]
@@ -260,13 +260,13 @@ def draw_cost(rows):
             for x, y, angle in zip(skipped.mean(1), steps.mean(1), ["none", *angles]):
                 left.annotate(angle, (x, y), (0, 7), textcoords="offset points", ha="center",
                               fontsize=8)
-    plain = statistics.mean(values(rows, "plain NAG", "steps").values())
+    plain = statistics.mean(values(rows, "late: plain NAG", "steps").values())
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
              ylim=(0, None), title="NAG that pays, once trained: what skipping costs")
     left.legend(loc="lower left")
 
-    ran = 100 - 100 * np.array([of_seeds(f"below 0.1, {asked}", "skipped") for asked in ASKED])
+    ran = 100 - 100 * np.array([of_seeds(f"below 0.05, {asked}", "skipped") for asked in ASKED])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
     right.set(xlabel="steps asked for (a line a seed)", ylim=(0, 100),
               ylabel="share of the sublayers that run (%)",
