@@ -84,7 +84,8 @@ class TrainConfig:
     config: str = flag("", "a run, or a file such as configs/gpt2.json, whose settings to take")
     init_from: str = flag("", "an earlier run, whose model and weights to begin with")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
-    or_resume: bool = flag(False, "if --out has a checkpoint, go on from there; else begin")
+    or_resume: bool = flag(False, "begin, or go on if --out has a checkpoint; for torchrun's "
+                                 "--max_restarts")
     overwrite: bool = flag(False, "replace the run in --out")
 
     max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
@@ -647,10 +648,10 @@ def read_metrics(run):
 def read_checkpoint(run):
     """-> what a run's ckpt.pt holds, a dict"""
     path = Path(run) / "ckpt.pt"
-    if Path(run).name == "ckpt.pt":
-        refuse(f"{run}: name its folder, {Path(run).parent}")
+    if Path(run).is_file():
+        refuse(f"{run}: is a file; name the folder of a run")
     if not path.exists():
-        refuse(f"{path}: no checkpoint there; train that run first")
+        refuse(f"{path}: no checkpoint there, seen from {os.getcwd()}; name a run of train.py")
     try:
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
@@ -768,7 +769,7 @@ def continue_run(out, settings, ckpt):
         words = " ".join(f"{flag} {value}" for flag, value in changed.items())
         before, now = (f"{rate_of(each, ckpt):.2e}" for each in (ckpt["settings"], settings))
         if before != now:   # A longer run lets it rise again, say.
-            words += f"; so the learning rate jumps from {before} to {now}"
+            words += f"; so the learning rate goes from {before} to {now}"
         say(f"from iteration {ckpt['step']} on: {words}")
         save_checkpoint(out, ckpt | dict(settings=settings))   # A kill must not undo the change.
         write_log(out, step=ckpt["step"], **changed)
