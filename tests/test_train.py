@@ -776,22 +776,22 @@ def test_torchrun(data, tmp_path):
     """The real thing: a signal, then one of two processes is killed, and the run goes on all the same."""
     def torchrun(name):
         line = (f"-m torch.distributed.run --standalone --nproc_per_node 2 --max_restarts 1 train.py --data {data} "
-                f"{SIZE} --max_iters 300 --eval_interval 100 --log_interval 10 --or_resume --out {tmp_path / name}")
+                f"{SIZE} --max_iters 60 --eval_interval 20 --log_interval 5 --or_resume --out {tmp_path / name}")
         return subprocess.Popen([sys.executable, *line.split()], cwd=ROOT)
     def at(step, process):
         while max(metrics(tmp_path / "run"), default=0) < step:
             assert process.poll() is None
             time.sleep(0.01)
-    assert torchrun("whole").wait(100) == 0
+    assert torchrun("whole").wait(300) == 0
     first = torchrun("run")
-    at(50, first)
+    at(10, first)
     first.send_signal(signal.SIGINT)
     first.wait(60)
     second = torchrun("run")
-    at(150, second)
+    at(30, second)
     workers = subprocess.check_output(["pgrep", "-P", str(second.pid)], text=True).split()
     os.kill(int(workers[-1]), signal.SIGKILL)
-    assert second.wait(100) == 0
+    assert second.wait(300) == 0
     same_run(tmp_path / "whole", tmp_path / "run")
 
 # ---------------------------------------------------------------------------- the command line
