@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import inspect
 import os
+import re
 import sys
 from typing import get_args
 
@@ -68,11 +69,21 @@ def parse(classes, argv=None, doc=None, positional=()):
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
 class Parser(argparse.ArgumentParser):
+    for_paths = []   # the flags whose help speaks of files or folders
+
     def error(self, message):
-        hint = "see --help"
-        if message.startswith("unrecognized arguments: ") and ": -" not in message:
-            hint = "quote names that have spaces"
-        refuse(f"{message}; {hint}")
+        refuse(f"{message}; {self.hint(message)}")
+
+    def hint(self, message):
+        what, _, words = message.partition(": ")
+        if what == "unrecognized arguments" and not words.startswith("-"):
+            if os.path.exists(words.split()[0]):
+                paths = " or ".join(self.for_paths)
+                return f"is it for {paths}?" if paths else "one is enough"
+            return "flags begin with --" if "=" in words else "quote names that have spaces"
+        if words == "expected one argument":   # what: argument --prompt
+            return f"a value that begins with - is typed as {what.split()[1]}=-VALUE"
+        return "see --help"
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
     """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help"""
@@ -94,7 +105,9 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
             how = dict(type=not_empty if field.type is str else field.type)
         # SUPPRESS: what is not typed is not among the results.
         section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field), **how)
-    return vars(parser.parse_args(argv))
+        if name != field.name and re.search("folder|files", field.metadata.get("help", "")):
+            parser.for_paths = [*parser.for_paths, name]
+    return vars(parser.parse_intermixed_args(argv))   # RUN --only x RUN
 
 def all_fields(classes):
     return [field for each in classes for field in dataclasses.fields(each)]

@@ -373,6 +373,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # the blocks 0 .. L - 1, or what --repeat says
         self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
+        self.n_vocab = config.vocab_size      # tokens that it may say; train.open_run knows better
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, runner=None):
@@ -428,7 +429,8 @@ class GPT(nn.Module):
         return runner.streams
 
     def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). options: those of new_tokens, below"""
+        """idx (B, T), texts of equal length, because there is no padding -> (B, T + max_new_tokens).
+        It goes on after an end-of-text. options: those of new_tokens, below"""
         tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
         return torch.cat([idx, *tokens], dim=1)
 
@@ -488,18 +490,21 @@ def pick(logits, temperature=1.0, top_k=None, generator=None):
 
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
-               decider=None, n_vocab=None):
+               decider=None):
     """Continues idx (B, T). Call model.eval() first: some deciders decide otherwise in training.
     Yields each new token (B, 1), and the Runner of the pass that predicted it, which knows who has
-    skipped. decider: says who skips; None: model.decider does. n_vocab: how many tokens the
-    tokenizer has. (The head may have more rows: train.py rounds up.)"""
+    skipped. decider: says who skips; None: model.decider does. ValueError if idx has no token"""
+    if idx.shape[1] == 0:
+        raise ValueError("generate: idx has no token to go on from; give it an end-of-text, with "
+                         "which each document begins")
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
     cache = KVCache(size)
     missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
     for _ in range(max_new_tokens):
         runner = Runner(model, decider)
         logits, _ = model(missing, cache=cache, runner=runner)
-        logits = logits[:, -1, :n_vocab]   # of the next token
+        # Of the next token. The head may have more rows than there are tokens: train.py rounds up.
+        logits = logits[:, -1, :model.n_vocab]
         token = pick(logits, temperature, top_k, generator)
         idx = torch.cat((idx, token), dim=1)
         yield token, runner

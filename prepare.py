@@ -171,6 +171,8 @@ def locked(folder):
     """with locked(folder): no other process is in such a with-block for the same folder. SystemExit
     if one is there now. If the folder isn't there, it is made; if it stays empty, it goes again."""
     real = Path(os.path.realpath(folder))   # It may be a link.
+    if real.is_file():
+        refuse(f"--out {folder}: is a file; name a folder")
     made = [each for each in (real, *real.parents) if not each.exists()]
     real.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(real, os.O_RDONLY)
@@ -574,9 +576,11 @@ def read_configs(argv):
         refuse(f"--tokenizer {config.tokenizer}: {config.name} has other tokens; leave it out")
     return config, source
 
-def refuse_other_data_set(out, meta):
-    """SystemExit if the folder holds another data set than that of meta. (The same one may come
-    anew, and your own text, too, after you have edited it.)"""
+def refuse_if_taken(out, meta):
+    """SystemExit if the folder holds a run, or another data set than that of meta. (The same one
+    may come anew, and your own text, too, after you have edited it.)"""
+    if (out / "ckpt.pt").exists():
+        refuse(f"--out {out}: is a run of train.py; choose another folder")
     if (out / "meta.json").exists() or shard_paths(out):
         there = load_meta(out)
         differ = [key for key in meta if there.get(key) != meta[key]]
@@ -590,7 +594,7 @@ def main(argv=None):
     meta = dict(name=config.name, tokenizer=tokenizer) | source.about
     out = Path(config.out or f"data/{config.name}")
     with locked(out):   # So no other prepare.py makes a data set there meanwhile.
-        refuse_other_data_set(out, meta)
+        refuse_if_taken(out, meta)
         source.write(out, meta)
     n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
     print(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "

@@ -138,8 +138,7 @@ def sample(model, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
-    tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                        n_vocab=tokenizer.n_vocab)
+    tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None)
     # A character may be several tokens. Bytes that make no whole one wait for the next token.
     decoder, skipped = codecs.getincrementaldecoder("utf-8")(errors="replace"), []
 

@@ -34,6 +34,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -83,6 +84,8 @@ class TrainConfig:
     config: str = flag("", "a run, or a file such as configs/gpt2.json, whose settings to take")
     init_from: str = flag("", "an earlier run, whose model and weights to begin with")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
+    or_resume: bool = flag(False, "begin, or go on if --out has a checkpoint; for torchrun's "
+                                 "--max_restarts")
     overwrite: bool = flag(False, "replace the run in --out")
 
     max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
@@ -116,8 +119,8 @@ class TrainConfig:
 
     def problems(self):
         """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
-        if self.resume and self.overwrite:
-            yield "--resume and --overwrite: contradict each other; give one"
+        if self.overwrite and (self.resume or self.or_resume):
+            yield "--overwrite: contradicts --resume and --or_resume; give one of them"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
         if self.batch_size % (self.grad_accum * N_PROCESSES):
@@ -452,23 +455,27 @@ def train(model_config, config, ckpt, data, device, signals):
 def main(argv=None):
     """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
     typed = read_flags(argv)
-    if typed.get("resume"):
-        with only_here(typed["out"]):   # Nobody changes the run while it is read.
-            model_config, config, ckpt = gather_settings(typed)
-            return check_and_train(model_config, config, ckpt)
-    model_config, config, ckpt = gather_settings(typed)
-    with only_here(config.out):
-        refuse_if_taken(Path(config.out), config.overwrite)
+    with only_here(typed["out"]):   # Nobody else changes a run that is there, from here on.
+        if typed.get("or_resume") and Path(typed["out"], "ckpt.pt").exists():
+            typed["resume"] = True
+        model_config, config, ckpt = gather_settings(typed)
+        if not config.resume:
+            refuse_if_taken(Path(config.out), config)
         return check_and_train(model_config, config, ckpt)
 
 def read_flags(argv=None):
-    """The command line -> what is typed, a dict"""
+    """The command line -> what is typed, a dict. `out` is always in it."""
     typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
     if "vocab_size" in typed:   # `check_and_train` sets it.
         refuse("--vocab_size: the data say it; leave it out")
-    if typed.get("resume") and ("out" not in typed or "config" in typed or "init_from" in typed):
-        refuse("--resume: continues the run in --out with its own settings; give --out, and "
-               "neither --config nor --init_from")
+    for name in "resume", "or_resume":
+        if typed.get(name) and "out" not in typed:
+            refuse(f"--{name}: continues the run in --out; give --out, too")
+    if typed.get("resume") and ("config" in typed or "init_from" in typed):
+        refuse("--resume: continues a run with its own settings; leave out --config and "
+               "--init_from")
+    if "out" not in typed:
+        typed["out"] = usual_folder(typed)
     return typed
 
 def residuals_in_words():
@@ -487,9 +494,8 @@ def check_and_train(model_config, config, ckpt):
     """What is needed before `train`: a trial of the model, the device, the processes, the data"""
     look_for_mistakes(model_config)
     device = set_up_device(config.device, model_config.n_embd)
-    if N_PROCESSES > 1:   # gloo: for numbers on the CPU, as in mean_of_all; nccl: for gradients
-        dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-        atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
+    if N_PROCESSES > 1:
+        join_processes(device)
     data = Data(config, model_config.block_size)
     if config.resume and not is_same_data(config.data, ckpt["data"]):
         refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
@@ -536,7 +542,7 @@ def pace_between(since, now, tokens_per_step, device):
 
 # Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
 #
-#     --resume                the run in --out, as its checkpoint says
+#     --resume, --or_resume   the run in --out, as its checkpoint says
 #     --config RUN or FILE    the settings with which that run began, or those of a file
 #     --init_from RUN         the model of that run
 #     the defaults
@@ -559,14 +565,13 @@ def gather_settings(typed):
     settings, ckpt = resumed_settings(typed) if typed.get("resume") else new_settings(typed)
     model_config, config = make_configs([GPTConfig, TrainConfig], settings)
     config.lr = config.lr or RATES[config.optimizer]
-    if not config.out:   # attnres:group=4 -> runs/attnres-group4
-        config.out = "runs/" + re.sub(r"[^\w.-]+", "-", model_config.residual.replace("=", ""))
     return model_config, config, ckpt
 
 def resumed_settings(typed):
     ckpt = read_checkpoint(typed["out"])
     earlier = DEFAULTS | of_the_run(ckpt["settings"])
-    settings = earlier | typed
+    # With --or_resume, --init_from may be typed. It says how the run began, and that is over.
+    settings = earlier | typed | dict(init_from=earlier["init_from"])
     refuse_changes(settings, earlier, FIXED, typed["out"])
     if settings["max_iters"] < ckpt["step"] and not settings["max_flops"]:
         refuse(f"--max_iters {settings['max_iters']}: {typed['out']} has {ckpt['step']} already")
@@ -589,6 +594,11 @@ def new_settings(typed):
     refuse_changes(settings, from_model, fixed, source)
     return settings, ckpt
 
+def usual_folder(typed):
+    """Where a run goes without --out: that of attnres:group=4 is runs/attnres-group4."""
+    settings, _ = new_settings(typed)
+    return "runs/" + re.sub(r"[^\w.-]+", "-", str(settings["residual"]).replace("=", ""))
+
 def refuse_changes(settings, earlier, names, run):
     for name in names:
         if settings[name] != earlier[name]:
@@ -597,7 +607,7 @@ def refuse_changes(settings, earlier, names, run):
 
 def of_the_run(settings):
     """Without what says where a run goes and how it is started, and without what the data say"""
-    others = "out", "config", "resume", "overwrite", "tokenizer", "vocab_size"
+    others = "out", "config", "resume", "or_resume", "overwrite", "tokenizer", "vocab_size"
     return {name: value for name, value in settings.items() if name not in others}
 
 # --------------------------------------------------------------------------------------- run folder
@@ -639,10 +649,10 @@ def read_metrics(run):
 def read_checkpoint(run):
     """-> what a run's ckpt.pt holds, a dict"""
     path = Path(run) / "ckpt.pt"
-    if Path(run).name == "ckpt.pt":
-        refuse(f"{run}: name its folder, {Path(run).parent}")
+    if Path(run).is_file():
+        refuse(f"{run}: is a file; name the folder of a run")
     if not path.exists():
-        refuse(f"{path}: no checkpoint there; train that run first")
+        refuse(f"{path}: no checkpoint there, seen from {os.getcwd()}; name a run of train.py")
     try:
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
@@ -680,6 +690,7 @@ def open_run(run, device="auto"):
         refuse(f"{run}: its settings name the tokenizer {tokenizer}, which is not that of its "
                f"weights")
     model = GPT(config)
+    model.n_vocab = prepare.VOCABULARIES[tokenizer]
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
     return model, ckpt["settings"] | asdict(config) | dict(fingerprint=ckpt["data"])
@@ -711,16 +722,20 @@ def is_run(folder):
     except (OSError, ValueError):
         return False
 
-def refuse_if_taken(out, overwrite):
+def refuse_if_taken(out, config):
     """A new run would replace these files of the folder. All others stay."""
     if (out / "meta.json").exists():
         refuse(f"--out {out}: is a data set; take another --out")
     found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
     if found and not is_run(out):
         refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
-    if found and not overwrite:
-        refuse(f"--out {out}: holds a run already; --resume continues it, --overwrite replaces it, "
-               f"another --out keeps it")
+    has_checkpoint = "ckpt.pt" in found
+    # Without one, and with no iteration in its log, it was killed when it had just begun.
+    is_empty = not has_checkpoint and not any(read_metrics(out))
+    if found and not (config.overwrite or config.or_resume and is_empty):
+        how = "--resume continues it, " if has_checkpoint else "its ckpt.pt is gone, "
+        refuse(f"--out {out}: holds a run already; {how}--overwrite replaces it, another --out "
+               f"keeps it")
 
 def write_log(out, **values):
     """Adds a line to metrics.jsonl."""
@@ -753,9 +768,17 @@ def continue_run(out, settings, ckpt):
                if value != ckpt["settings"].get(name, DEFAULTS.get(name))}
     if changed:
         words = " ".join(f"{flag} {value}" for flag, value in changed.items())
+        before, now = (f"{rate_of(each, ckpt):.2e}" for each in (ckpt["settings"], settings))
+        if before != now:   # A longer run lets it rise again, say.
+            words += f"; so the learning rate goes from {before} to {now}"
         say(f"from iteration {ckpt['step']} on: {words}")
         save_checkpoint(out, ckpt | dict(settings=settings))   # A kill must not undo the change.
         write_log(out, step=ckpt["step"], **changed)
+
+def rate_of(settings, ckpt):
+    """The learning rate that these settings, a dict, have at the iteration of a checkpoint"""
+    config = SimpleNamespace(**DEFAULTS | settings)
+    return config.lr * lr_factor(config, progress_of(config, ckpt["step"], ckpt["flops"]))
 
 # ------------------------------------------------------------------------------ device and signals
 
@@ -772,6 +795,18 @@ def set_up_device(name, n_embd):
     if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
         torch.set_num_threads(1)
     return "cpu"
+
+def join_processes(device):
+    """Each process calls it, once. From then on, they can exchange numbers and gradients."""
+    store, rank, n_processes = next(dist.rendezvous("env://"))   # where they find each other
+    # After --max_restarts, torchrun's store still has the addresses of the processes that are gone
+    # (torch's issue 135712). On one machine, the number of the restart keeps them apart.
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore("restart " + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # gloo: for numbers on the CPU, as in mean_of_all; nccl: for gradients
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=n_processes)
+    atexit.register(dist.destroy_process_group)   # No thread of torch may outlive Python.
 
 @contextlib.contextmanager
 def noted_signals():

@@ -536,9 +536,12 @@ def test_generate():
     assert make(block_size=1).generate(ids(2, 5), 3).shape == (2, 8)
     runners = [runner for _, runner in M.new_tokens(model, ids(2, 5), 12, decider=decider)]
     assert len(runners) == 12 and all(runner.answers[2] is M.REMOVED for runner in runners)
-    draws = [generate(12, generator=torch.Generator().manual_seed(seed), n_vocab=9) for seed in (1, 1, 2)]
+    model.n_vocab = 9   # as train.open_run sets it
+    draws = [generate(12, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
     assert draws[0][:, 5:].max() < 9   # The rest of the vocabulary is padding.
+    with pytest.raises(ValueError, match="no token to go on from"):
+        model.generate(ids(1, 0), 4)
 
 def test_a_token_is_picked_by_its_probability():
     """Of the top_k best alone, and more evenly the higher the temperature"""

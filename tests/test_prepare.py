@@ -367,10 +367,12 @@ def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", PROSE[::-1])
     write(out / "notes.txt", "mine")
     write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
+    write(tmp_path / "run" / "ckpt.pt", "weights")
     before = contents(tmp_path)
     for command in (f"stdlib --out {out}", f"fineweb --out {out}", f"{line} --tokenizer gpt2",
                     f"{line} --out {tmp_path}/theirs"):
         assert "another data set" in refused(run, command)
+    assert "is a run" in refused(run, f"{line} --out {tmp_path}/run")
     with locked(out):
         assert "another process" in refused(run, line)
     with on_a_disk_of(20_000):

@@ -90,8 +90,8 @@ def said(monkeypatch, capsys, tokens, **flags):
     runner = SimpleNamespace(skipped=lambda last: 0.25 if last else None, who_ran=lambda: torch.ones(6, 1, 1))
     left = iter([(torch.tensor([[token]]), runner) for token in tokens])
     asked = []
-    def new_tokens(model, idx, *_, n_vocab):
-        asked.append((idx.tolist(), n_vocab))   # how many tokens may come
+    def new_tokens(model, idx, *_):
+        asked.append(idx.tolist())
         return left
     monkeypatch.setattr(sample, "new_tokens", new_tokens)
     tokenizer = prepare.get_tokenizer("bytes")
@@ -105,9 +105,9 @@ def test_stops_at_end_of_text(monkeypatch, capsys):
     out, shares, asked, left = said(monkeypatch, capsys, [0xc3, 0xa9, ord("\n"), 0xc3, 256, 67], prompt="A",
                                     depth=True)
     assert re.fullmatch(f"A{PAINT}\n\ufffd\n", out)[2] == "é" and shares == [0.25] * 5
-    assert asked == [([[ord("A")]], 257)] and left == [67]   # It has not asked for this one.
+    assert asked == [[[ord("A")]]] and left == [67]   # It has not asked for this one.
     *_, asked, _ = said(monkeypatch, capsys, [])
-    assert asked == [([[256]], 257)]   # Without a prompt, it begins a document.
+    assert asked == [[[256]]]   # Without a prompt, it begins a document.
 
 def test_colours(capsys):
     colours = []

@@ -136,6 +136,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     same_run(out, Path("replay"))
     model, found = train.open_run(out)
     assert found.items() - config.items() == {("fingerprint", prepare.fingerprint(data))} and not model.training
+    assert model.n_vocab == 257
     nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
     assert nats == pytest.approx(last["val_loss"], rel=1e-6)
     assert resume(out) == 0 and max(metrics(out)) == 50 and settings(out) == config   # Nothing is left to do.
@@ -320,8 +321,11 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     --config repeats the beginning."""
     before = content(copy)["config.json"]
     assert resume(copy, "--max_iters 12 --lr 0.003") == 0
-    assert "from iteration 8 on: --max_iters 12 --lr 0.003\n" in capsys.readouterr().out
+    # That of 0.006 was at its end, a tenth. Of the new one, 2/3 are over.
+    rates = "; so the learning rate goes from 6.00e-04 to 1.04e-03\n"
+    assert f"from iteration 8 on: --max_iters 12 --lr 0.003{rates}" in capsys.readouterr().out
     assert resume(copy, "--weight_decay 0.2") == 0   # and with what was changed
+    assert "from iteration 12 on: --weight_decay 0.2\n" in capsys.readouterr().out
     assert metrics(copy)[12]["val_loss"] and load(copy)["step"] == 12
     assert resume(copy, f"--max_iters 14 --data {settings(copy)['data']}") == 0
     assert content(copy)["config.json"] == before
@@ -509,7 +513,7 @@ def test_kill_9(data, tmp_path):
     """... while the n-th file is written: config.json, ckpt.pt of steps 0, 10, 20"""
     flags = "--residual nag --max_iters 20 --log_interval 5 --eval_interval 10"
     go(data, tmp_path / "whole", flags)
-    for n, begin_again in enumerate(["", "--overwrite", "--resume", "--resume"], 1):
+    for n, begin_again in enumerate(["", "--or_resume", "--or_resume", "--resume"], 1):
         killed = tmp_path / f"killed{n}"
         pid = os.fork()
         if pid == 0:
@@ -522,6 +526,16 @@ def test_kill_9(data, tmp_path):
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL and any(killed.glob(HALF))
         assert go(data, killed, f"{flags} {begin_again}") == 0 and not any(killed.glob(HALF))
         same_run(tmp_path / "whole", killed)
+
+def test_or_resume_of_a_run_that_is_there(data, finished, copy):
+    """How it began is over, and it is done. (test_kill_9 has runs that aren't.) What may be precious stays."""
+    flags = f"--or_resume --max_iters 8 --config {finished} --init_from {finished}"
+    assert go(data, copy, flags) == 0 and changes(copy) == {}
+    same_run(finished, copy)
+    (copy / "ckpt.pt").unlink()
+    before = content(copy)
+    assert "its ckpt.pt is gone" in refused(go, data, copy, flags)
+    assert content(copy) == before
 
 def test_a_checkpoint_of_a_machine_with_kernels(copy):
     assert resume(copy, "--max_iters 9 --kernels off") == 0
@@ -773,21 +787,26 @@ def test_processes_stop_together(data, tmp_path):
 
 @pytest.mark.slow
 def test_torchrun(data, tmp_path):
-    """The real thing: a run, a signal, and two processes that resume it"""
-    out = tmp_path / "run"
-    def torchrun(flags):
-        line = f"-m torch.distributed.run --standalone --nproc_per_node 2 train.py --out {out} {flags}"
+    """The real thing: a signal, then one of two processes is killed, and the run goes on all the same."""
+    def torchrun(name):
+        line = (f"-m torch.distributed.run --standalone --nproc_per_node 2 --max_restarts 1 train.py --data {data} "
+                f"{SIZE} --max_iters 60 --eval_interval 20 --log_interval 5 --or_resume --out {tmp_path / name}")
         return subprocess.Popen([sys.executable, *line.split()], cwd=ROOT)
-    first = torchrun(f"--data {data} {SIZE} {LONG}")
-    while not (out / "ckpt.pt").exists():
-        assert first.poll() is None
-        time.sleep(0.1)
-    time.sleep(3)
+    def at(step, process):
+        while max(metrics(tmp_path / "run"), default=0) < step:
+            assert process.poll() is None
+            time.sleep(0.01)
+    assert torchrun("whole").wait(300) == 0
+    first = torchrun("run")
+    at(10, first)
     first.send_signal(signal.SIGINT)
     first.wait(60)
-    end = load(out)["step"] + 3
-    torchrun(f"--resume --max_iters {end}").wait(100)
-    assert max(metrics(out)) == end
+    second = torchrun("run")
+    at(30, second)
+    workers = subprocess.check_output(["pgrep", "-P", str(second.pid)], text=True).split()
+    os.kill(int(workers[-1]), signal.SIGKILL)
+    assert second.wait(300) == 0
+    same_run(tmp_path / "whole", tmp_path / "run")
 
 # ---------------------------------------------------------------------------- the command line
 
@@ -796,13 +815,16 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--no-lr", "unrecognized arguments: --no-lr"), ("--vocab_size 5", "the data say it"),
     ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "--max_iters 0: must be from 1"),
     ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no settings there"),
-    ("--out ''", "argument --out: is empty"), ("--out file", "/file'"), ("--out {long}", "too long"),
+    ("--out ''", "argument --out: is empty"), ("--out file", "is a file"), ("--out {long}", "too long"),
     ("--grad_accum 4 --batch_size 6", "multiple of grad_accum x processes, 4 x 1"),
+    ("config=x.py", "flags begin with --"), ("file", "is it for --data or --out?"), ("my run", "quote names"),
+    ("--lr", "--lr=-VALUE"), ("--or_resume", "give --out"), ("--or_resume --overwrite --out {run}", "contradict"),
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"),
     ("--resume --init_from {run} --out {run}", "--init_from"),
     ("--resume --overwrite --out {run}", "contradict"),
     ("--resume --out {run} --n_embd 64", "has 32, and can't change it"),
-    ("--resume --out nowhere", "no checkpoint there"), ("--resume --out {run} --max_iters 7", "has 8 already"), ("--data nowhere", "no data set there"),
+    ("--resume --out nowhere", "no checkpoint there"), ("--init_from file", "name the folder"),
+    ("--resume --out {run} --max_iters 7", "has 8 already"), ("--data nowhere", "no data set there"),
     ("--resume --out {run} --batch_size 8", "--batch_size 8"),
     # Moments are of one optimizer, so a run that is resumed keeps it.
     ("--resume --out {run} --optimizer sgd --lr 1", "--optimizer sgd"),
