@@ -7,7 +7,7 @@ import pytest, torch
 import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
 
-LIMITS = {"README.md": 238, "workshop/README.md": 220}   # lines
+LIMITS = {"README.md": 240, "workshop/README.md": 220}   # lines
 README, WORKSHOP = (ROOT.joinpath(name).read_text(encoding="utf-8") for name in LIMITS)
 
 def blocks(kind, text=README + WORKSHOP):
@@ -97,10 +97,9 @@ def test_typed(tmp_path, monkeypatch):
     exec(notebook.replace("--n_layer 4 --n_embd 64 --max_iters 200", tiny), {})
     assert (tmp_path / "figures/note/right_digits.png").is_file()
 
-def test_code_is_the_source():
-    source = textwrap.dedent(inspect.getsource(model.GPT.last_stream)).replace("\n    ", "\n")
-    loops = [block for block in blocks("python", README) if "runner.run" in block]
-    assert loops and all(loop in source for loop in loops), "copy it anew"
+def test_the_loop_is_that_of_the_model():
+    loop, = [block for block in blocks("text", README) if "ends.start" in block]
+    assert textwrap.indent(loop, "    ") in model.__doc__, "copy it anew"
 
 def test_the_lines_of_the_steps_text_are_right():
     """In README and workshop, each line follows from the one before, by the table that stands below it."""
