@@ -263,14 +263,14 @@ def draw_cost(rows):
     plain = statistics.mean(values(rows, "late: plain NAG", "steps").values())
     left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
-             ylim=(0, None), title="NAG that pays, once trained: what skipping costs")
+             ylim=(0, None), title="NAG that pays late: what skipping costs")
     left.legend(loc="lower left")
 
     ran = 100 - 100 * np.array([of_seeds(f"below 0.05, {asked}", "skipped") for asked in ASKED])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
     right.set(xlabel="steps asked for (a line a seed)", ylim=(0, 100),
               ylabel="share of the sublayers that run (%)",
-              title="and who runs how much, if turns below 6° are skipped")
+              title="and who runs how much, if turns below 3° are skipped")
     save(figure, "cost")
 
 def draw_ill(measured):
