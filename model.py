@@ -1348,9 +1348,9 @@ class Runner:
 
 def price_factor(progress):
     """What part of --gain_cost counts at this point of a training: 0 at first, and 1 at the end.
-    Before anything is learned, turning is no use, and a price would bring whole sublayers below the
-    angle of --mod gain. Then nothing but the price acts on their gains, so they don't come back
-    when they would be needed."""
+    From the start, a price changes what is learned, for better or worse: before anything is
+    learned, turning is no use, so whole sublayers come below the angle of --mod gain. There nothing
+    but the price acts on their gains, so many don't come back when they would be needed."""
     return min(1.0, max(0.0, (progress - 0.3) / 0.6))
 
 def check_answer(runner, answer):
