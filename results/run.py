@@ -45,22 +45,11 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-STEPS = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
-         "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3 --n_layer")
-CODE = ("--data data/stdlib --device cpu --optimizer muon --eval_interval 420 --n_embd 64 "
-        "--max_flops 4.418e12 --gate_lr 3e-3 --residual nag --n_layer")
-LATE = "--gain_cost 0.2 --mod gain:below=0.05"
-PLANS = {
-    "late": [Plan("late: plain NAG", f"{STEPS} 6", [0.02], range(20, 30)),
-             Plan("NAG that pays late", f"{STEPS} 6 {LATE}", [0.02], range(20, 30))],
-    "late price": [Plan("price: NAG that pays late", f"{CODE} 12 --gain_cost 1 --mod gain:below=0.05",
-                        [0.02], range(7, 12))],
-    "late depth": [Plan(f"NAG that pays late, {n} blocks", f"{STEPS} {n} {LATE}", [0.02],
-                        range(20, 25)) for n in (8, 12)]}
+PLANS = {}
 
 SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
 
-PAID_FROM_THE_START = "cost", "price", "paid depth"
+PAID_FROM_THE_START = "cost", "price", "paid depth", "from the start"
 
 def can_run(row):
     """A line of runs.csv. Is it a run of train.py, as it is now, on this machine?"""
