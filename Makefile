@@ -42,11 +42,11 @@ STEPS = --data data/steps --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd -
 
 # Two residuals on the steps text, where it is known which depth a digit needs: PreNorm, and NAG that pays for turning.
 runs/steps-pre/done: data/steps/meta.json | .venv/installed idle
-	$(TRAIN) $(STEPS) | awk '{print "pre | " $$0; fflush()}'
+	$(TRAIN) $(STEPS) | while read -r line; do echo "pre | $$line"; done
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed idle
-	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.2 --mod gain:below=0.05 --gate_lr 3e-3 | awk '{print "nag | " $$0; fflush()}'
+	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.2 --mod gain:below=0.05 --gate_lr 3e-3 | while read -r line; do echo "nag | $$line"; done
 	touch $@
 
 # The lines that the text never shows, read out of the model
