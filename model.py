@@ -429,8 +429,8 @@ class GPT(nn.Module):
         return runner.streams
 
     def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). The B texts have equal lengths: there is no padding.
-        It goes on after an end-of-text. options: those of new_tokens, below"""
+        """idx (B, T) -> (B, T + max_new_tokens). The B texts have equal lengths, as there
+        is no padding. It goes on after an end-of-text. options: those of new_tokens, below"""
         tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
         return torch.cat([idx, *tokens], dim=1)
 
