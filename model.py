@@ -82,7 +82,8 @@ class GPTConfig:
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
         "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
-    init: Literal["width", "gpt2"] = flag("width", "first weights: by fan-in, or all with std 0.02")
+    init: Literal["width", "gpt2", "embedding"] = flag("width",
+        "first weights: by fan-in; all with std 0.02; or so, but the embedding's with std 3")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # With these values, the others change nothing.
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
@@ -328,10 +329,10 @@ EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 def first_std(config, name, columns):
     """The standard deviation of first weights. name: that of a module, such as wte, lm_head or
     blocks.0.mlp.c_fc; columns: of its weight"""
-    if config.init == "gpt2":
-        return 0.02
-    if name == "wte":
+    if name == "wte" and config.init != "gpt2":
         return EMBEDDING_STD   # At first, an embedding is longer than the updates added to it.
+    if config.init != "width":
+        return 0.02
     if name == "lm_head":
         return LOGIT_STD * columns ** -0.5   # The first loss is 0.8^2 / 2 = 0.3 above ln(V).
     return columns ** -0.5   # A residual may rescale it: init_sublayer.

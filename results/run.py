@@ -45,7 +45,18 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-PLANS = {}
+GPT2 = ("--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
+        "--optimizer adamw --n_layer 6")
+ARMS = {"PreNorm": "--init gpt2 --residual pre",
+        "NAG": "--init gpt2 --residual nag --gate_lr 3e-3",
+        "PreNorm, its embedding with std 3": "--init embedding --residual pre"}
+PLANS = {"lasts": [
+    Plan(f"{iterations} iterations: {arm}", f"{GPT2} --max_iters {iterations} {flags}",
+         rates=[1e-3, 2e-3], seeds=[1])
+    for iterations in (3000,) for arm, flags in ARMS.items()] + [
+    Plan("300 iterations: PreNorm, its embedding with std 3",
+         f"{GPT2} --max_iters 300 {ARMS['PreNorm, its embedding with std 3']}",
+         rates=[1e-3, 2e-3, 6e-3], seeds=[1])]}
 
 SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
 

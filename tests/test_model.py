@@ -264,7 +264,8 @@ def test_first_logits_have_a_sane_size(model):
 def test_the_order_of_blocks(repeat, order):
     assert M.block_order(M.GPTConfig(n_layer=4, repeat=repeat)) == order
 
-@pytest.mark.parametrize("init, wanted", [("width", (3, 0.1, 1 / 8, 1 / 16)), ("gpt2", (0.02,) * 4)])
+@pytest.mark.parametrize("init, wanted", [("width", (3, 0.1, 1 / 8, 1 / 16)), ("gpt2", (0.02,) * 4),
+                                          ("embedding", (3, 0.02, 0.02, 0.02))])
 def test_first_weights_have_their_std(init, wanted):
     model = M.GPT(M.GPTConfig("nag", 2, init=init, n_embd=64, vocab_size=320))   # It rescales nothing.
     block = model.blocks[1]
