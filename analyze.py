@@ -1144,6 +1144,8 @@ def open_runs(args):
 
 def make_folder(out):
     """SystemExit if it has files, but no page of ours"""
+    if out.is_file():
+        refuse(f"--out {out}: is a file; name a folder")
     numbers = out / "numbers.json"   # the first file of a page
     out.mkdir(parents=True, exist_ok=True)
     is_ours = numbers.exists() and '"statistics":' in numbers.read_text(errors="replace")

@@ -81,6 +81,8 @@ class Parser(argparse.ArgumentParser):
                 paths = " or ".join(self.for_paths)
                 return f"is it for {paths}?" if paths else "one is enough"
             return "flags begin with --" if "=" in words else "quote names that have spaces"
+        if what == "the following arguments are required":   # After a flag, all may be its values.
+            return "put it before the flags; see --help"
         if words == "expected one argument":   # what: argument --prompt
             return f"a value that begins with - is typed as {what.split()[1]}=-VALUE"
         return "see --help"

@@ -92,6 +92,7 @@ def token_bytes(tokenizer_name, n_tokens):
 # it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER: its bytes
+MOST_TOKENS = 2**30   # in a shard of ours; an int32 counts to nearly 2**31
 
 # ---------------------------------------------------------------------------------- how it is read
 
@@ -199,8 +200,6 @@ def write_meta(folder, meta):
 
 def write_shard(path, tokens):
     """tokens: a sequence of numbers below 2**16"""
-    if len(tokens) >= 2**31:   # The header counts them by an int32.
-        refuse(f"{len(tokens):,} tokens are more than a shard can hold; prepare less text")
     with whole_file(path) as file:
         file.write(np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4"))
         file.write(np.asarray(tokens, "<u2"))
@@ -209,13 +208,16 @@ def write_data_set(out, meta, train, val):
     """Two sequences of tokens -> a data set in the folder `out`, in place of an older one"""
     with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=out) as unfinished:
         write_meta(unfinished, meta)
-        write_shard(Path(unfinished, "train_000000.bin"), train)
-        write_shard(Path(unfinished, "val_000000.bin"), val)
+        for split, tokens in dict(train=train, val=val).items():
+            for i, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
+                path = Path(unfinished, f"{split}_{i:06}.bin")
+                write_shard(path, tokens[begin:begin + MOST_TOKENS])
         # All is whole, so the old files can go. Who is stopped from here on, or reads meanwhile,
         # finds no validation shard, and open_split says so: the new one comes last.
-        (out / "val_000000.bin").unlink(missing_ok=True)
-        for name in "meta.json", "train_000000.bin", "val_000000.bin":
-            os.replace(Path(unfinished, name), out / name)
+        for old in [*out.glob("val_??????.bin"), *out.glob("train_??????.bin")]:
+            old.unlink()
+        for new in sorted(Path(unfinished).iterdir()):   # meta.json, train_000000.bin, ..
+            os.replace(new, out / new.name)
 
 # ==================================================================== part 3: windows of a data set
 

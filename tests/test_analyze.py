@@ -291,6 +291,7 @@ def test_what_others_have_made_stays(made, tmp_path):
         (tmp_path / name).write_text("mine")
         assert "no page of ours" in refused(analyze.main, words)
         assert [path.name for path in tmp_path.iterdir()] == [name]
+        assert "name a folder" in refused(analyze.main, words[:-1] + [str(tmp_path / name)])
         (tmp_path / name).unlink()
     analyze.main(words)
     analyze.main(words)   # This page is ours.

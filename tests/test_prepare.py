@@ -249,10 +249,13 @@ def test_meta(tmp_path):
     write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
     assert load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
 
-def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path):
-    """llm.c counts them by an int32."""
-    said = refused(prepare.write_shard, tmp_path / "train.bin", range(2**31))
-    assert "2,147,483,648 tokens" in said and os.listdir(tmp_path) == []
+def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
+    """More shards are written. If less text comes later, the old ones go."""
+    monkeypatch.setattr(prepare, "MOST_TOKENS", 4)
+    for n, names in (9, ["train_000000.bin", "train_000001.bin", "train_000002.bin"]), (3, ["train_000000.bin"]):
+        prepare.write_data_set(tmp_path, dict(tokenizer="bytes"), range(n), range(2))
+        assert sorted(os.listdir(tmp_path)) == ["meta.json", *names, "val_000000.bin"]
+        assert np.concatenate(prepare.open_split(tmp_path, "train")).tolist() == [*range(n)]
 
 def test_fingerprint(tmp_path):
     """It sees names, sizes, meta.json, and some of the content of each shard."""
@@ -397,7 +400,7 @@ REFUSED = {   # a command line -> words of its sentence
     "text --table_seed 1 --input one": "is for steps", "steps --symbols 1": "--symbols",
     "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
     "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards",
-    "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/"}
+    "--shards 1": "required: name; put it before the flags", "steps --out ''": "--out", "steps --out good/x": "good/"}
 
 def test_bad_input(tmp_path, monkeypatch):
     """One sentence; and no folder has been made."""
