@@ -167,6 +167,12 @@ def test_intervals_are_those_of_the_tables():
         assert f"{low:+.3f} to {high:+.3f}" in tables or f"{-high:+.3f} to {-low:+.3f}" in tables, (low, high)
     assert len(found) >= 5
 
+def test_steps_learned_with_a_price_are_those_of_the_tables():
+    tables = (ROOT / "results/tables.md").read_text()
+    names = "late: plain NAG", *(f"NAG that pays late, {how}0.05" for how in ("below ", "a fixed set for ", "coins for "))
+    means = [re.search(rf"^\| late \| {name} \| \S+ \| 10 \| (\S+) ", tables, re.M)[1] for name in names]
+    assert re.findall(r"^\| .* \| (\d\.\d\d) \|$", README, re.M) == means
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits(name):
     data = (ROOT / name).read_bytes()
