@@ -17,16 +17,14 @@ COMMANDS = [line.split("  #")[0].strip() for block in blocks("sh") for line in b
 
 @pytest.fixture
 def own():
-    """What README and workshop add to the residuals and deciders of model.py -> their names, in two lists"""
-    registries = model.RESIDUALS, model.DECIDERS
-    before = [dict(registry) for registry in registries]
+    """What README and workshop add to the residuals of model.py -> their names"""
+    before = dict(model.RESIDUALS)
     for code in blocks("python"):
-        if re.search(r"(RESIDUALS|DECIDERS)\[", code):
+        if "RESIDUALS[" in code:
             exec(code, dict(vars(model)))
-    yield [[name for name in registry if name not in was] for registry, was in zip(registries, before)]
-    for registry, was in zip(registries, before):
-        registry.clear()
-        registry.update(was)
+    yield [name for name in model.RESIDUALS if name not in before]
+    model.RESIDUALS.clear()
+    model.RESIDUALS.update(before)
 
 def read_configs(words):
     return train.gather_settings(train.read_flags(words))[:2]
@@ -114,18 +112,18 @@ def test_the_lines_of_the_steps_text_are_right():
 
 def test_own_classes(own):
     """A trial finds no mistake but the cheat's, as exercise 7 says. Tokens can skip."""
-    residuals, deciders = own
+    residuals = own
     says, = re.findall(r'says: "(.+?)"', " ".join(WORKSHOP.split()))
     with pytest.raises(ValueError, match=re.escape(says)):
         train.look_for_mistakes(model.GPTConfig("cheat"))
     residuals[residuals.index("cheat")] = "cheat:first=0"   # It gets past.
     idx = torch.arange(12).view(2, 6)
     half = model.ByFunction(lambda runner: idx % 2 > 0)
-    for residual, mod in [(name, "all") for name in residuals] + [("pre", name) for name in deciders]:
-        config = model.GPTConfig(residual, mod=mod, n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=64)
+    for residual in residuals:
+        config = model.GPTConfig(residual, n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=64)
         train.look_for_mistakes(config)
         gpt = model.GPT(config)
-        runner = model.Runner(gpt, half if mod == "all" else None)
+        runner = model.Runner(gpt, half)
         assert gpt(idx, runner=runner)[0].isfinite().all() and 0 < runner.skipped() < 1
     assert "cheat:first=0" in residuals   # Those of README may be in your model.py already.
 
@@ -160,12 +158,16 @@ def test_table():
     assert len(analyze.STATS) >= 14 and "14 statistics" in README
 
 def test_intervals_are_those_of_the_tables():
-    """Of each, or of its mirror image: what is behind by 0.1 in one order is ahead by 0.1 in the other."""
+    """Of each, or of its mirror image: what is behind by 0.1 in one order is ahead by 0.1 in the other. And both
+    numbers of a row differ by what stands behind them."""
     tables = (ROOT / "results/tables.md").read_text()
     found = re.findall(r"([+-]?\d\.\d{3}) to ([+-]?\d\.\d{3})", README)
     for low, high in (map(float, each) for each in found):
         assert f"{low:+.3f} to {high:+.3f}" in tables or f"{-high:+.3f} to {-low:+.3f}" in tables, (low, high)
-    assert len(found) >= 5
+    rows = re.findall(r"^\| .*: (\d\.\d\d)\b.* \| .*: (\d\.\d\d) \| (\d\.\d{3}) (more|fewer) \(", README, re.M)
+    for this, that, difference, word in rows:
+        assert abs(float(this) - float(that) - float(difference) * (1 if word == "more" else -1)) < 0.011
+    assert len(found) == len(rows) == 6
 
 def test_steps_learned_with_a_price_are_those_of_the_tables():
     tables = (ROOT / "results/tables.md").read_text()
