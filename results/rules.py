@@ -75,9 +75,8 @@ was written before a run of this width.)
 `lasts` asks whether NAG's lead with AdamW and GPT-2's first weights is one of the start, and
 whether the embedding makes it. Code, six blocks, 300 and 3,000 iterations: PreNorm, NAG, and
 PreNorm with GPT-2's first weights but for its embedding, which has std 3 (--init embedding). Rates:
-seed 1 chooses of 0.001 and 0.002 at 3,000 iterations. At 300 it has chosen 0.002 for PreNorm and
-NAG, of 0.001, 0.002 and 0.006; the third arm chooses of the same three. The rule, written before
-seeds 30 to 33 ran: the lead *lasts* if NAG is better than PreNorm at 3,000 iterations, too. It *is
+seed 1 chooses of 0.001, 0.002 and 0.006 (0.012, too, if that was the best). The rule, written
+before seeds 30 to 33 ran: the lead *lasts* if NAG is better than PreNorm at 3,000 iterations, too. It *is
 one of the start* if it is smaller there than at 300, surely, and NAG isn't better at 3,000, or
 leads by less than a fifth of the lead at 300. The embedding *makes the lead*, at a length, if
 PreNorm with it is better than PreNorm, and better than NAG or equal within 0.02; it makes *a part*
