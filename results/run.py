@@ -52,7 +52,7 @@ ARMS = {"PreNorm": "--init gpt2 --residual pre",
         "PreNorm, its embedding with std 3": "--init embedding --residual pre"}
 PLANS = {"lasts": [
     Plan(f"{iterations} iterations: {arm}", f"{GPT2} --max_iters {iterations} {flags}", rates, [1])
-    for iterations, rates in ((3000, [1e-3, 2e-3, 6e-3]), (300, [1e-3, 2e-3, 6e-3, 12e-3]))
+    for iterations, rates in ((3000, [1e-3, 2e-3, 6e-3, 12e-3]), (300, [1e-3, 2e-3, 6e-3, 12e-3]))
     for arm, flags in ARMS.items() if iterations == 3000 or "std" in arm]}
 
 SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
