@@ -7,7 +7,7 @@ import pytest, torch
 import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
 
-LIMITS = {"README.md": 248, "workshop/README.md": 221}   # lines
+LIMITS = {"README.md": 252, "workshop/README.md": 220}   # lines
 README, WORKSHOP = (ROOT.joinpath(name).read_text(encoding="utf-8") for name in LIMITS)
 
 def blocks(kind, text=README + WORKSHOP):
@@ -154,7 +154,7 @@ def test_table():
     table = README.split("## The residuals")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
     lines = [line.strip() for line in train.residuals_in_words().splitlines()[1:]]
-    assert rows == lines[:len(rows)] and len(rows) >= 22   # One of your own may follow.
+    assert {*rows} <= {*lines} and len({*rows}) >= 22   # One of your own may be there, too.
     assert len(analyze.STATS) >= 14 and "14 statistics" in README
 
 def test_intervals_are_those_of_the_tables():
