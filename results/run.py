@@ -51,7 +51,8 @@ ARMS = {"PreNorm": "--init gpt2 --residual pre",
         "NAG": "--init gpt2 --residual nag --gate_lr 3e-3",
         "PreNorm, its embedding with std 3": "--init embedding --residual pre"}
 RATES = {("PreNorm", 300): 2e-3, ("NAG", 300): 2e-3, ("PreNorm, its embedding with std 3", 300): 6e-3,
-         ("PreNorm", 3000): 12e-3, ("NAG", 3000): 6e-3}   # chosen by seed 1
+         ("PreNorm", 3000): 12e-3, ("NAG", 3000): 6e-3,
+         ("PreNorm, its embedding with std 3", 3000): 6e-3}   # chosen by seed 1
 PLANS = {"lasts": [
     Plan(f"{iterations} iterations: {arm}", f"{GPT2} --max_iters {iterations} {ARMS[arm]}", [rate],
          seeds=[30, 31, 32, 33])
