@@ -1106,7 +1106,7 @@ def main(argv=None):
         print("\n".join(f"{name:18}{statistic.title}" for name, statistic in STATS.items()))
         return
     [args] = parse((AnalyzeConfig,), argv, __doc__, positional=("runs",))
-    wanted = args.only.split(",") if args.only else list(STATS)
+    wanted = args.only.replace(" ", "").split(",") if args.only else list(STATS)
     for name in wanted:
         if name not in STATS:
             refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")

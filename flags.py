@@ -81,10 +81,10 @@ class Parser(argparse.ArgumentParser):
                 paths = " or ".join(self.for_paths)
                 return f"is it for {paths}?" if paths else "one is enough"
             return "flags begin with --" if "=" in words else "quote names that have spaces"
-        if what == "the following arguments are required":   # After a flag, all may be its values.
-            return "put it before the flags; see --help"
+        if what == "the following arguments are required":   # A flag may have taken it for a value.
+            return "it comes first; see --help"
         if words == "expected one argument":   # what: argument --prompt
-            return f"a value that begins with - is typed as {what.split()[1]}=-VALUE"
+            return f"one that begins with - is typed as {what.split()[1]}=-VALUE"
         return "see --help"
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
@@ -107,7 +107,7 @@ def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
             how = dict(type=not_empty if field.type is str else field.type)
         # SUPPRESS: what is not typed is not among the results.
         section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field), **how)
-        if name != field.name and re.search("folder|files", field.metadata.get("help", "")):
+        if name != field.name and re.search("folder|file", field.metadata.get("help", "")):
             parser.for_paths = [*parser.for_paths, name]
     return vars(parser.parse_intermixed_args(argv))   # RUN --only x RUN
 
@@ -132,7 +132,7 @@ def make_configs(classes, values):
     """A dict -> an instance of each class. SystemExit, with all sentences of field_problems and of
     a config's own `problems`, if values are impossible"""
     for name in values.keys() - {field.name for field in all_fields(classes)}:
-        refuse(f"--{name}: unknown flag; see --help")   # It stands in a file.
+        refuse(f"--{name}: unknown flag, in a file of settings; see --help")
     configs, problems = [], []
     for each in classes:
         config = each(**{field.name: values[field.name] for field in dataclasses.fields(each)

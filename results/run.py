@@ -182,6 +182,8 @@ def main(argv=None):
         refuse(f"{name}: no such experiment; choose from {', '.join(known)}")
     out = Path(args.out)
     missing = missing_runs(args.names, out / "runs.csv")
+    if not missing:
+        say(f"{out / 'runs.csv'} has all of it; with --out mine it runs again")
     if args.dry:
         for run in missing:
             say(f"python train.py {run['command']}")

@@ -817,7 +817,7 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no settings there"),
     ("--out ''", "argument --out: is empty"), ("--out file", "is a file"), ("--out {long}", "too long"),
     ("--grad_accum 4 --batch_size 6", "multiple of grad_accum x processes, 4 x 1"),
-    ("config=x.py", "flags begin with --"), ("file", "is it for --data or --out?"), ("my run", "quote names"),
+    ("config=x.py", "flags begin with --"), ("file", "is it for --data or --out or --config?"), ("my run", "quote names"),
     ("--lr", "--lr=-VALUE"), ("--or_resume", "give --out"), ("--or_resume --overwrite --out {run}", "contradict"),
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"),
     ("--resume --init_from {run} --out {run}", "--init_from"),
