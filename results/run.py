@@ -45,11 +45,7 @@ Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 #
 #     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
 #                   rates=[1e-2, 2e-2], seeds=[1])]
-GPT2 = ("--data data/stdlib --device cpu --n_embd 64 --schedule wsd --eval_interval 300 "
-        "--optimizer adamw --n_layer 6")
-PLANS = {"lasts": [
-    Plan("3000 iterations: PreNorm, rate 0.006",
-         f"{GPT2} --max_iters 3000 --init gpt2 --residual pre", [6e-3], seeds=[30, 31, 32, 33])]}
+PLANS = {}
 
 SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
 
