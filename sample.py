@@ -104,7 +104,8 @@ def places_to_remove(model, blocks):
     words, n_blocks = blocks.split(","), len(model.blocks)
     known = [str(number) for number in range(1, n_blocks + 1)]
     if not all(word in known for word in words) or len({*words}) == n_blocks:
-        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as {n_blocks}")
+        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as "
+               f"{n_blocks}")
     return {place for word in words for place in places_of(model, int(word) - 1)}
 
 # ---------------------------------------------------------------------------------------- sampling

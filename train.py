@@ -712,7 +712,8 @@ def data_of_run(run, settings, data=""):
         refuse(f"{run}: its tokens are those of {settings['tokenizer']}, and {folder} has "
                f"{tokenizer}")
     if not is_same_data(folder, settings["fingerprint"]):
-        return folder, f"{folder} is not, or no longer, what {run} was trained on: losses may differ"
+        return folder, (f"{folder} is not, or no longer, what {run} was trained on: losses may "
+                        f"differ")
     return folder, ""
 
 def is_run(folder):

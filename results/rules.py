@@ -20,7 +20,8 @@ if it is ahead of both controls, which skip as much:
     coins         each sublayer is skipped by as many tokens as by gain, but by random ones
 
 All this was measured up to commit e690699, where NAG paid from the start. Whether training is free
-stayed open. Now the price comes late (price_factor in model.py; seeds 17 to 19 chose it). The rule for this, written before seeds 20 to 29 ran:
+stayed open. Now the price comes late (price_factor in model.py; seeds 17 to 19 chose it). The
+rule for this, written before seeds 20 to 29 ran:
 
     python results/run.py late --out mine         # and `late depth`; on code `late price`
 
@@ -76,9 +77,9 @@ was written before a run of this width.)
 whether the embedding makes it. Code, six blocks, 300 and 3,000 iterations: PreNorm, NAG, and
 PreNorm with GPT-2's first weights but for its embedding, which has std 3 (--init embedding). Rates:
 seed 1 chooses of 0.001, 0.002 and 0.006 (0.012, too, if that was the best). The rule, written
-before seeds 30 to 33 ran: the lead *lasts* if NAG is better than PreNorm at 3,000 iterations, too. It *is
-one of the start* if it is smaller there than at 300, surely, and NAG isn't better at 3,000, or
-leads by less than a fifth of the lead at 300. The embedding *makes the lead*, at a length, if
+before seeds 30 to 33 ran: the lead *lasts* if NAG is better than PreNorm at 3,000 iterations, too.
+It *is one of the start* if it is smaller there than at 300, surely, and NAG isn't better at 3,000,
+or leads by less than a fifth of the lead at 300. The embedding *makes the lead*, at a length, if
 PreNorm with it is better than PreNorm, and better than NAG or equal within 0.02; it makes *a part*
 if PreNorm with it is better than PreNorm, and worse than NAG.
 """
