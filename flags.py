@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
                 return f"is it for {paths}?" if paths else "one is enough"
             return "flags begin with --" if "=" in words else "quote names that have spaces"
         if what == "the following arguments are required":   # A flag may have taken it for a value.
-            return "it comes first; see --help"
+            return "put it first, as --help shows"
         if words == "expected one argument":   # what: argument --prompt
             return f"one that begins with - is typed as {what.split()[1]}=-VALUE"
         return "see --help"

@@ -1308,8 +1308,8 @@ class Runner:
     def loss(self, loss, targets):
         """In training: the mean cross entropy -> what is to become small. With --deep_supervision,
         the head reads the stream after each block, and not only at the end. The decider may add
-        something. --gain_cost is a price for the mean |gain|. (It is ours, not the paper's.) It
-        comes late: see price_factor."""
+        something. --gain_cost times the mean |gain| is added late: see cost_factor. (This is ours,
+        not the paper's.)"""
         self.cross_entropy = loss.detach()
         if self.supervises_blocks:
             after_blocks = self.streams[2::2]   # The first one is the embedding's.
@@ -1318,8 +1318,8 @@ class Runner:
             loss = sum([*losses, loss]) / len(after_blocks)
         loss = loss + self.decider.loss(self)
         if self.gain_has_cost:
-            price = self.model.config.gain_cost * price_factor(self.progress)
-            loss = loss + price * self.mean_gain()
+            cost = self.model.config.gain_cost * cost_factor(self.progress)
+            loss = loss + cost * self.mean_gain()
         return loss
 
     # --- What a pass has noted. It is asked for when the pass is over.
@@ -1347,11 +1347,11 @@ class Runner:
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
 
-def price_factor(progress):
+def cost_factor(progress):
     """What part of --gain_cost counts at this point of a training: 0 at first, and 1 at the end.
-    From the start, a price changes what is learned, for better or worse: before anything is
-    learned, turning is no use, so whole sublayers come below the angle of --mod gain. There nothing
-    but the price acts on their gains, so many don't come back when they would be needed."""
+    From the start, a cost changes what is learned, for better or worse: before anything is learned,
+    turning is no use, so whole sublayers come below the angle of --mod gain. A token that skips a
+    sublayer teaches its gain nothing, so many of them don't come back."""
     return min(1.0, max(0.0, (progress - 0.3) / 0.6))
 
 def check_answer(runner, answer):

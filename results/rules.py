@@ -20,8 +20,8 @@ if it is ahead of both controls, which skip as much:
     coins         each sublayer is skipped by as many tokens as by gain, but by random ones
 
 All this was measured up to commit e690699, where NAG paid from the start. Whether training is free
-stayed open. Now the price comes late (price_factor in model.py; seeds 17 to 19 chose it). The
-rule for this, written before seeds 20 to 29 ran:
+stayed open. Now the cost comes late (cost_factor in model.py; seeds 17 to 19 chose it). The rule
+for this, written before seeds 20 to 29 ran:
 
     python results/run.py late --out mine         # and `late depth`; on code `late price`
 

@@ -179,7 +179,7 @@ def main(argv=None):
     out = Path(args.out)
     missing = missing_runs(args.names, out / "runs.csv")
     if not missing:
-        say(f"{out / 'runs.csv'} has all of it; with --out mine it runs again")
+        say(f"{out / 'runs.csv'} has all of it; with another --out it runs again")
     if args.dry:
         for run in missing:
             say(f"python train.py {run['command']}")

@@ -286,7 +286,7 @@ def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
         assert "has no form in numbers.json" in shown[name]["missing"]["a$x^$b"] and not shown[name]["results"]
 
 def test_what_others_have_made_stays(made, tmp_path):
-    words = [f"{made}/a$x^$b", "--only", "turning", "--out", str(tmp_path)]
+    words = [f"{made}/a$x^$b", "--only", "turning, turning", "--out", str(tmp_path)]
     for name in "index.html", "turning.png":
         (tmp_path / name).write_text("mine")
         assert "no page of ours" in refused(analyze.main, words)

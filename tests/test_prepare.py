@@ -400,7 +400,7 @@ REFUSED = {   # a command line -> words of its sentence
     "text --table_seed 1 --input one": "is for steps", "steps --symbols 1": "--symbols",
     "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
     "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards",
-    "--shards 1": "required: name; it comes first", "steps --out ''": "--out", "steps --out good/x": "good/"}
+    "--shards 1": "required: name; put it first", "steps --out ''": "--out", "steps --out good/x": "good/"}
 
 def test_bad_input(tmp_path, monkeypatch):
     """One sentence; and no folder has been made."""

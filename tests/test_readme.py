@@ -112,11 +112,10 @@ def test_the_lines_of_the_steps_text_are_right():
 
 def test_own_classes(own):
     """A trial finds no mistake but the cheat's, as exercise 7 says. Tokens can skip."""
-    residuals = own
     says, = re.findall(r'says: "(.+?)"', " ".join(WORKSHOP.split()))
     with pytest.raises(ValueError, match=re.escape(says)):
         train.look_for_mistakes(model.GPTConfig("cheat"))
-    residuals[residuals.index("cheat")] = "cheat:first=0"   # It gets past.
+    residuals = [name.replace("cheat", "cheat:first=0") for name in own]   # So it gets past.
     idx = torch.arange(12).view(2, 6)
     half = model.ByFunction(lambda runner: idx % 2 > 0)
     for residual in residuals:
@@ -169,7 +168,7 @@ def test_intervals_are_those_of_the_tables():
         assert abs(float(this) - float(that) - float(difference) * (1 if word == "more" else -1)) < 0.011
     assert len(found) == len(rows) == 6
 
-def test_steps_learned_with_a_price_are_those_of_the_tables():
+def test_steps_learned_with_a_cost_are_those_of_the_tables():
     tables = (ROOT / "results/tables.md").read_text()
     names = "late: plain NAG", *(f"NAG that pays late, {how}0.05" for how in ("below ", "a fixed set for ", "coins for "))
     means = [re.search(rf"^\| late \| {name} \| \S+ \| 10 \| (\S+) ", tables, re.M)[1] for name in names]

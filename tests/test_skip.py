@@ -150,9 +150,9 @@ def test_a_gain_is_paid_for_in_training_only(mod, repeat):
     same(found[0], found[1] + 2 * found[2])
     mine, rest, his = [gradients(model, each) for each in found]
     same_gradients(mine, {name: rest[name] + 2 * his[name] for name in rest})
-    for name in "alpha", "beta", "votes", "preferred", "bias":   # The price moves all that make a gain.
+    for name in "alpha", "beta", "votes", "preferred", "bias":   # The cost moves all that make a gain.
         assert his[f"blocks.0.mlp_residual.{name}"].abs().max() > 1e-6
-    if mod == "all":   # Who looks at a trained model hears of no price, and nobody asks for gains.
+    if mod == "all":   # Who looks at a trained model hears of no cost, and nobody asks for gains.
         runner = M.Runner(model.eval())
         assert model(IDX, TARGETS, runner=runner)[1] == free() and runner.mean_gain() is None
 
