@@ -80,7 +80,8 @@ class Parser(argparse.ArgumentParser):
             if os.path.exists(words.split()[0]):
                 paths = " or ".join(self.for_paths)
                 return f"is it for {paths}?" if paths else "one is enough"
-            return "flags begin with --" if "=" in words else "quote names that have spaces"
+            return ("flags begin with --" if "=" in words else
+                    "quote names that have spaces, and put commas between those of a list")
         if what == "the following arguments are required":   # A flag may have taken it for a value.
             return "put it first, as --help shows"
         if words == "expected one argument":   # what: argument --prompt
