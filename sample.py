@@ -5,7 +5,6 @@ runs was skipped. (Reading the prompt doesn't count.) Tokens skip as in training
 
     python sample.py runs/code --prompt "def " --temperature 0.6 --top_k 50
     python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
-    python sample.py runs/pre --exit 0.9           # stops at the block where the head is sure
     python sample.py runs/pre --remove 9,10        # all tokens skip the blocks 9 and 10
     python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
 
@@ -25,7 +24,7 @@ import torch
 import prepare
 from analyze import WINDOWS, Inside, NotHere, in_words
 from flags import flag, parse, refuse, start
-from model import ByGain, Decider, EarlyExit, Without, new_tokens, places_of, why_not
+from model import ByGain, Decider, Trip, new_tokens, places_of
 from train import data_of_run, open_run
 
 @dataclass
@@ -41,8 +40,6 @@ class SampleConfig:
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
-    exit: float = flag(1.0, "a token stops when its prediction has this probability; 1: never",
-                       0, 1)
     remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
                        "analyze.py's figures, and block 9 is 17 and 18")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
@@ -57,8 +54,6 @@ class SampleConfig:
                                                   group="machine")
 
     def problems(self):
-        if self.skip_below >= 0 and self.exit < 1:
-            yield "--skip_below and --exit: each decides by itself who runs; give one of them"
         if self.data and not self.inside:
             yield "--data: only --inside reads a data set; leave it out, or add --inside"
 
@@ -66,38 +61,33 @@ def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     config.prompt = prepare.text_or_file(config.prompt)
     model, settings = open_run(config.run, config.device)
-    model.decider = pick_decider(model, config)
+    make_trip = trips_as_asked(model, config)
     if config.inside:
         data, warning = data_of_run(config.run, settings, config.data)
         if warning:
             print(warning, file=sys.stderr)
-        show_inside(model, data, config.prompt.strip())
+        show_inside(model, make_trip, data, config.prompt.strip())
     else:
-        show_samples(model, prepare.get_tokenizer(settings["tokenizer"]), config)
+        show_samples(model, make_trip, prepare.get_tokenizer(settings["tokenizer"]), config)
 
 # ----------------------------------------------------------------------------------- who runs what
 
-def pick_decider(model, config):
-    """-> the decider, which says which tokens run the next sublayer: as trained, or as a flag asks
-    for it, and without the blocks of --remove. SystemExit if the model can't do so"""
-    asked, other = None, None
+def trips_as_asked(model, config):
+    """-> a function that makes a Trip for each pass, in which tokens skip as in training, or as a
+    flag asks for it, and without the blocks of --remove. SystemExit if the model can't do so"""
+    decider = model.decider
+    if config.skip_below >= 0 and type(decider).after is not Decider.after:
+        # A router's blocks need its weights.
+        refuse(f"--skip_below: the run's own --mod {model.config.mod} decides who skips; use "
+               f"another run")
+    if config.skip_below > 0 and not model.ends.knows_gain:
+        refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
     if config.skip_below > 0:
-        asked, other = "--skip_below", ByGain(model.config, config.skip_below)
-    elif config.skip_below == 0:
-        asked, other = "--skip_below", Decider(None)   # All run, so no gain has to be known.
-    elif config.exit < 1:
-        asked, other = "--exit", EarlyExit(config.exit)
-    if other:
-        if model.decider.changes_stream():   # A router's blocks need its weights.
-            why = f"the run's own --mod {model.config.mod} decides who skips; use another run"
-        else:
-            why = why_not(other, model.config)
-        if why:
-            refuse(f"{asked}: {why}")
-    decider = other or model.decider
-    if config.remove:
-        decider = Without(places_to_remove(model, config.remove), decider)
-    return decider
+        decider = ByGain(model.config, below=config.skip_below)
+    if config.skip_below == 0:
+        decider = Decider(None)   # All run, so no gain has to be known.
+    without = places_to_remove(model, config.remove) if config.remove else ()
+    return lambda: Trip(model, decider, without)
 
 def places_to_remove(model, blocks):
     """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
@@ -110,12 +100,12 @@ def places_to_remove(model, blocks):
 
 # ---------------------------------------------------------------------------------------- sampling
 
-def show_samples(model, tokenizer, config):
+def show_samples(model, make_trip, tokenizer, config):
     """One after the other; and at the end, how fast it was, and how much was skipped"""
     torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
     skipped, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
-        skipped += sample(model, tokenizer, config)
+        skipped += sample(model, make_trip, tokenizer, config)
     speed = len(skipped) / (time.perf_counter() - begin)
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
@@ -128,18 +118,19 @@ def show_samples(model, tokenizer, config):
 #     so it predicts              b      c     the first new token
 #     with the share            0.5   0.75      1         (a has none: nobody predicted it)
 
-def shares_of_prompt(prompt, runner):
-    """-> for each token of the prompt its share, or None. runner: that of the pass that has read
+def shares_of_prompt(prompt, trip):
+    """-> for each token of the prompt its share, or None. trip: the pass that has read
     the prompt, or its end, if it is longer than the model's context"""
-    ran = runner.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
+    ran = trip.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
     shares = ran[:-1]   # The last one is for the first new token.
     return [None] * (len(prompt) - len(shares)) + shares
 
-def sample(model, tokenizer, config):
+def sample(model, make_trip, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
-    tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None)
+    tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
+                        make_trip=make_trip)
     # A character may be several tokens. Bytes that make no whole one wait for the next token.
     decoder, skipped = codecs.getincrementaldecoder("utf-8")(errors="replace"), []
 
@@ -148,12 +139,12 @@ def sample(model, tokenizer, config):
         show(text, share if config.depth else None)
 
     try:
-        # Each token comes with the runner of the pass that predicted it, which knows who skipped.
-        for n, (token, runner) in enumerate(tokens):
+        # Each token comes with the trip of the pass that predicted it, which knows who skipped.
+        for n, (token, trip) in enumerate(tokens):
             if n == 0:   # The first pass has read the prompt, which is shown first.
-                for each, share in zip(prompt, shares_of_prompt(prompt, runner)):
+                for each, share in zip(prompt, shares_of_prompt(prompt, trip)):
                     show_token(each, share)
-            skipped.append(runner.skipped(last=True))   # for the last token that it has read
+            skipped.append(trip.skipped(last=True))   # for the last token that it has read
             if token.item() == tokenizer.eot_token:
                 break
             show_token(token.item(), 1 - skipped[-1])
@@ -177,7 +168,7 @@ def show(text, share=None):
 
 # ---------------------------------------------------------------------------------------- --inside
 
-def show_inside(model, data, line):
+def show_inside(model, make_trip, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
     folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
     puzzle = prepare.load_meta(data).get("steps")

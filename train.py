@@ -14,8 +14,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 #
 #     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
 #     decider     says which tokens skip which sublayers (model.py, part 3)
-#     Runner      runs one pass of tokens through the model, and notes what happened: who skipped,
-#                 the loss, the gains (how much sublayers change a token; some residuals know it)
+#     Trip        one pass in which tokens may skip. It notes what happened: who skipped, the loss,
+#                 the gains (how much sublayers change a token; some residuals know it)
 #     gate        a parameter that trains with --gate_lr. Residuals list theirs in own_lr.
 #     part        a batch has grad_accum x processes parts. Each process takes its own in turn.
 #                 (A part is what nanoGPT calls its batch: its batch_size is that of a part.)
@@ -45,8 +45,9 @@ from torch.nn.parallel import DistributedDataParallel
 import prepare
 from flags import (Mistake, flag, make_configs, mute, option_defaults, read_command_line, refuse,
                    start)
-from model import (DECIDERS, GPT, Decider, ForTraining, GPTConfig, KVCache, RESIDUALS, Residual,
-                   Runner, choose, constrain_weights, flops_per_token, num_params)
+from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Trip,
+                   call_residual, flops_per_token, for_training, make_decider, make_residual,
+                   needed_trip, num_params)
 from prepare import locked, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
@@ -171,11 +172,11 @@ def evaluate(model, x, y, token_bytes, batch_size):
     model.eval()
     torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
     for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        runner = Runner(model)
-        _, loss = model(xi.to(model.device), yi.to(model.device), runner=runner)
+        trip = needed_trip(model)
+        _, loss = model(xi.to(model.device), yi.to(model.device), trip=trip)
         share = len(xi) / len(x)
         nats += loss.item() * share
-        skipped += runner.skipped() * share
+        skipped += trip.skipped() * share if trip else 0.0
     model.train(was_training)
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
     return nats, nats / math.log(2) / bytes_per_token, skipped
@@ -322,25 +323,24 @@ def load_moments(optimizers, ckpt):
 # ----------------------------------------------------------------------------------------- the loop
 
 def make_ready(model, config, device):
-    """Brings the model to its device -> what is called in training: the model itself, or what
-    compiles it, or its DDP wrapper if there are several processes"""
+    """Brings the model to its device -> the model, or its DDP wrapper if there are several
+    processes, and what is called in training: that, or what compiles it"""
     model.to(device)
     if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
         # The model computes its products in this type, as autocast would. Weights stay float32.
         model.compute_in(torch.bfloat16)
     wrapped = model
-    if config.compile or config.checkpoint_blocks:
-        wrapped = ForTraining(model, config.compile, config.checkpoint_blocks)
-    if N_PROCESSES == 1:
-        return wrapped
-    # Where tokens skip, it may be that a sublayer is run by no token of this process.
-    return DistributedDataParallel(wrapped, find_unused_parameters=model.decider.needs_skipping)
+    if N_PROCESSES > 1:
+        # Where tokens skip, it may be that a sublayer is run by no token of this process.
+        may_skip = "skipping" in model.decider.needs
+        wrapped = DistributedDataParallel(model, find_unused_parameters=may_skip)
+    return wrapped, for_training(model, wrapped, config.compile, config.checkpoint_blocks)
 
-def forward_and_backward(model, wrapped, config, data, step, progress):
+def forward_and_backward(model, wrapped, call, config, data, step, progress):
     """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
     the parameters -> means over the parts, a dict of what is reported, and the FLOPs per token of
-    the forward pass, fewer where tokens skip. wrapped: see make_ready"""
-    records, token_flops = [], 0.0
+    the forward pass, fewer where tokens skip. wrapped, call: see make_ready"""
+    records, trips, token_flops = [], [], 0.0
     n_parts = config.grad_accum * N_PROCESSES
     parts = range(RANK, n_parts, N_PROCESSES)   # those of this process
     for part in parts:
@@ -350,15 +350,19 @@ def forward_and_backward(model, wrapped, config, data, step, progress):
         torch.manual_seed(int(seed))
         if N_PROCESSES > 1:   # They exchange gradients once a step, in the last part.
             wrapped.require_backward_grad_sync = part == parts[-1]
-        runner = Runner(model, progress=progress)
-        _, loss = wrapped(x, y, runner=runner)
+        trip = needed_trip(model, progress)   # None, unless tokens skip, or a flag has a cost
+        _, loss = call(x, y, trip=trip)
         (loss / config.grad_accum).backward()
         # What is reported is the cross entropy, without what --gain_cost, say, adds to it.
-        record = dict(loss=runner.cross_entropy, skip_rate=runner.skipped())
-        if (gain := runner.mean_gain()) is not None:   # Somebody has asked for gains.
-            record["mean_gain"] = gain.detach()
+        record = dict(loss=trip.cross_entropy if trip else loss.detach(), skip_rate=0.0)
+        if trip is not None:
+            trips.append(trip)
+            record["skip_rate"] = trip.skipped()
+            if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
+                record["mean_gain"] = gain.detach()
         records.append(record)
-        token_flops += flops_per_token(model, runner=runner) / config.grad_accum
+        token_flops += flops_per_token(model, trip) / config.grad_accum
+    model.decider.after_iteration(trips, mean_of_all)   # --mod gain:rate moves its threshold.
     means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
     return means, token_flops
 
@@ -368,7 +372,7 @@ def train(model_config, config, ckpt, data, device, signals):
     out, model, step, flops = Path(config.out), GPT(model_config), 0, 0.0
     if ckpt:
         load_weights(model, ckpt, config.out if config.resume else config.init_from)
-    wrapped = make_ready(model, config, device)
+    wrapped, call = make_ready(model, config, device)
     optimizers = make_optimizers(model, config)
     settings = of_the_run(asdict(model_config) | asdict(config))
     settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
@@ -409,7 +413,8 @@ def train(model_config, config, ckpt, data, device, signals):
 
         # --- From a batch to gradients
         progress = progress_of(config, step, flops)   # --gain_cost comes late.
-        means, token_flops = forward_and_backward(model, wrapped, config, data, step, progress)
+        means, token_flops = forward_and_backward(model, wrapped, call, config, data, step,
+                                                  progress)
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
@@ -427,7 +432,6 @@ def train(model_config, config, ckpt, data, device, signals):
                 group["lr"] = group["peak_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        constrain_weights(model)   # nGPT normalises its weights.
 
         # --- Report
         if is_logged:
@@ -839,10 +843,10 @@ def noted_signals():
 def look_for_mistakes(config):
     """Mistake, with a sentence, if the class that --residual or --mod names has one of these: a
     misspelt or missing method, a forgotten return, a wrong shape, a look at other tokens"""
-    kind, _ = choose("--residual", RESIDUALS, config.residual)
-    decider_kind, _ = choose("--mod", DECIDERS, config.mod)
+    kind = type(make_residual(config, 1))
+    decider_kind = type(make_decider(config))
     look_at_names(kind, Residual, "forward")
-    look_at_names(decider_kind, Decider, "decide")
+    look_at_names(decider_kind, Decider, "forward")
     # The depth and the width are yours, and all else is small.
     model = GPT(GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd,
                           block_size=4, vocab_size=8, mlp_ratio=0.1, mod=config.mod)).eval()
@@ -851,7 +855,7 @@ def look_for_mistakes(config):
         if name not in parameters:
             raise Mistake(f"{kind.__name__}.own_lr names {name!r}, and its parameters are "
                           f"{', '.join(sorted(parameters)) or 'none'}")
-    model(torch.zeros(2, 3, dtype=torch.long), runner=LooksAtShapes(model, Decider(config)))
+    model(torch.zeros(2, 3, dtype=torch.long), trip=Trip(model, Decider(config), call=look_at_shapes))
     look_at_other_tokens(model, kind.__name__, Decider(config))   # All tokens run.
     look_at_other_tokens(model, decider_kind.__name__, model.decider)
     look_at_sampling(model, kind.__name__)
@@ -868,15 +872,14 @@ def look_at_names(kind, base, method):
     if not changed and kind is not base:
         raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its {method}")
 
-class LooksAtShapes(Runner):
+def look_at_shapes(residual, stream, f, gain=None):
     """A stream keeps its form from sublayer to sublayer, unless it grows by design."""
-    def run(self, stream, residual, f):
-        after = super().run(stream, residual, f)
-        if shape_of(after) != shape_of(stream) and not residual.stream_grows:
-            raise Mistake(f"{type(residual).__name__}.forward got {shape_of(stream)} and returned "
-                          f"{shape_of(after)}. Is a return missing? (A stream of its own form "
-                          f"needs a method start, too.)")
-        return after
+    after = call_residual(residual, stream, f, gain)
+    if shape_of(after) != shape_of(stream) and not residual.stream_grows:
+        raise Mistake(f"{type(residual).__name__}.forward got {shape_of(stream)} and returned "
+                      f"{shape_of(after)}. Is a return missing? (A stream of its own form needs a "
+                      f"method start, too.)")
+    return after
 
 def shape_of(stream):
     """That of a stream's tensor, or of each, as text"""
@@ -888,7 +891,7 @@ def look_at_other_tokens(model, name, decider):
     """Compares passes in which only a later token, or only another sequence, is another one."""
     def logits(idx):
         torch.manual_seed(0)   # All passes draw the same random numbers.
-        return model(torch.tensor(idx), runner=Runner(model, decider))[0]
+        return model(torch.tensor(idx), trip=Trip(model, decider))[0]
     usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
     last = logits([[0, 1, 2, 7], [4, 5, 6, 7]])
     other = logits([[0, 1, 2, 3], [7, 6, 5, 4]])
@@ -901,7 +904,7 @@ def look_at_other_tokens(model, name, decider):
 def look_at_sampling(model, name):
     """There a residual gets the newest token alone. So it can't look at earlier ones."""
     def logits(idx, cache=None):
-        return model(idx, cache=cache, runner=Runner(model, Decider(None)))[0][:, -1]
+        return model(idx, cache=cache, trip=Trip(model, Decider(None)))[0][:, -1]
     idx, cache = torch.tensor([[0, 1, 2, 3]]), KVCache(4)
     usual, again = logits(idx), logits(idx)
     for token in idx.split(1, dim=1):
