@@ -50,7 +50,8 @@ from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """The settings of a model. flag(default, help, lowest, highest): train.py has it as a flag"""
+    """The settings of a model. flag(default, help, lowest, highest) is a field, and a flag of
+    train.py, too."""
     residual: str = flag("pre", "the rule, such as nag; options follow it: hyper:n=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -61,10 +62,10 @@ class GPTConfig:
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
         "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
-    init: Literal["width", "gpt2", "embedding"] = flag("width",
-        "first weights: by fan-in; all with std 0.02; or so, but the embedding's with std 3")
+    init: Literal["width", "gpt2", "embedding"] = flag(
+        "width", "first weights: by fan-in; gpt2: std 0.02; embedding: gpt2, but the embedding's 3")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # With these values, the others change nothing.
+    # Variants, which are off with these values
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     taper: Literal["none", "linear", "cosine"] = flag(
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
@@ -234,7 +235,7 @@ class Residual(nn.Module):
             return stream
         return next(iter(stream.values() if isinstance(stream, dict) else stream))
 
-    def head_weight(self, weight):   # of `ends`: the head's, (V, C) -> what makes the logits
+    def head_weight(self, weight):   # of `ends`: the head's weight (V, C) -> the one that is used
         return weight
 
     def init_sublayer(self, sublayer):
@@ -250,7 +251,7 @@ class Residual(nn.Module):
     knows_gain = False     # Is there a gain(stream), and a forward(stream, f, gain=None)?
     stream_grows = False   # Has the stream more and more tensors with depth?
 
-    def flops(self):   # A token is multiplied with each matrix once.
+    def flops(self):   # per token, which is multiplied with each matrix once
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
     def flops_before_f(self):   # those of them that make what f gets
@@ -317,7 +318,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # the blocks 0 .. L - 1, unless --repeat changes it
         self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
-        self.n_vocab = config.vocab_size      # tokens that it may say; train.open_run knows better
+        self.n_vocab = config.vocab_size      # how many tokens there are; open_run may say fewer
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, trip=None):
@@ -422,7 +423,7 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
     for _ in range(max_new_tokens):
         trip = make_trip() if make_trip else needed_trip(model)
         logits, _ = model(missing, cache=cache, trip=trip)
-        # Of the next token. The head may have more rows than there are tokens: train.py rounds up.
+        # Of the next token. (train.py rounds the number of the head's rows up.)
         logits = logits[:, -1, :model.n_vocab]
         if top_k:
             best = logits.topk(min(top_k, logits.shape[-1]))
@@ -952,7 +953,7 @@ class Decider(nn.Module):
     needs_skipping = False      # Must tokens of the residual be able to skip?
     needs_gain = False          # Must it know gains?
     needs_tensor = False        # Must its stream be one tensor (B, T, C)?
-    skippers_make_keys = True   # Has a token that skips an attention a key, for later tokens?
+    skippers_make_keys = True   # Does a token that skips an attention make its key all the same?
 
     def __init__(self, config=None):
         super().__init__()
@@ -967,7 +968,8 @@ class Decider(nn.Module):
         return 0.0
 
     def after_iteration(self, trips, mean_of_all):
-        """train.py calls it with its trips. mean_of_all(number): the mean over all processes"""
+        """train.py calls it, with the trips of an iteration. mean_of_all(number): the mean over all
+        processes"""
 
 class ByGain(Decider):
     """A token skips a sublayer if its |gain| is below a threshold. NAG's gain is the tangent of an
@@ -1145,6 +1147,7 @@ class Trip:
         stream = self.decider.after(self, stream)
         if self.keeps_streams:
             self.streams.append(stream)
+        self.stream = self.known_gain = None   # Whoever keeps the Trip need not keep them.
         return stream
 
     def checked(self, answer):   # A mistake in a decider of yours is told here, not deep inside.
@@ -1177,6 +1180,7 @@ class Trip:
             after_blocks = self.streams[2:-1:2]   # streams[0] is the embedding's.
             losses = [cross_entropy(self.model.head(stream), targets) for stream in after_blocks]
             loss = sum([*losses, loss]) / (len(losses) + 1)
+            self.streams = []   # They are large, and train.py keeps its trips for an iteration.
         if self.pays:
             part = min(1.0, max(0.0, (self.progress - 0.3) / 0.6))
             loss = loss + self.model.config.gain_cost * part * self.mean_gain()
