@@ -15,7 +15,6 @@ validation, chosen by a hash of their text; of a long one, its last 5 %.
 # (where train.py comes in), and windows, which a model sees. Then come a puzzle, which is one more
 # source, and the command.
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -26,7 +25,7 @@ import sys
 import sysconfig
 import tempfile
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -97,14 +96,10 @@ def read_text(path, must_be_text=True):
     return None
 
 def check_texts(texts):
-    """Mistake, with a sentence, if this is no list of texts. (Of a str, each letter would pass for
-    a document.)"""
-    if not isinstance(texts, (list, tuple)):
-        raise Mistake(f"a list of texts is needed, and this is a {type(texts).__name__}; put a "
-                      f"single text into brackets: [text]")
-    for text in texts:
-        if not isinstance(text, str):
-            raise Mistake(f"a list of texts has a {type(text).__name__}, which is no str")
+    """Mistake if this is no list of str. (Of a str alone, each letter would be a document.)"""
+    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
+        raise Mistake(f"{repr(texts)[:50]} is no list of texts; a single text goes into brackets, "
+                      f"as in [text]")
 
 def text_or_file(value):
     """For flags of sample.py and analyze.py that are a text, or the name of a file with one"""
@@ -118,9 +113,8 @@ def place_of(content):
 def cut(text, share):
     """A text -> two. The second has about this share of it, and begins a line if it can."""
     place = int(len(text) * (1 - share))
-    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier
-    if newline >= 0:
-        place = newline + 1
+    newline = text.rfind("\n", place - len(text) // 100, place)   # at most 1 % earlier, or -1
+    place = place if newline < 0 else newline + 1
     return text[:place], text[place:]
 
 def hold_out(documents):
@@ -579,11 +573,11 @@ class PrepareConfig:
 def read_configs(argv):
     """Command line -> PrepareConfig, and the source that it names, with its flags"""
     for source in SOURCES.values():
-        if not (dataclasses.is_dataclass(source) and issubclass(source, DataSource)):
+        if not (is_dataclass(source) and issubclass(source, DataSource)):
             raise Mistake(f"{source.__name__} must be a @dataclass, derived from DataSource")
     typed = read_command_line([PrepareConfig, *SOURCES.values()], argv, __doc__, ("name",))
     for owner, source in SOURCES.items():
-        for field in dataclasses.fields(source):
+        for field in fields(source):
             if field.name in typed and owner != typed["name"]:
                 refuse(f"--{field.name}: is for {owner} only; leave it out")
     config, source = make_configs([PrepareConfig, SOURCES[typed["name"]]], typed)

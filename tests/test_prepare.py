@@ -490,7 +490,7 @@ def test_a_source_of_yours_hears_of_mistakes(tmp_path, monkeypatch, capsys):
             return returned
     for returned, said in [
             (("a text", "another"), "brackets"), (None, "must return two lists"), (["a", "b", "c"], "two lists"),
-            ((["a", 5], ["b"]), "has a int"), ((["a"], [b"b"]), "has a bytes")]:
+            ((["a", 5], ["b"]), "no list of texts"), ((["a"], [b"b"]), "no list of texts")]:
         with pytest.raises(Mistake, match=said):
             Mine().write(tmp_path, dict(name="mine", tokenizer="bytes"), False)
         assert not list(tmp_path.iterdir())
