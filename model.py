@@ -24,7 +24,7 @@ Our words, for B sequences of T tokens, of which each has C = n_embd numbers in 
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     l          the number of a residual, 1 .. 2L. Odd ones go with an attention, even with an MLP.
     ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    trip       one pass whose sublayers are watched, so that tokens may skip some (part 3)
+    trip       a pass that is watched, because tokens may skip sublayers, say (part 3)
 
 Part 1 is a whole GPT, whose rule is PreNorm: read it from top to bottom. Part 2 has the other
 residuals (--residual). In part 3 tokens skip sublayers (--mod), and part 4 has some tools. If you
@@ -74,8 +74,8 @@ class GPTConfig:
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    mod: str = flag("all", "which tokens run a sublayer: all, gain:rate=0.25 (for nag, as is "
-                    "gain:below=0.05), router:rate=0.25 or coins:rate=0.25", group="skipping")
+    mod: str = flag("all", "which tokens run a sublayer: all, router:rate=0.25, coins:rate=0.25; "
+                    "for nag also gain:rate=0.25 or gain:below=0.05", group="skipping")
     gain_cost: float = flag(0.0, "for nag: adds this x mean |gain|, how much sublayers change a "
                             "token, to the loss, from 30 % of a training on", 0, 1000)
 
@@ -215,8 +215,7 @@ class Residual(nn.Module):
         self.config, self.l = config, l
         self.block = (l + 1) // 2   # 1 .. L: residuals 1 and 2 belong to block 1, and so on
         self.has_sublayer = l <= 2 * config.n_layer   # False: it is `ends`.
-        if self.has_norm:
-            self.norm = Norm(config)
+        self.norm = Norm(config) if self.has_norm else nn.Identity()
 
     def forward(self, stream, f):
         """A stream, and a sublayer f as a function -> the next stream. A rule calls f once, and
@@ -268,7 +267,7 @@ class Block(nn.Module):
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def forward(self, stream, rotation, store=None, trip=None):
-        """The stream before the block -> that after it. trip: None, unless tokens may skip"""
+        """The stream before the block -> that after it. trip: None in a plain pass"""
         attention = partial(self.attn, rotation=rotation, store=store)
         for residual, f in (self.attn_residual, attention), (self.mlp_residual, self.mlp):
             if trip is None:
@@ -334,7 +333,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length = length   # `store` counts back from here.
         stream = self.ends.start(self.wte(idx))
-        trip = trip or needed_trip(self)   # None, unless tokens may skip, or a flag has a cost
+        trip = trip or needed_trip(self)   # None in a plain pass: all tokens run all sublayers.
         if trip is not None:
             trip.begin(idx.shape, stream)
         for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
@@ -374,7 +373,8 @@ class GPT(nn.Module):
                 module.dtype = dtype
 
     def residuals(self):   # all 2L + 1 of them
-        return [part for part in self.modules() if isinstance(part, Residual)]
+        pairs = [(block.attn_residual, block.mlp_residual) for block in self.blocks]
+        return [*itertools.chain(*pairs), self.ends]
 
     @property
     def device(self):
@@ -797,7 +797,7 @@ class Hyper(Copies):
         return self.flops_before_f() + make_res + mix
 
 def doubly_stochastic(logits, steps=20):
-    """(..., n, n) -> matrices >= 0 whose rows and columns sum to 1"""
+    """(..., n, n) -> matrices >= 0 whose rows and columns sum to 1, but for rounding"""
     for _ in range(steps):   # Sinkhorn's: columns and rows in turn, in logarithms
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
@@ -1073,7 +1073,6 @@ class Trip:
             after_blocks = self.streams[2:-1:2]   # streams[0] is the embedding's.
             losses = [cross_entropy(self.model.head(stream), targets) for stream in after_blocks]
             loss = sum([*losses, loss]) / (len(losses) + 1)
-            self.streams = []   # They are large, and train.py keeps its trips for an iteration.
         if self.pays:
             part = min(1.0, max(0.0, (self.progress - 0.3) / 0.6))
             loss = loss + self.model.config.gain_cost * part * self.mean_gain()
@@ -1362,8 +1361,8 @@ def num_params(model):
 def flops_per_token(model, trip=None, T=None):
     """FLOPs of matrix products in a forward pass, per token. A training step has three times as
     many. Scores of later tokens count, too. trip: one that is over, which knows what ran; None: all
-    tokens run all sublayers, at context length T (None: block_size)"""
-    T = trip.shape[1] if trip else T or model.config.block_size
+    tokens run all sublayers; T: the context length, if it isn't that of the trip, or block_size"""
+    T = T or (trip.shape[1] if trip else model.config.block_size)
     n_predictions = len(model.order) if model.training and model.config.deep_supervision else 1
     total = model.ends.flops() + n_predictions * 2 * model.lm_head.weight.numel()
     total += trip.decider_flops if trip else 0.0
@@ -1430,7 +1429,13 @@ def config_problems(config):
             stream = ends.start(torch.empty(1, 1, config.n_embd))
     except ValueError as error:
         return [str(error)]
-    is_tensor = torch.is_tensor(stream) and stream.dim() == 3
+    misfit = None
+    if decider.needs_tensor and not (torch.is_tensor(stream) and stream.dim() == 3):
+        misfit = "its stream isn't one tensor; use pre"
+    if decider.needs_skipping and not ends.can_skip:
+        misfit = "its tokens can't skip; use pre or nag"
+    if decider.needs_gain and not ends.knows_gain:
+        misfit = "it knows no gain; use nag"
     n_embd, n_head, name, no_triton = config.n_embd, config.n_head, config.residual, why_no_triton()
     rules = [   # (is it wrong?, a sentence)
         (n_embd % (2 * n_head),
@@ -1440,12 +1445,7 @@ def config_problems(config):
         (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
         (len(order) > config.n_layer and ends.stream_grows,
          f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
-        (decider.needs_gain and not ends.knows_gain,
-         f"--mod {config.mod}: --residual {name} knows no gain; use nag"),
-        (decider.needs_skipping and not ends.can_skip and not decider.needs_gain,
-         f"--mod {config.mod}: tokens can't skip with --residual {name}; use pre or nag"),
-        (decider.needs_tensor and not is_tensor,
-         f"--mod {config.mod}: the stream of --residual {name} isn't one tensor; use pre"),
+        (misfit, f"--mod {config.mod}: not with --residual {name}: {misfit}"),
         (config.gain_cost and not ends.knows_gain,
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag")]
     return [sentence for is_wrong, sentence in rules if is_wrong]
