@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flags import Mistake, field_problems, flag, option_defaults, read_options
-from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
+from kernels import TINY, UnitOnCPU, depth_sum, fast_nag_write, suits_cpu, why_no_triton
 
 # =================================================================================== part 1: a GPT
 
@@ -85,6 +85,8 @@ class GPTConfig:
 EPS = 1e-6   # keeps a norm from dividing by 0
 
 def unit(x, eps=EPS):   # x / rms(x): the direction of x, with rms 1
+    if suits_cpu(x):   # the same, with a gradient by hand, which is faster
+        return UnitOnCPU.apply(x, eps)
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def centred(x):
@@ -861,9 +863,9 @@ class NAG(Residual):
         if gain is None:   # Else somebody has computed it already.
             gain = self.gain(stream)
         update = f(direction)
-        # On a GPU, a kernel is this class's write. (A class of yours may have another one.)
-        has_kernel = type(self) is NAG and use_triton(direction, self.config.kernels)
-        write = nag_write if has_kernel else self.write
+        # kernels.py has this class's write by hand, too. (A class of yours may have another one.)
+        by_hand = fast_nag_write(direction, self.config.kernels) if type(self) is NAG else None
+        write = by_hand or self.write
         return write(direction, log_length, update, gain)
 
     def write(self, direction, log_length, update, gain):   # -> the next stream
