@@ -193,7 +193,7 @@ def start(main):
     """Runs a script: main() -> exit status, or None. What the user can mend becomes a sentence: a
     Mistake, a file that isn't there, a full disk. All other errors show their traceback."""
     script = os.path.basename(sys.argv[0])
-    if sys.stdout:   # None if it is closed
+    if hasattr(sys.stdout, "reconfigure"):   # It is None if it is closed; a notebook has its own.
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         sys.exit(main())
