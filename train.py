@@ -41,20 +41,22 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils.flop_counter import FlopCounterMode
 
 import prepare
 from flags import (TYPE_NAMES, Mistake, field_problems, flag, make_configs, mute, option_defaults,
                    read_command_line, read_options, refuse, start)
 from model import (DECIDERS, GPT, Coins, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Trip,
-                   call_residual, flops_per_token, for_training, make_residual, needed_trip,
-                   num_params)
+                   call_residual, flops_per_token, for_training, make_decider, make_residual,
+                   needed_trip, num_params)
 from prepare import locked, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
@@ -199,11 +201,10 @@ def evaluate(model, x, y, token_bytes):
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
-def other_loss(loss, ckpt, run):
-    """A sentence, if a checkpoint has another loss than when it was saved; else "" """
-    before = ckpt["val_loss"]   # None if a signal has stopped the run: it saved at once.
-    # bfloat16: the training may have computed in it, and analyze.py never does.
-    tolerance = 2e-3 if ckpt["settings"]["dtype"] == "float32" else 2e-2
+def other_loss(run, loss, before, dtype):
+    """A sentence if a checkpoint has another loss than when it was saved, before, else "". That is
+    None if a signal has stopped the run; dtype: of its training. (analyze.py has float32.)"""
+    tolerance = 2e-2 if dtype == "bfloat16" else 2e-3
     if before is None or abs(loss - before) <= tolerance * before:
         return ""
     return (f"{run}: has the validation loss {loss:.4f} now, and had {before:.4f} when it was "
@@ -241,7 +242,7 @@ def block_gradients(model):
     """-> for each block a list of its gradients, and the norms of these lists, (L,)"""
     grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
     zero = torch.zeros((), device=model.device)   # for a block that all tokens skip
-    norms = [torch.nn.utils.get_total_norm(each) if each else zero for each in grads]
+    norms = [get_total_norm(each) if each else zero for each in grads]
     return grads, torch.stack(norms)
 
 def equalize(grads, norms):
@@ -357,11 +358,11 @@ def train(model_config, config, ckpt, data, device, signals):
     with, or None; signals: a list, empty until Ctrl-C or a kill comes"""
     out, model = Path(config.out), make_model(model_config)
     step, flops, seconds = 0, 0.0, 0.0   # seconds: of training, without evaluations
-    if ckpt and not config.resume:
-        load_weights(model, ckpt, config.init_from, config.remove)
     if config.resume:
-        load_weights(model, ckpt, out)
+        load_weights(model, ckpt, config.out)
         step, flops, seconds = ckpt["step"], ckpt["flops"], ckpt["seconds"]
+    elif ckpt:
+        load_weights(model, ckpt, config.init_from, config.remove)
     wrapped, call = make_ready(model, config, device)
     optimizers = make_optimizers(model, config)
     settings = of_the_run(asdict(model_config) | asdict(config))
@@ -369,8 +370,8 @@ def train(model_config, config, ckpt, data, device, signals):
     if config.resume:
         load_moments(optimizers, ckpt)
         loss, _, _ = evaluate(model, *data.val, data.token_bytes)
-        if sentence := other_loss(loss, ckpt, out):
-            say(sentence)
+        if warning := other_loss(out, loss, ckpt["val_loss"], config.dtype):
+            say(warning)
     if step > 0:
         continue_run(out, settings, ckpt)
     n_parts = config.grad_accum * N_PROCESSES
@@ -379,6 +380,7 @@ def train(model_config, config, ckpt, data, device, signals):
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
+    dense_flops = flops_per_token(model)
     began = time.perf_counter()
     last = dict(step=step, flops=flops, seconds=seconds)   # when the last status line came
 
@@ -398,7 +400,7 @@ def train(model_config, config, ckpt, data, device, signals):
                 found = dict(val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
                 say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
                     f"{skipped:.1%} skipped")
-            weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
+            weight_norm = get_total_norm(model.parameters()).item()
             refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
@@ -433,7 +435,8 @@ def train(model_config, config, ckpt, data, device, signals):
                 if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
                     record["mean_gain"] = gain.detach()
             records.append(record)
-            token_flops += flops_per_token(model, trip) / config.grad_accum
+            part_flops = flops_per_token(model, trip) if trip else dense_flops
+            token_flops += part_flops / config.grad_accum
         model.decider.after_iteration(trips, mean_of_all)   # --mod gain:rate moves its threshold.
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
@@ -441,7 +444,7 @@ def train(model_config, config, ckpt, data, device, signals):
             grads, block_norms = block_gradients(model)
         if config.equalize_grads:
             equalize(grads, block_norms)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
         # --- From gradients to weights
         # The backward pass costs as much as two forward passes.
@@ -461,13 +464,19 @@ def train(model_config, config, ckpt, data, device, signals):
                 mean = sum(record[name] for record in records) / len(records)
                 means[name] = mean_of_all(float(mean))   # that of this process, and that of all
             now = dict(step=step, flops=flops, seconds=seconds + time.perf_counter() - began)
-            tok_s, pace = pace_between(last, now, config, tokens_per_step, model.device)
-            last = now
-            write_log(out, **now, lr=config.lr * factor, grad_norm=norm.item(), tok_s=tok_s,
-                      tokens=step * tokens_per_step, grad_norms=block_norms.tolist(), **means)
+            steps, new_flops, passed = (now[name] - last[name] for name in now)
+            progress, before = (progress_of(config, each["step"], each["flops"])
+                                for each in (now, last))
+            last, lr, tok_s = now, config.lr * factor, steps * tokens_per_step / passed
+            left = max(0.0, 1 - progress) / (progress - before) * passed
+            write_log(out, **now, lr=lr, grad_norm=norm.item(), grad_norms=block_norms.tolist(),
+                      tokens=step * tokens_per_step, tok_s=tok_s, **means)
             gain = f"mean gain {means['mean_gain']:.3f} | " if "mean_gain" in means else ""
-            say(f"iter {step:5d} | loss {means['loss']:.4f} | lr {config.lr * factor:.2e} | gradient "
-                f"{norm:.2f} | {gain}{means['skip_rate']:.1%} skipped | {pace}")
+            say(f"iter {step:5d} | loss {means['loss']:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
+                f"{gain}{means['skip_rate']:.1%} skipped | {tok_s:,.0f} tokens/s, "
+                f"{new_flops / passed / 1e9:,.0f} GFLOP/s"
+                f"{share_of_peak(new_flops / passed, model.device)} | "
+                f"{datetime.timedelta(seconds=round(left))} left")
 
     mean_of_all(0)   # Nobody leaves while another one is still writing.
     folder = shlex.quote(config.out)
@@ -483,19 +492,11 @@ def train(model_config, config, ckpt, data, device, signals):
 # FLOP/s of a GPU in dense bfloat16 products, as its maker says
 PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
 
-def pace_between(last, now, config, tokens_per_step, device):
-    """Two moments -> tokens per second, and words: these, the FLOPs per second of what ran, on a
-    GPU the share of its peak, and how long the rest of the run will take"""
-    seconds, steps, flops = (now[name] - last[name] for name in ("seconds", "step", "flops"))
-    tok_s, flop_s = steps * tokens_per_step / seconds, flops / seconds
-    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e9:,.0f} GFLOP/s"
+def share_of_peak(flop_s, device):
+    """FLOP/s of all processes -> the share of what their GPUs could do, in words, if it is known"""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for name, peak in PEAKS.items():
-        if name in gpu:
-            pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"
-    before, progress = (progress_of(config, each["step"], each["flops"]) for each in (last, now))
-    left = max(0.0, 1 - progress) / (progress - before) * seconds
-    return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
+    shares = [flop_s / peak / N_PROCESSES for name, peak in PEAKS.items() if name in gpu]
+    return f" ({shares[0]:.0%} of the peak)" if shares else ""
 
 def say_if_it_was_better(out, last):
     """last: the last iteration, with whose weights the run ends"""
@@ -559,30 +560,29 @@ def residuals_in_words():
 
 # What is typed counts. A flag that isn't typed gets its value from the first of these that has it:
 #
-#                              what it has                                  what typing can't change
-#     --resume, --or_resume    all settings of the run in --out             what FIXED has
-#     --config RUN or FILE     those with which that run began, or a file's
-#     --init_from RUN          the model of that run                        the same, but not FREE
+#     --resume, --or_resume   all settings of the run in --out, as its checkpoint has them
+#     --config RUN or FILE    those with which that run began, or those of a file
+#     --init_from RUN         the model of that run
 #     the defaults
 
 DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
-THIS_START = "out", "config", "resume", "or_resume", "overwrite"   # are always typed
+THIS_START = "out", "config", "resume", "or_resume", "overwrite"   # have to be typed
 FROM_DATA = "tokenizer", "vocab_size"
 
-# What an earlier run can't change, and why. (Kernels change how a model is computed, and not what.)
+# What a run that goes on can't change, and why. (Kernels change how a model is computed, only.)
 FIXED = {name: "its weights are of that model" for name in asdict(GPTConfig())
-         if name not in ("kernels", *FROM_DATA)}
+         if name not in ("kernels", "vocab_size")}
 FIXED |= dict(seed="the order of its data depends on it",
               batch_size="the order of its data depends on it",
               optimizer="the moments that are saved are of that optimizer",
               eval_windows="losses on other windows can't be compared")
 
-# Settings of a model with which its weights can train on, in a new run
+# With these, weights can train on in a new run, by --init_from.
 FREE = "seed", "block_size", "repeat", "deep_supervision", "mod", "gain_cost"
 
 def find_settings(typed):
-    """What is typed, a dict -> all settings, a dict; the checkpoint to begin with, or None; and
-    those settings that must be as they were, a dict"""
+    """What is typed, a dict -> all settings, a dict; the checkpoint to begin with, or None; and a
+    dict of those settings that have to be as they were"""
     if typed.get("resume"):
         ckpt = read_checkpoint(typed["out"])
         earlier = of_the_run(ckpt["settings"])
@@ -597,20 +597,19 @@ def find_settings(typed):
     source = typed.get("init_from", earlier.get("init_from"))
     if source:
         ckpt = read_checkpoint(source)
-        model = {name: ckpt["settings"][name] for name in asdict(GPTConfig())
-                 if name not in FROM_DATA}
-        if blocks := typed.get("remove", earlier.get("remove")):
-            if model["repeat"]:
-                refuse(f"--remove {blocks}: {source} has --repeat {model['repeat']}, which would "
-                       f"name other blocks then")
-            model["n_layer"] -= len(read_blocks(blocks, model["n_layer"]))
-        fixed = {name: model[name] for name in model if name in FIXED and name not in FREE}
+        model = {name: ckpt["settings"][name] for name in FIXED if name in asdict(GPTConfig())}
+        blocks = typed.get("remove", earlier.get("remove"))
+        if blocks and model["repeat"]:
+            refuse(f"--remove {blocks}: {source} has --repeat {model['repeat']}, which would name "
+                   f"other blocks then")
+        model["n_layer"] -= len(read_blocks(blocks, model["n_layer"]))
+        fixed = {name: model[name] for name in model if name not in FREE}
         earlier = model | earlier
     return DEFAULTS | earlier | typed, ckpt, fixed
 
 def gather_settings(typed):
     """What is typed, a dict -> model_config, config, and the checkpoint to begin with, or None.
-    SystemExit, with a sentence, if a value is impossible"""
+    SystemExit or Mistake, with a sentence, if a value is impossible"""
     settings, ckpt, fixed = find_settings(typed)
     rule = class_named(settings["residual"], RESIDUALS, Residual)
     class_named(settings["mod"], DECIDERS, Decider)
@@ -625,9 +624,9 @@ def gather_settings(typed):
     settings |= asdict(model_config)
     for name, before in fixed.items():
         if settings[name] != before:
-            refuse(f"--{name} {settings[name]}: {typed.get('init_from') or typed['out']} has "
-                   f"{before or 'none'}, and can't change it: {FIXED[name]}; leave it out, or start "
-                   f"a new run")
+            run = config.out if config.resume else config.init_from
+            refuse(f"--{name} {settings[name]}: {run} has {before or 'none'}, and can't change it: "
+                   f"{FIXED[name]}; leave it out, or start a new run")
     if config.resume and config.max_iters < ckpt["step"] and not config.max_flops:
         refuse(f"--max_iters {config.max_iters}: {config.out} has {ckpt['step']} already")
     return model_config, config, ckpt
@@ -643,7 +642,6 @@ def with_options(text, registry):
     return f"{name}:{words}" if words else name
 
 def of_the_run(settings):
-    """Without what says where a run goes and how it is started, and without what the data say"""
     return {name: value for name, value in settings.items()
             if name not in (*THIS_START, *FROM_DATA)}
 
@@ -656,11 +654,9 @@ def read_settings(path):
         refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
     for name in settings:
         if name in THIS_START:
-            refuse(f"{file}: has {name!r}, which says how a run is started; take it out, and type "
-                   f"--{name}")
-        if name not in DEFAULTS and name != "tokenizer":
-            refuse(f"{file}: {name!r} is no flag of train.py; see --help. (Is it of an older "
-                   f"edition? Its own code can read it.)")
+            refuse(f"{file}: {name!r} says how a run is started; take it out, and type --{name}")
+        if name not in DEFAULTS and name not in FROM_DATA:
+            refuse(f"{file}: {name!r} is no flag of this train.py; see --help")
     for each in CONFIGS:
         names = asdict(each()).keys() & settings.keys()
         for problem in field_problems(each(**{name: settings[name] for name in names})):
@@ -668,9 +664,8 @@ def read_settings(path):
     return of_the_run(settings)
 
 def read_blocks(text, n_blocks):
-    """Of --remove: "9,10" -> [8, 9], the blocks as they are numbered in the code. SystemExit if the
-    model has others, or only these"""
-    words = text.split(",")
+    """Of --remove: "9,10" -> [8, 9], as blocks are numbered in the code; "" or None -> []"""
+    words = text.split(",") if text else []
     known = [str(number) for number in range(1, n_blocks + 1)]
     if not {*words} < {*known}:
         refuse(f"--remove {text}: name some, not all, of the blocks 1 to {n_blocks}, such as "
@@ -709,24 +704,24 @@ def read_checkpoint(run):
     try:
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        is_older = "model_config" in ckpt
+        ckpt["settings"] = of_the_run(DEFAULTS) | ckpt["settings"]
+        return {name: ckpt[name] for name in ("model", "settings", "optimizers", "step", "flops",
+                                              "seconds", "val_loss", "data")}
     except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(str(error).split())[:200]   # torch writes many lines.
-        refuse(f"{path}: is broken, or no checkpoint of this train.py ({what})")
-    if is_older:
-        refuse(f"{path}: is of an older edition of nanoDepth; use the code that has trained it")
-    wanted = {"model", "settings", "optimizers", "step", "flops", "seconds", "val_loss", "data"}
-    if not isinstance(ckpt, dict) or wanted - ckpt.keys():
-        refuse(f"{path}: is no checkpoint of this train.py; name a run of it")
-    ckpt["settings"] = of_the_run(DEFAULTS) | ckpt["settings"]
-    return ckpt
+        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]   # torch writes many lines.
+        refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what})")
 
 def load_weights(model, ckpt, run, remove=""):
-    """remove: as that flag. What a decider has learned is loaded only into such a decider."""
-    weights, settings = ckpt["model"], ckpt["settings"]
-    if remove:
-        weights = without_blocks(weights, read_blocks(remove, settings["n_layer"]))
-    if settings["mod"] != model.config.mod:
+    """remove: blocks to leave out, as that flag says; those behind them get lower numbers"""
+    removed, weights = read_blocks(remove, ckpt["settings"]["n_layer"]), {}
+    for name, weight in ckpt["model"].items():
+        first, _, others = name.partition(".")
+        if first == "blocks":
+            number, _, others = others.partition(".")
+            name = f"blocks.{int(number) - sum(each < int(number) for each in removed)}.{others}"
+        if first != "blocks" or int(number) not in removed:
+            weights[name] = weight
+    if ckpt["settings"]["mod"] != model.config.mod:   # Another decider has all to learn.
         weights = {name: w for name, w in weights.items() if not name.startswith("decider.")}
         weights |= {f"decider.{name}": w for name, w in model.decider.state_dict().items()}
     try:
@@ -736,19 +731,6 @@ def load_weights(model, ckpt, run, remove=""):
         refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
                f"was trained ({what})")
 
-def without_blocks(weights, blocks):
-    """{name: weight} -> the same without these blocks. Those behind them get lower numbers."""
-    kept = {}
-    for name, weight in weights.items():
-        found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
-        if found and int(found[1]) in blocks:
-            continue
-        if found:
-            number = int(found[1])
-            name = f"blocks.{number - sum(block < number for block in blocks)}.{found[2]}"
-        kept[name] = weight
-    return kept
-
 def load_moments(optimizers, ckpt):
     for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
         # Rates and decay stay as the flags say.
@@ -756,8 +738,8 @@ def load_moments(optimizers, ckpt):
 
 def open_run(run, device="auto"):
     """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
-    settings, a dict: the flags, the tokenizer, and the checkpoint's fingerprint of the data, step
-    and val_loss. Nothing is written. device: auto, cpu or cuda. SystemExit if it can't be read"""
+    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss and fingerprint
+    of the data. Nothing is written. device: auto, cpu or cuda. SystemExit if it can't be read"""
     ckpt = read_checkpoint(run)
     # --kernels on was right for the machine that trained. Without Triton, it would be refused.
     settings = ckpt["settings"] | dict(kernels="auto")
@@ -766,21 +748,17 @@ def open_run(run, device="auto"):
         problems = config.problems()
     for problem in problems:
         refuse(f"{run}: {problem}. (Is a class of yours gone from model.py?)")
-    tokenizer = settings.get("tokenizer", "none")
-    if prepare.VOCABULARIES.get(tokenizer, math.inf) > config.vocab_size:
-        refuse(f"{run}: its settings name the tokenizer {tokenizer}, which is not that of its "
-               f"weights")
     model = make_model(config)
-    model.n_vocab = prepare.VOCABULARIES[tokenizer]
+    model.n_vocab = prepare.VOCABULARIES[settings["tokenizer"]]
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
-    found = {name: ckpt[name] for name in ("step", "val_loss")}
-    return model, settings | asdict(config) | found | dict(fingerprint=ckpt["data"])
+    return model, settings | dict(step=ckpt["step"], val_loss=ckpt["val_loss"],
+                                  fingerprint=ckpt["data"])
 
 def data_of_run(run, settings, data="", model=None):
     """-> the folder of the data on which a run was trained, and a sentence if they have changed
-    since, or, with its model, if the loss of its checkpoint has; else "". settings: as open_run
-    returns them; data: where they are now, if they moved"""
+    since, or, with its model, if its loss has; else "". settings: as open_run returns them; data:
+    where they are now, if they moved"""
     folder = data or settings["data"]
     if not Path(folder).exists():
         refuse(f"{run}: was trained on {settings['data']}, and {folder} is not here; say where "
@@ -792,11 +770,11 @@ def data_of_run(run, settings, data="", model=None):
     if prepare.fingerprint(folder) != settings["fingerprint"]:
         return folder, (f"{folder} is not, or no longer, what {run} was trained on: losses may "
                         f"differ")
-    if model is None or settings["val_loss"] is None:
+    if model is None:
         return folder, ""
     x, y = prepare.windows_of(folder, "val", settings["block_size"], settings["eval_windows"])
     loss, _, _ = evaluate(model, x, y, prepare.token_bytes(tokenizer, settings["vocab_size"]))
-    return folder, other_loss(loss, dict(settings=settings, val_loss=settings["val_loss"]), run)
+    return folder, other_loss(run, loss, settings["val_loss"], settings["dtype"])
 
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
@@ -827,8 +805,8 @@ def save_checkpoint(out, state):
             torch.save(state, file)
 
 def begin_run(out, settings):
-    """The other files of a new run, when it has its first checkpoint. (Whoever is killed here is
-    here again after --resume, since that checkpoint is of iteration 0.)"""
+    """The other files of a new run, when it has its first checkpoint. (Whoever is killed here comes
+    here again by --resume, because that checkpoint is of iteration 0.)"""
     if RANK == 0:
         with whole_file(out / "config.json") as file:
             file.write(json.dumps(settings, indent=2).encode())
@@ -936,205 +914,199 @@ def memory_errors_told():
 # training. (tests/test_model.py -k NAME takes longer, and finds more.)
 
 def look_for_mistakes(config):
-    """Mistake, with a sentence, if the class that --residual or --mod names has one that can be
-    found in seconds"""
+    """Mistake, with a sentence, if the class that --residual or --mod names has one"""
     rule = class_named(config.residual, RESIDUALS, Residual)
     decider = class_named(config.mod, DECIDERS, Decider)
     # The depth and the width are yours, and all else is small.
     small = dataclasses.replace(config, block_size=4, vocab_size=8, mlp_ratio=0.1, kernels="off")
     with errors_named(rule):
-        look_at_first_weights(rule, small)
+        look_at_first_weights(lambda: make_residual(small, 1))
         model = make_model(small)
-        parameters = {name for each in model.residuals() for name, _ in each.named_parameters()}
-        for name in rule.own_lr:
-            if name not in parameters:
-                raise Mistake(f"{rule.__name__}.own_lr names {name!r}, and its parameters are "
-                              f"{', '.join(sorted(parameters)) or 'none'}")
-        look_at_passes(model, rule.__name__, Decider(None))   # All tokens run.
-        look_at_sampling(model, rule.__name__)
-        look_at_gradients(model, rule.__name__, Decider(None), model.residuals())
+        look_at_own_lr(model)
+    look_at_passes(model, rule, Decider(None), model.residuals())   # All tokens run.
+    with errors_named(rule):
+        look_at_sampling(model.eval(), rule.__name__)
     if model.ends.can_skip:
-        with errors_named(rule, " where some tokens skip (can_skip = False would say they can't)"):
-            look_at_gradients(model, rule.__name__, Coins(small, rate=0.5), [])
+        where = " where some tokens skip (can_skip = False says that none can)"
+        with errors_named(rule, where):
+            look_at_draws(model, rule.__name__, Coins(small, rate=0.5))
     if decider is not Decider:
         with errors_named(decider):
-            look_at_passes(model, decider.__name__, model.decider)
-            look_at_gradients(model, decider.__name__, model.decider, [model.decider])
+            look_at_first_weights(lambda: make_decider(small))
+        look_at_passes(model, decider, model.decider, [model.decider])
+
+def look_at_passes(model, kind, decider, modules):
+    """kind: the class that is tried; modules: those of it"""
+    with errors_named(kind):
+        look_at_draws(model, kind.__name__, decider)
+        look_at_other_tokens(model, kind.__name__, decider)
+        look_at_flops(model, kind.__name__, decider)
+        look_at_gradients(model, kind.__name__, decider, modules)
 
 def class_named(text, registry, base):
     """("nag:power=1", RESIDUALS, Residual) -> NAG. Mistake if it has a misspelt method, say"""
     name = text.partition(":")[0]
     if name not in registry:
         return base   # A config's `problems` will say so.
-    kind = partial(registry[name]).func   # Of a partial, too, this is the class.
+    kind = partial(registry[name]).func   # the class, of a partial, too
     if not isinstance(kind, type) or not issubclass(kind, base):
         raise Mistake(f"{name} must be a class that is derived from {base.__name__}")
-    known = {*dir(kind.__mro__[1]), "forward"} - {*dir(torch.nn.Module)} | {"forward"}
-    for method in vars(kind):
-        near = difflib.get_close_matches(method, known, 1, 0.85)
-        if near and method not in known and not method.startswith(near[0]):
-            raise Mistake(f"{kind.__name__} has a {method}; did you mean {near[0]}?")
-    for attribute in "own_lr", "needs":
-        if isinstance(getattr(kind, attribute, ()), str):
-            word = getattr(kind, attribute)
-            raise Mistake(f'{kind.__name__}.{attribute} must be a tuple: ("{word}",)')
-    methods = known if base is Decider else known | {"__init__"}
-    if kind is not base and all(getattr(kind, each, None) is getattr(base, each, None)
-                                for each in methods):
-        raise Mistake(f"{kind.__name__} changes no method of {base.__name__}; write its forward")
+    known = {*dir(kind.__mro__[1])} - {*dir(torch.nn.Module)} | {"forward"}
+    for written in vars(kind):
+        near = difflib.get_close_matches(written, known, 1, 0.85)
+        if near and written not in known and not written.startswith(near[0]):
+            raise Mistake(f"{kind.__name__} has a {written}; did you mean {near[0]}?")
+    replaced = [each for each in known if getattr(kind, each) is not getattr(base, each, None)
+                and callable(getattr(kind, each))]
+    if kind is not base and not replaced and (base is Decider or "__init__" not in vars(kind)):
+        raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its forward")
+    for listed in "own_lr", "needs":
+        if isinstance(getattr(kind, listed, ()), str):
+            raise Mistake(f'{kind.__name__}.{listed} is a text; a tuple of one is ("NAME",)')
+    if getattr(kind, "knows_gain", False) and "gain" not in option_defaults(kind.forward):
+        raise Mistake(f"{kind.__name__} knows gains, so its forward may be given one: "
+                      f"forward(self, stream, f, gain=None)")
     return kind
 
 @contextlib.contextmanager
 def errors_named(kind, where=""):
-    """An error in such a class becomes a Mistake, a sentence with the line. Other errors, which are
-    ours, keep their traceback."""
+    """An error becomes a Mistake if a residual or a decider has made it: a sentence with its line."""
     try:
         yield
     except Mistake:
         raise
     except Exception as error:
-        lines = [(frame.f_code.co_filename, line) for frame, line in
-                 traceback.walk_tb(error.__traceback__)
-                 if isinstance(frame.f_locals.get("self"), (Residual, Decider))]
+        lines = []
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            file, is_of = frame.f_code.co_filename, frame.f_locals.get("self")
+            if isinstance(is_of, (Residual, Decider)) and "torch" not in Path(file).parts:
+                lines.append((file, line))
         if not lines:
             raise
         file, line = lines[-1]
-        code = linecache.getline(file, line).strip()
-        what = " ".join(str(error).split())[:200]
-        raise Mistake(f"{kind.__name__} fails{where}, in line {line} of {file}, {code!r}: "
-                      f"{type(error).__name__}: {what}") from error
+        code, what = linecache.getline(file, line).strip(), " ".join(str(error).split())[:200]
+        raise Mistake(f"{kind.__name__} fails{where}, in line {line} of {file}, {code!r}: {what}") \
+            from error
 
-def look_at_first_weights(kind, config):
-    """GPT draws the weights of an nn.Linear anew, whatever a class has set them to."""
-    mark = 0.123
-    usual = torch.nn.Linear.reset_parameters
+def look_at_first_weights(make):
+    """GPT draws the weight of each nn.Linear anew, whatever a class has set it to."""
+    def set_to_a_number(linear):
+        torch.nn.init.constant_(linear.weight, 0.125)
 
-    def reset_parameters(linear):
-        usual(linear)
-        torch.nn.init.constant_(linear.weight, mark)
-
-    torch.nn.Linear.reset_parameters = reset_parameters
-    try:
-        made = make_residual(config, 1)
-    finally:
-        torch.nn.Linear.reset_parameters = usual
+    with mock.patch.object(torch.nn.Linear, "reset_parameters", set_to_a_number):
+        made = make()
     for name, module in made.named_modules():
-        if isinstance(module, torch.nn.Linear) and (module.weight != mark).any():
-            raise Mistake(f"{kind.__name__} sets {name}.weight, and GPT draws the weights of each "
-                          f"nn.Linear anew; use nn.Parameter and F.linear")
+        if isinstance(module, torch.nn.Linear) and (module.weight != 0.125).any():
+            raise Mistake(f"{type(made).__name__} sets {name}.weight, and GPT draws the weight of "
+                          f"each nn.Linear anew; use nn.Parameter, which stays as it is")
+
+def look_at_own_lr(model):
+    known = {name for residual in model.residuals() for name, _ in residual.named_parameters()}
+    for name in model.ends.own_lr:
+        if name not in known:
+            raise Mistake(f"{type(model.ends).__name__}.own_lr names {name!r}, and its parameters "
+                          f"are {', '.join(sorted(known)) or 'none'}")
 
 def watched(residual, stream, f, gain=None):
     """residual(stream, f, gain), and a look at what it does"""
     name, before, inputs = type(residual).__name__, [x.clone() for x in tensors(stream)], []
-    form = form_of(stream)
 
     def noted(x):
         inputs.append(x)
         return f(x)
 
     after = call_residual(residual, stream, noted, gain)
-    if form_of(stream) != form or not all(map(torch.equal, tensors(stream), before)):
+    same = [torch.equal(x, old) for x, old in zip(tensors(stream), before)]
+    if len(tensors(stream)) != len(before) or not all(same):
         raise Mistake(f"{name} changes its stream in place; write x = x + u, not x += u")
-    # A residual that draws whether it calls f may leave it out in training.
+    # If it draws whether it calls f at all, it may do so in training.
     if len(inputs) > 1 or not inputs and not residual.training:
         raise Mistake(f"{name} calls f {len(inputs)} times, and must call it once: a cache in "
                       f"sampling, and the count of FLOPs, rely on it")
-    if form_of(after) != form and not residual.stream_grows:
-        raise Mistake(f"{name}.forward got {form} and returned {form_of(after)}. Is a return "
-                      f"missing? (A stream of its own form needs a method start, too.)")
-    if gain is not None and gain.shape != (*inputs[0].shape[:-1], 1):
-        raise Mistake(f"{name}.gain has the shape {tuple(gain.shape)}; it must be a number for each "
-                      f"token, (B, T, 1)")
-    if residual.can_skip and not residual.training:   # When training, read may draw numbers.
+    got, made = ([tuple(x.shape) for x in tensors(each)] for each in (stream, after))
+    if got != made and not residual.stream_grows:
+        raise Mistake(f"{name}.forward got a stream of the shapes {got} and returned {made}. Is a "
+                      f"return missing? (A stream of its own form needs a method start, too.)")
+    if residual.can_skip and not residual.training:
         read, again = residual.read(stream), residual.read(stream)
-        if torch.equal(read, again) and not torch.allclose(read, inputs[0], 1e-4, 1e-5):
+        is_random = not torch.equal(read, again)
+        if not is_random and not torch.allclose(read, inputs[0], rtol=1e-4, atol=1e-5):
             raise Mistake(f"{name}: f gets something else than read(stream) returns, of which keys "
                           f"are made where tokens skip; define read, or set can_skip = False")
     return after
 
 def tensors(stream):
-    """All that are in a stream, a list"""
+    """A list of all that are in it"""
     if torch.is_tensor(stream):
         return [stream]
+    if not isinstance(stream, (dict, list, tuple)):
+        return []
     parts = stream.values() if isinstance(stream, dict) else stream
-    return [x for part in parts for x in tensors(part)] if isinstance(stream, (
-        dict, list, tuple)) else []
+    return [x for part in parts for x in tensors(part)]
 
-def form_of(stream):
-    """The shape of a stream's tensor, or of each, as text"""
-    if torch.is_tensor(stream):
-        return str(tuple(stream.shape))
-    if isinstance(stream, dict):
-        return "{" + ", ".join(f"{key}: {form_of(part)}" for key, part in stream.items()) + "}"
-    if isinstance(stream, (list, tuple)):
-        return "(" + ", ".join(map(form_of, stream)) + ")"
-    return type(stream).__name__
+IDX = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
 
-def one_pass(model, decider, idx, targets=None, cache=None, seed=0):
-    """-> logits, loss, and the trip. In training, gains are asked for if there are any."""
+def one_pass(model, decider, idx=IDX, targets=None, cache=None, seed=0, call=watched):
+    """-> logits, loss, and the trip. In training, gains are asked for, if there are any."""
     torch.manual_seed(seed)
-    trip = Trip(model, decider, call=watched)
+    trip = Trip(model, decider, call=call)
     trip.has_cost = model.training and model.ends.knows_gain
-    return *model(idx, targets, cache, trip), trip
+    logits, loss = model(idx, targets, cache, trip)
+    return logits, loss, trip
 
 @torch.no_grad()
-def look_at_passes(model, name, decider):
-    """Passes in which only a later token, or only another sequence, is another one; and the FLOPs"""
+def look_at_other_tokens(model, name, decider):
+    """Compares passes in which only a later token, or only another sequence, is another one."""
     model.eval()
-
-    def logits(idx):
-        return one_pass(model, decider, torch.tensor(idx))[0]
-
-    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
-    last = logits([[0, 1, 2, 7], [4, 5, 6, 7]])
-    other = logits([[0, 1, 2, 3], [7, 6, 5, 4]])
+    usual, _, _ = one_pass(model, decider)
+    last, _, _ = one_pass(model, decider, torch.tensor([[0, 1, 2, 7], [4, 5, 6, 7]]))
+    other, _, _ = one_pass(model, decider, torch.tensor([[0, 1, 2, 3], [7, 6, 5, 4]]))
     small = 1e-5 * max(1.0, usual.abs().max().item())
     if (usual - last)[0, :3].abs().max() > small:
         raise Mistake(f"{name} looks at later tokens; only f may look at other tokens")
     if (usual - other)[0].abs().max() > small:
         raise Mistake(f"{name} looks at other sequences; only f may look at other tokens")
-    stream = model.ends.start(model.wte(torch.tensor([[0, 1]])))
-    if not model.ends.as_tensor(stream).any():
-        raise Mistake(f"{name}: as_tensor of the first stream is all zeros, and not the embedding; "
-                      f"write an as_tensor that takes another part of the stream")
-    # The usual attention of CPUs is not counted, so it is written out.
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        _, _, trip = one_pass(model, decider, torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]]))
-    said, ran = flops_per_token(model, trip), counter.get_total_flops() / 8
-    if abs(said - ran) > 0.01 * ran:
-        raise Mistake(f"{name}: by its `flops`, this model has {said:,.0f} FLOPs per token, and "
-                      f"{ran:,.0f} ran; write a flops (a decider adds its own to "
-                      f"trip.decider_flops)")
 
 @torch.no_grad()
 def look_at_sampling(model, name):
     """There a residual gets the newest token alone. So it can't look at earlier ones."""
-    idx, cache = torch.tensor([[0, 1, 2, 3]]), KVCache(4)
-    usual, again = (one_pass(model, Decider(None), idx, seed=seed)[0][:, -1] for seed in (0, 1))
-    for token in idx.split(1, dim=1):
-        newest = one_pass(model, Decider(None), token, cache=cache)[0][:, -1]
+    cache, everyone = KVCache(4), Decider(None)
+    usual, again = (one_pass(model, everyone, IDX[:1], seed=seed)[0][:, -1] for seed in (0, 1))
+    for token in IDX[:1].split(1, dim=1):
+        logits, _, _ = one_pass(model, everyone, token, cache=cache)
     small = 1e-4 * max(1.0, usual.abs().max().item())
     # If it draws random numbers, the two usual ones differ, and nothing can be said.
-    if (usual - again).abs().max() < small < (usual - newest).abs().max():
+    if (usual - again).abs().max() < small < (usual - logits[:, -1]).abs().max():
         raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
                       f"something else; only f may look at other tokens")
 
-def look_at_gradients(model, name, decider, modules):
-    """A pass in training. modules: those whose parameters must get a gradient"""
-    model.train().zero_grad()
-    idx = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
-    states = random.getstate(), np.random.get_state()[2]
-    losses = [one_pass(model, decider, idx, idx)[1] for _ in range(2)]
-    if states != (random.getstate(), np.random.get_state()[2]) or losses[0] != losses[1]:
+def look_at_flops(model, name, decider):
+    # The usual attention of CPUs isn't counted, so it is written out.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        _, _, trip = one_pass(model.eval(), decider, call=call_residual)
+    said, ran = flops_per_token(model, trip), counter.get_total_flops() / IDX.numel()
+    if abs(said - ran) > 0.01 * ran:
+        raise Mistake(f"{name}: {ran:,.0f} FLOPs per token ran, and its flops() makes {said:,.0f} "
+                      f"of them; write a flops. (A decider adds its own to trip.decider_flops.)")
+
+def look_at_draws(model, name, decider):
+    """Two passes in training that draw the same numbers, if it is torch that draws them"""
+    elsewhere = random.getstate(), np.random.get_state()[2]
+    losses = [one_pass(model.train(), decider, targets=IDX)[1] for _ in range(2)]
+    if elsewhere != (random.getstate(), np.random.get_state()[2]) or losses[0] != losses[1]:
         raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw them by torch.rand")
-    losses[0].backward()
+
+def look_at_gradients(model, name, decider, modules):
+    model.train().zero_grad()
+    one_pass(model, decider, targets=IDX)[1].backward()
     for module in modules:
         for key, p in module.named_parameters():
             if p.requires_grad and p.grad is None:
-                where = " of model.ends, which has no sublayer (self.has_sublayer is False there)," \
-                    if module is model.ends else ""
-                raise Mistake(f"{name}: {key}{where} gets no gradient, so it never learns. A "
-                              f"comparison, .item() and .detach() pass none on")
+                where = ""
+                if module is model.ends:
+                    where = " of model.ends, which has no sublayer (if self.has_sublayer: ..),"
+                raise Mistake(f"{name}: {key}{where} gets no gradient, so it never learns. "
+                              f"Comparisons, .item() and .detach() pass none on")
 
 if __name__ == "__main__":
     start(main)   # It makes sentences of errors that you can mend, such as a full disk.
