@@ -315,7 +315,7 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
     assert parsed(f"--config {tmp_path}/mine.json {flags}")[1].lr == rate
 
 @pytest.mark.parametrize("text, flags, words", [
-    ('{"n_layers": 6}', "", "mine.json: 'n_layers' is no flag"), ('{"overwrite": true}', "", "type --overwrite"),
+    ('{"n_layers": 6}', "", "--n_layers: unknown flag"), ('{"overwrite": true}', "", "type --overwrite"),
     ("{", "", "mine.json: no settings there"), ("[1]", "", "mine.json: no settings there"),
     ('{"lr": "x"}', "", "--lr 'x': must be a number"), ('{"lr": true}', "", "--lr True: must be"),
     ('{"batch_size": 2.5}', "", "--batch_size 2.5: must be a whole number"),
