@@ -138,8 +138,7 @@ class TrainConfig:
             yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes, "
                    f"{self.grad_accum} x {N_PROCESSES}")
         if self.equalize_grads and self.optimizer != "sgd":
-            yield (f"--equalize_grads: the steps of {self.optimizer} hardly depend on the size of a "
-                   f"gradient; use it with --optimizer sgd")
+            yield f"--equalize_grads: {self.optimizer} hardly sees a gradient's size; use sgd"
 
 CONFIGS = [GPTConfig, TrainConfig]
 
@@ -214,10 +213,10 @@ def refuse_if_not_finite(what, number, step, out):
     """Ends the run before it saves weights that are good for nothing."""
     if math.isfinite(number):
         return
-    if step == 0:
-        refuse(f"iteration 0: the {what} is not finite, before any training; look at the model")
-    refuse(f"iteration {step}: the {what} is not finite; {out}/ckpt.pt, if it is there, is from "
-           f"before: go on from there with --resume and a lower --lr")
+    remedy = "look at the model"   # It has not trained yet.
+    if step > 0:
+        remedy = f"go on from {out}/ckpt.pt, which is older, with --resume and a lower --lr"
+    refuse(f"iteration {step}: the {what} is not finite; {remedy}")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 
@@ -238,19 +237,17 @@ def lr_factor(config, progress):
         fallen = max(0.0, (progress - 0.8) / 0.2)   # from 0 to 1, in the last fifth
     return 1 - (1 - config.min_lr) * fallen
 
-def block_gradients(model):
-    """-> for each block a list of its gradients, and the norms of these lists, (L,)"""
+def norms_of_blocks(model, equalizes):
+    """-> the norm of each block's gradients, (L,). equalizes: scales those of each block, so that
+    all get the same norm: the root mean square of what they have had"""
     grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
-    zero = torch.zeros((), device=model.device)   # for a block that all tokens skip
-    norms = [get_total_norm(each) if each else zero for each in grads]
-    return grads, torch.stack(norms)
-
-def equalize(grads, norms):
-    """Scales the gradients of each block to the root mean square of all blocks' norms (L,)."""
-    wanted = norms.square().mean().sqrt()
-    for block_grads, norm in zip(grads, norms):
-        for grad in block_grads:
-            grad.mul_(wanted / norm.clamp_min(1e-30))
+    norms = torch.stack([get_total_norm(each).to(model.device) for each in grads])   # 0 of none
+    if equalizes:
+        wanted = norms.square().mean().sqrt()
+        for block_grads, norm in zip(grads, norms):
+            for grad in block_grads:
+                grad.mul_(wanted / norm.clamp_min(1e-30))
+    return norms
 
 # --------------------------------------------------------------------------------------- optimizers
 
@@ -444,9 +441,7 @@ def train(model_config, config, ckpt, data, device, signals):
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
-            grads, block_norms = block_gradients(model)
-        if config.equalize_grads:
-            equalize(grads, block_norms)
+            block_norms = norms_of_blocks(model, config.equalize_grads)
         norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
         # --- From gradients to weights
@@ -528,7 +523,7 @@ def main(argv=None):
         join_processes(device)
         data = Data(config, model_config.block_size)
         if config.resume and data.fingerprint != ckpt["data"]:
-            refuse(f"{config.out}: is of other data than --data has now; put that back, or start a "
+            refuse(f"{config.out}: is of other data than --data has now; put it back, or start a "
                    f"new run")
         if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
             refuse(f"--init_from {config.init_from}: its tokens are those of "
@@ -546,9 +541,8 @@ def read_flags(argv=None):
     for name in "resume", "or_resume":
         if typed.get(name) and "out" not in typed:
             refuse(f"--{name}: continues the run in --out; give --out, too")
-    if typed.get("resume") and typed.keys() & {"config", "init_from", "remove"}:
-        refuse("--resume: continues a run with its own settings; leave out --config, --init_from "
-               "and --remove")
+    for name in typed.keys() & {"config", "init_from", "remove"} if typed.get("resume") else ():
+        refuse(f"--{name}: is for new runs, and --resume continues one; leave it out")
     if "out" not in typed:   # That of attnres:group=4 is runs/attnres-group4.
         residual = find_settings(typed)[0]["residual"]
         typed["out"] = "runs/" + re.sub(r"[^\w.-]+", "-", str(residual).replace("=", ""))
@@ -572,14 +566,10 @@ DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
 THIS_START = "out", "config", "resume", "or_resume", "overwrite"   # have to be typed
 FROM_DATA = "tokenizer", "vocab_size"
 
-# What a run that goes on can't change, and why. (Kernels change how a model is computed, only.)
-FIXED = {name: "its weights are of that model" for name in asdict(GPTConfig())
-         if name not in ("kernels", "vocab_size")}
-FIXED |= dict(seed="the order of its data depends on it",
-              batch_size="the order of its data depends on it",
-              optimizer="the moments that are saved are of that optimizer",
-              eval_windows="losses on other windows can't be compared")
-
+# What a run that goes on can't change: all of its model (but kernels only say how it is computed),
+# and what the order of its data, its moments, or the comparison of its losses depend on
+MODEL = [name for name in asdict(GPTConfig()) if name not in ("kernels", "vocab_size")]
+FIXED = *MODEL, "batch_size", "optimizer", "eval_windows"
 # With these, weights can train on in a new run, by --init_from.
 FREE = "seed", "block_size", "repeat", "deep_supervision", "mod", "gain_cost"
 
@@ -600,11 +590,10 @@ def find_settings(typed):
     source = typed.get("init_from", earlier.get("init_from"))
     if source:
         ckpt = read_checkpoint(str(source))
-        model = {name: ckpt["settings"][name] for name in FIXED if name in asdict(GPTConfig())}
+        model = {name: ckpt["settings"][name] for name in MODEL}
         blocks = typed.get("remove", earlier.get("remove"))
         if blocks and model["repeat"]:
-            refuse(f"--remove {blocks}: {source} has --repeat {model['repeat']}, which would name "
-                   f"other blocks then")
+            refuse(f"--remove: would change what --repeat {model['repeat']} of {source} means")
         model["n_layer"] -= len(read_blocks(blocks, model["n_layer"]))
         fixed = {name: model[name] for name in model if name not in FREE}
         earlier = model | earlier
@@ -619,8 +608,7 @@ def gather_settings(typed):
     with errors_named(rule):   # A config makes one of each, to see what they can do.
         model_config, config = make_configs(CONFIGS, settings)
     if "gate_lr" in typed and not rule.own_lr:
-        refuse(f"--gate_lr: nothing in --residual {model_config.residual} trains with it; leave it "
-               f"out")
+        refuse(f"--gate_lr: nothing in --residual {settings['residual']} trains with it")
     model_config.residual = with_options(model_config.residual, RESIDUALS)
     model_config.mod = with_options(model_config.mod, DECIDERS)
     config.lr = config.lr or RATES[config.optimizer]
@@ -628,8 +616,8 @@ def gather_settings(typed):
     for name, before in fixed.items():
         if settings[name] != before:
             run = config.out if config.resume else config.init_from
-            refuse(f"--{name} {settings[name]}: {run} has {before or 'none'}, and can't change it: "
-                   f"{FIXED[name]}; leave it out, or start a new run")
+            refuse(f"--{name} {settings[name]}: {run} has {before or 'none'}, and can't change it; "
+                   f"leave it out, or start a new run")
     if config.resume and config.max_iters < ckpt["step"] and not config.max_flops:
         refuse(f"--max_iters {config.max_iters}: {config.out} has {ckpt['step']} already")
     return model_config, config, ckpt
@@ -665,8 +653,7 @@ def read_blocks(text, n_blocks):
     words = str(text).split(",") if text else []
     known = [str(number) for number in range(1, n_blocks + 1)]
     if not {*words} < {*known}:
-        refuse(f"--remove {text}: name some, not all, of the blocks 1 to {n_blocks}, such as "
-               f"{n_blocks}")
+        refuse(f"--remove {text}: name some, not all, of the blocks 1 to {n_blocks}, as in 1,2")
     return sorted({int(word) - 1 for word in words})
 
 # --------------------------------------------------------------------------------------- run folder
@@ -692,7 +679,7 @@ def read_metrics(run):
     return metrics
 
 def read_checkpoint(run):
-    """-> what a run's ckpt.pt holds, a dict. A flag that is younger than the run has its default."""
+    """-> what a run's ckpt.pt holds, a dict. A flag that is younger than it has its default."""
     path = Path(run) / "ckpt.pt"
     if Path(run).is_file():
         refuse(f"{run}: is a file; name the folder of a run")
@@ -705,19 +692,21 @@ def read_checkpoint(run):
         return {name: ckpt[name] for name in ("model", "settings", "optimizers", "step", "flops",
                                               "seconds", "val_loss", "data")}
     except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(f"{type(error).__name__}: {error}".split())[:200]   # torch writes many lines.
-        refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what})")
+        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
+        refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what[:200]})")
 
 def load_weights(model, ckpt, run, remove=""):
     """remove: blocks to leave out, as that flag says; those behind them get lower numbers"""
-    removed, weights = read_blocks(remove, ckpt["settings"]["n_layer"]), {}
+    removed, n_layer = read_blocks(remove, ckpt["settings"]["n_layer"]), ckpt["settings"]["n_layer"]
+    kept = [block for block in range(n_layer) if block not in removed]
+    weights = {}
     for name, weight in ckpt["model"].items():
-        first, _, others = name.partition(".")
-        if first == "blocks":
-            number, _, others = others.partition(".")
-            name = f"blocks.{int(number) - sum(each < int(number) for each in removed)}.{others}"
-        if first != "blocks" or int(number) not in removed:
+        words = name.split(".")
+        if words[0] != "blocks":
             weights[name] = weight
+        elif int(words[1]) in kept:
+            words[1] = str(kept.index(int(words[1])))
+            weights[".".join(words)] = weight
     if ckpt["settings"]["mod"] != model.config.mod:   # Another decider has all to learn.
         weights = {name: w for name, w in weights.items() if not name.startswith("decider.")}
         weights |= {f"decider.{name}": w for name, w in model.decider.state_dict().items()}
@@ -761,11 +750,9 @@ def data_of_run(run, settings, data="", model=None):
                f"these data are, with --data")
     tokenizer = prepare.load_meta(folder)["tokenizer"]
     if tokenizer != settings["tokenizer"]:
-        refuse(f"{run}: its tokens are those of {settings['tokenizer']}, and {folder} has "
-               f"{tokenizer}")
+        refuse(f"{run}: its tokens are those of {settings['tokenizer']}; {folder} has {tokenizer}")
     if prepare.fingerprint(folder) != settings["fingerprint"]:
-        return folder, (f"{folder} is not, or no longer, what {run} was trained on: losses may "
-                        f"differ")
+        return folder, f"{folder} is not, or no longer, what {run} was trained on"
     if model is None:
         return folder, ""
     x, y = prepare.windows_of(folder, "val", settings["block_size"], settings["eval_windows"])
@@ -850,7 +837,7 @@ def set_up_device(name, n_embd):
     return "cpu"
 
 def try_to_compile(device):
-    """Without a C++ compiler, torch would say so in a hundred lines, and after the run has begun."""
+    """Without a C++ compiler, torch says so in a hundred lines, and late. One is better, now."""
     try:
         torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
     except Exception as error:   # of many kinds
@@ -919,25 +906,14 @@ def look_for_mistakes(config):
         look_at_first_weights(lambda: make_residual(small, 1))
         model = make_model(small)
         look_at_own_lr(model)
-    look_at_passes(model, rule, Decider(None), model.residuals())   # All tokens run.
-    with errors_named(rule):
-        look_at_sampling(model.eval(), rule.__name__)
+        look_at_passes(model, rule.__name__, Decider(None), model.residuals())   # All tokens run.
     if model.ends.can_skip:
-        where = " where some tokens skip (can_skip = False says that none can)"
-        with errors_named(rule, where):
-            look_at_draws(model, rule.__name__, Coins(small, rate=0.5))
+        with errors_named(rule, " where some tokens skip (can_skip = False says that none can)"):
+            look_at_gradients(model.train(), rule.__name__, Coins(small, rate=0.5))
     if decider is not Decider:
         with errors_named(decider):
             look_at_first_weights(lambda: make_decider(small))
-        look_at_passes(model, decider, model.decider, [model.decider])
-
-def look_at_passes(model, kind, decider, modules):
-    """kind: the class that is tried; modules: those of it"""
-    with errors_named(kind):
-        look_at_draws(model, kind.__name__, decider)
-        look_at_other_tokens(model, kind.__name__, decider)
-        look_at_flops(model, kind.__name__, decider)
-        look_at_gradients(model, kind.__name__, decider, modules)
+            look_at_passes(model, decider.__name__, model.decider, [model.decider])
 
 def class_named(text, registry, base):
     """("nag:power=1", RESIDUALS, Residual) -> NAG. Mistake if it has a misspelt method, say"""
@@ -960,22 +936,21 @@ def class_named(text, registry, base):
         if isinstance(getattr(kind, listed, ()), str):
             raise Mistake(f'{kind.__name__}.{listed} is a text; a tuple of one is ("NAME",)')
     if getattr(kind, "knows_gain", False) and "gain" not in option_defaults(kind.forward):
-        raise Mistake(f"{kind.__name__} knows gains, so its forward may be given one: "
-                      f"forward(self, stream, f, gain=None)")
+        raise Mistake(f"{kind.__name__} knows gains; write forward(self, stream, f, gain=None)")
     return kind
 
 @contextlib.contextmanager
 def errors_named(kind, where=""):
-    """An error becomes a Mistake if a residual or a decider has made it: a sentence with its line."""
+    """An error in a residual or a decider becomes a Mistake, a sentence, with its line of code."""
     try:
         yield
     except Mistake:
         raise
     except Exception as error:
-        lines = []
+        lines, torchs = [], os.path.dirname(torch.__file__)
         for frame, line in traceback.walk_tb(error.__traceback__):
             file, is_of = frame.f_code.co_filename, frame.f_locals.get("self")
-            if isinstance(is_of, (Residual, Decider)) and "torch" not in Path(file).parts:
+            if isinstance(is_of, (Residual, Decider)) and not file.startswith(torchs):
                 lines.append((file, line))
         if not lines:
             raise
@@ -993,8 +968,8 @@ def look_at_first_weights(make):
         made = make()
     for name, module in made.named_modules():
         if isinstance(module, torch.nn.Linear) and (module.weight != 0.125).any():
-            raise Mistake(f"{type(made).__name__} sets {name}.weight, and GPT draws the weight of "
-                          f"each nn.Linear anew; use nn.Parameter, which stays as it is")
+            raise Mistake(f"{type(made).__name__} sets {name}.weight, which GPT draws anew, as "
+                          f"each nn.Linear's; use nn.Parameter, which stays as it is")
 
 def look_at_own_lr(model):
     known = {name for residual in model.residuals() for name, _ in residual.named_parameters()}
@@ -1017,8 +992,7 @@ def watched(residual, stream, f, gain=None):
         raise Mistake(f"{name} changes its stream in place; write x = x + u, not x += u")
     # If it draws whether it calls f at all, it may do so in training.
     if len(inputs) > 1 or not inputs and not residual.training:
-        raise Mistake(f"{name} calls f {len(inputs)} times, and must call it once: a cache in "
-                      f"sampling, and the count of FLOPs, rely on it")
+        raise Mistake(f"{name} calls f {len(inputs)} times; sampling and FLOPs rely on one call")
     got, made = ([tuple(x.shape) for x in tensors(each)] for each in (stream, after))
     if got != made and not residual.stream_grows:
         raise Mistake(f"{name}.forward got a stream of the shapes {got} and returned {made}. Is a "
@@ -1050,51 +1024,20 @@ def one_pass(model, decider, idx=IDX, targets=None, cache=None, seed=0, call=wat
     logits, loss = model(idx, targets, cache, trip)
     return logits, loss, trip
 
-@torch.no_grad()
-def look_at_other_tokens(model, name, decider):
-    """Compares passes in which only a later token, or only another sequence, is another one."""
-    model.eval()
-    usual, _, _ = one_pass(model, decider)
-    last, _, _ = one_pass(model, decider, torch.tensor([[0, 1, 2, 7], [4, 5, 6, 7]]))
-    other, _, _ = one_pass(model, decider, torch.tensor([[0, 1, 2, 3], [7, 6, 5, 4]]))
-    small = 1e-5 * max(1.0, usual.abs().max().item())
-    if (usual - last)[0, :3].abs().max() > small:
-        raise Mistake(f"{name} looks at later tokens; only f may look at other tokens")
-    if (usual - other)[0].abs().max() > small:
-        raise Mistake(f"{name} looks at other sequences; only f may look at other tokens")
-
-@torch.no_grad()
-def look_at_sampling(model, name):
-    """There a residual gets the newest token alone. So it can't look at earlier ones."""
-    cache, everyone = KVCache(4), Decider(None)
-    usual, again = (one_pass(model, everyone, IDX[:1], seed=seed)[0][:, -1] for seed in (0, 1))
-    for token in IDX[:1].split(1, dim=1):
-        logits, _, _ = one_pass(model, everyone, token, cache=cache)
-    small = 1e-4 * max(1.0, usual.abs().max().item())
-    # If it draws random numbers, the two usual ones differ, and nothing can be said.
-    if (usual - again).abs().max() < small < (usual - logits[:, -1]).abs().max():
-        raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
-                      f"something else; only f may look at other tokens")
-
-def look_at_flops(model, name, decider):
-    """Compares what is counted with what torch has seen. It overlooks products with a vector, which
-    deciders may have, and the usual attention of CPUs, so that is written out."""
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        _, _, trip = one_pass(model.eval(), decider, call=call_residual)
-    said, ran = flops_per_token(model, trip), counter.get_total_flops() / IDX.numel()
-    if ran > 1.01 * said or ran < 0.99 * said and type(decider) is Decider:
-        raise Mistake(f"{name}: {ran:,.0f} FLOPs per token ran, and its flops() makes {said:,.0f} "
-                      f"of them; write a flops. (A decider adds its own to trip.decider_flops.)")
+def look_at_passes(model, name, decider, modules):
+    look_at_draws(model.train(), name, decider)
+    look_at_other_tokens(model.eval(), name, decider)
+    look_at_flops(model.eval(), name, decider)
+    look_at_gradients(model.train(), name, decider, modules)
 
 def look_at_draws(model, name, decider):
-    """Two passes in training that draw the same numbers, if it is torch that draws them"""
     elsewhere = random.getstate(), np.random.get_state()[2]
-    losses = [one_pass(model.train(), decider, targets=IDX)[1] for _ in range(2)]
+    losses = [one_pass(model, decider, targets=IDX)[1] for _ in range(2)]
     if elsewhere != (random.getstate(), np.random.get_state()[2]) or losses[0] != losses[1]:
         raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw them by torch.rand")
 
-def look_at_gradients(model, name, decider, modules):
-    model.train().zero_grad()
+def look_at_gradients(model, name, decider, modules=()):
+    """modules: those whose parameters must get one"""
     for seed in range(10):   # A class may draw which parameters are used.
         one_pass(model, decider, targets=IDX, seed=seed)[1].backward()
         missing = [(module, key) for module in modules for key, p in module.named_parameters()
@@ -1106,6 +1049,35 @@ def look_at_gradients(model, name, decider, modules):
         key += " of model.ends, which has no sublayer (if self.has_sublayer: ..),"
     raise Mistake(f"{name}: {key} gets no gradient, so it never learns. Comparisons, .item() and "
                   f".detach() pass none on")
+
+@torch.no_grad()
+def look_at_other_tokens(model, name, decider):
+    """Three tokens keep their logits if a later one changes, or another sequence, or if they come
+    one by one, as in sampling."""
+    def logits(idx, seed=0, cache=None):
+        return one_pass(model, decider, torch.tensor(idx), cache=cache, seed=seed)[0][:1]
+
+    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
+    found = {"later tokens": logits([[0, 1, 2, 7], [4, 5, 6, 7]]),
+             "other sequences": logits([[0, 1, 2, 3], [7, 6, 5, 4]])}
+    if torch.equal(usual, logits([[0, 1, 2, 3], [4, 5, 6, 7]], seed=1)):   # It draws nothing.
+        cache = KVCache(4)
+        one_by_one = [logits([[token]], cache=cache) for token in range(4)]
+        found["earlier tokens (so sampling, where they come one by one, differs)"] = torch.cat(
+            one_by_one, dim=1)
+    for what, those in found.items():
+        if (usual - those)[:, :3].abs().max() > 3e-5 * max(1.0, usual.abs().max().item()):
+            raise Mistake(f"{name} looks at {what}; only f may look at other tokens")
+
+def look_at_flops(model, name, decider):
+    """Compares what is counted with what torch has seen. It overlooks products with a vector, which
+    deciders may have, and the usual attention of CPUs, so that is written out."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        _, _, trip = one_pass(model, decider, call=call_residual)
+    said, ran = flops_per_token(model, trip), counter.get_total_flops() / IDX.numel()
+    if ran > 1.01 * said or ran < 0.99 * said and type(decider) is Decider:
+        raise Mistake(f"{name}: {ran:,.0f} FLOPs per token ran, and its flops() makes {said:,.0f} "
+                      f"of them; write a flops. (A decider adds its own to trip.decider_flops.)")
 
 if __name__ == "__main__":
     start(main)   # It makes sentences of errors that you can mend, such as a full disk.
