@@ -87,7 +87,7 @@ def trips_as_asked(model, config):
     if config.skip_below > 0:
         decider = ByGain(model.config, below=config.skip_below)
     if config.skip_below == 0:
-        decider = Decider(None)   # All run, so no gain has to be known.
+        decider = Decider()   # All run, so no gain has to be known.
     blocks = read_blocks(config.remove, len(model.blocks))
     without = {place for block in blocks for place in places_of(model, block)}
     return lambda: Trip(model, decider, without)
@@ -106,7 +106,7 @@ def show_samples(model, make_trip, tokenizer, config):
     if config.speed:
         n = config.max_new_tokens
         as_asked = tokens_per_second(model, n, make_trip)
-        dense = tokens_per_second(model, n, lambda: Trip(model, Decider(None)))
+        dense = tokens_per_second(model, n, lambda: Trip(model, Decider()))
         print(f"without printing: {as_asked:,.0f} tokens/s; with all sublayers run: {dense:,.0f}",
               file=sys.stderr)
 

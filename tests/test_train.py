@@ -426,7 +426,7 @@ def test_defaults_of_a_class_may_change(data, copy, tmp_path, monkeypatch, capsy
             super().__init__(config, l)
             self.by = by
         def forward(self, x, f):
-            return x + self.by * f(self.read(x))
+            return x + self.by * f(self.norm(x))
     class Edited(Scaled):
         def __init__(self, config, l, by=2.0):
             super().__init__(config, l, by)
@@ -439,7 +439,7 @@ def test_defaults_of_a_class_may_change(data, copy, tmp_path, monkeypatch, capsy
     assert "has mine:by=0.5," in refused(resume, tmp_path / "mine", "--residual mine")
     model, found = train.open_run(tmp_path / "mine")
     assert model.ends.by == 0.5 and train.data_of_run("mine", found, model=model) == (str(data), "")
-    monkeypatch.setattr(Edited, "forward", lambda self, x, f: x - f(self.read(x)))
+    monkeypatch.setattr(Edited, "forward", lambda self, x, f: x - f(self.norm(x)))
     folder, says = train.data_of_run("mine", found, model=train.open_run(tmp_path / "mine")[0])
     assert folder == str(data) and re.match("mine: has the validation loss .*other code, or other data", says)
     assert resume(tmp_path / "mine") == 0 and "other code, or other data" in capsys.readouterr().out
@@ -452,7 +452,7 @@ def test_first_weights_depend_on_the_seed(data, tmp_path, monkeypatch):
             if self.has_sublayer:
                 self.b = torch.nn.Parameter(torch.randn(config.n_embd))
         def forward(self, x, f):
-            return x + self.b * f(self.read(x))
+            return x + self.b * f(self.norm(x))
     monkeypatch.setitem(RESIDUALS, "drawn", Drawn)
     before = torch.get_rng_state()
     for name, seed in ("a", 1), ("b", 1), ("c", 2):
@@ -510,7 +510,7 @@ def test_a_students_optimizer_resumes(data, tmp_path, monkeypatch, kind):
 
 class Dropped(Residual):
     def forward(self, x, f):
-        return x + F.dropout(f(self.read(x)), 0.5, self.training)
+        return x + F.dropout(f(self.norm(x)), 0.5, self.training)
 
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
 

@@ -21,7 +21,7 @@ class Good(M.Residual):
             self.b = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, x, f):
-        return x + self.b * f(self.read(x))
+        return x + self.b * f(self.norm(x))
 
 def like(base, name, **methods):
     """A class of this name that is derived from base, and has these methods"""
@@ -51,7 +51,7 @@ class ZeroGate(Good):
             set_weight(self.gate.weight)
 
     def forward(self, x, f):
-        return x + self.b * self.gate(x).sigmoid() * f(self.read(x))
+        return x + self.b * self.gate(x).sigmoid() * f(self.norm(x))
 
 class OfEnds(M.Residual):
     def __init__(self, config, l):
@@ -59,7 +59,7 @@ class OfEnds(M.Residual):
         self.b = nn.Parameter(torch.ones(config.n_embd))
 
     def forward(self, x, f):
-        return x + self.b * f(self.read(x))
+        return x + self.b * f(self.norm(x))
 
 class Table(Good):   # It has two dimensions, and is no matrix.
     def __init__(self, config, l):
@@ -68,15 +68,15 @@ class Table(Good):   # It has two dimensions, and is no matrix.
             self.table = nn.Parameter(torch.ones(3, config.n_embd))
 
     def forward(self, x, f):
-        return x + self.b * self.table.mean(0) * f(self.read(x))
+        return x + self.b * self.table.mean(0) * f(self.norm(x))
 
 def in_place(self, x, f):
-    x += f(self.read(x))
+    x += f(self.norm(x))
     return x
 
 def twice(self, x, f):
-    half = x + 0.5 * self.b * f(self.read(x))
-    return x + f(self.read(half))
+    half = x + 0.5 * self.b * f(self.norm(x))
+    return x + f(self.norm(half))
 
 def unpacks(self, x, f):
     B, T, C = x.shape
@@ -88,11 +88,11 @@ def unpacks(self, x, f):
     (like(Good, "Alowed", alowed=dict(b=(0, 1))), "did you mean allowed?"),
     (type("NotDerived", (nn.Module,), {}), "must be a class that is derived from Residual"),
     (NoSuper, "NoSuper fails, in line"), (NoSuper, "cannot assign parameters before Module.__init__"),
-    (like(Good, "Forgets", forward=lambda self, x, f: None if f(self.read(x)) is None else None), "Is a return missing?"),
+    (like(Good, "Forgets", forward=lambda self, x, f: None if f(self.norm(x)) is None else None), "Is a return missing?"),
     (like(Good, "InPlace", forward=in_place), "InPlace changes its stream in place"),
     (like(Good, "Never", forward=lambda self, x, f: x * self.b), "Never calls f 0 times"),
     (like(Good, "Twice", forward=twice), "Twice calls f 2 times"),
-    (like(Good, "Breaks", forward=lambda self, x, f: x + self.beta * f(self.read(x))), "'return x"[:3]),
+    (like(Good, "Breaks", forward=lambda self, x, f: x + self.beta * f(self.norm(x))), "'return x"[:3]),
     (like(Good, "Mixes", forward=lambda self, x, f: Good.forward(self, x, f) - 0.1 * x.mean(0, keepdim=True)),
      "Mixes looks at other sequences"),
     (like(Good, "Ahead", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-3 * x.roll(-1, dims=1)),
@@ -105,10 +105,13 @@ def unpacks(self, x, f):
           forward=lambda self, stream, f: (Good.forward(self, stream[0], f), sum(stream))),
      "Pair.forward got a stream of the shapes [(2, 4, 16), (2, 4, 1)] and returned [(2, 4, 16), (2, 4, 16)]"),
     (like(Good, "Unpacks", forward=unpacks), "Unpacks fails where some tokens skip (can_skip = False"),
-    (like(Good, "Reads", forward=lambda self, x, f: x + self.b * f(x)), "Reads: f gets something else than read(stream)"),
     (like(Good, "WrongGate", own_lr=("gaet",)), "own_lr names 'gaet', and its parameters are b, norm.weight"),
-    (like(Good, "TextGate", own_lr="b"), "TextGate.own_lr is a text"),
-    (like(Good, "Item", forward=lambda self, x, f: x + self.b.item() * f(self.read(x))), "Item: b gets no gradient"),
+    (like(Good, "TextGate", own_lr="b"), "TextGate.own_lr must be a tuple"),
+    (like(Good, "Item", forward=lambda self, x, f: x + self.b.item() * f(self.norm(x))), "Item: b gets no gradient"),
+    (like(Good, "Swapped", start=lambda self, x: (torch.zeros_like(x), x), forward=lambda self, stream, f: (
+        stream[0], Good.forward(self, stream[1], f))), "as_tensor of the first stream is all zeros"),
+    (like(Good, "Counts", start=lambda self, x: (x, 0), forward=lambda self, stream, f: (
+        Good.forward(self, stream[0], f), stream[1] + 1)), "Counts fails where some tokens skip"),
     (OfEnds, "OfEnds: b of model.ends, which has no sublayer"),
     (ZeroGate, "ZeroGate sets gate.weight"), (partial(ZeroGate, set_weight=partial(nn.init.normal_, std=0.01)), "sets gate"),
     (Table, "Table: "), (Table, "FLOPs per token ran"),
@@ -130,7 +133,7 @@ class DictStream(M.Residual):
         return {"x": x, "v": torch.zeros_like(x)}
 
     def forward(self, stream, f):
-        x, v = momentum(stream["x"], stream["v"], f(self.read(stream)))
+        x, v = momentum(stream["x"], stream["v"], f(self.norm(self.as_tensor(stream))))
         return {"x": x, "v": v}
 
 class ListStream(M.Residual):
@@ -138,7 +141,7 @@ class ListStream(M.Residual):
         return [x, torch.zeros_like(x)]
 
     def forward(self, stream, f):
-        return [*momentum(*stream, f(self.read(stream)))]
+        return [*momentum(*stream, f(self.norm(self.as_tensor(stream))))]
 
 class Two(NamedTuple):
     x: torch.Tensor
@@ -152,6 +155,8 @@ class NamedStream(ListStream):
         return Two(*momentum(*stream, f(self.norm(stream.x))))
 
 class Rates(M.Residual):
+    can_skip = False
+
     def __init__(self, config, l, rate=0.2):
         super().__init__(config, l)
         self.rate = torch.linspace(0, rate, 2 * config.n_layer + 1)[l - 1].item()
@@ -159,7 +164,7 @@ class Rates(M.Residual):
     def forward(self, x, f):   # It leaves whole sublayers out.
         if self.training and torch.rand(()) < self.rate:
             return x
-        return x + f(self.read(x))
+        return x + f(self.norm(x))
 
 class OnlyItsNorm(M.Residual):
     def __init__(self, config, l):
@@ -167,11 +172,8 @@ class OnlyItsNorm(M.Residual):
         self.norm = nn.LayerNorm(config.n_embd)
 
 class Noise(Good):   # is of each token alone, though no two passes agree
-    def read(self, x):
-        return F.dropout(self.norm(x), 0.2)
-
     def forward(self, x, f):
-        return x + self.b * f(self.read(x)) + self.forward2(x)
+        return x + self.b * f(F.dropout(self.norm(x), 0.2)) + self.forward2(x)
 
     def forward2(self, x):   # This name is no misspelling.
         return 0.1 * torch.randn_like(x)
@@ -202,7 +204,7 @@ def test_ours_pass():
 
 class Learned(M.Decider):
     """A threshold that is learned, but for the comparison"""
-    needs = ("skipping",)
+    needs_skipping = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -227,7 +229,6 @@ def bools(test):
 @pytest.mark.parametrize("kind, says", [
     (like(M.Decider, "Decides", decide=bools(lambda x: x[..., 0] > 0)), "Decides changes nothing of Decider; write its forward"),
     (like(M.Decider, "Typo", skipers_make_keys=False, forward=lambda self, trip: True), "did you mean skippers_make_keys?"),
-    (like(M.Decider, "Text", needs="skipping", forward=lambda self, trip: True), "Text.needs is a text"),
     (like(M.Decider, "Wrong", forward=bools(lambda x: x)), "returned torch.float32"),
     (like(M.Decider, "OneMoreAxis", forward=bools(lambda x: x[..., :1] > 0)), "returned torch.bool (2, 4, 1)"),
     (like(M.Decider, "NoReturn", forward=lambda self, trip: None), "is a return missing?"),
