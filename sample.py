@@ -40,17 +40,14 @@ class SampleConfig:
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
-    remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
-                       "analyze.py's figures, and block 9 is 17 and 18")
-    speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and with all "
-                       "sublayers run")
+    remove: str = flag("", "blocks to do without, from 1: 9,10; block 9 is sublayers 17 and 18 of "
+                       "analyze.py's figures")
+    speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and if none do")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
-    inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
-                        "block, before the model answers, by the likeliest digits (so --depth, "
-                        "--temperature and --num_samples change nothing)")
-    data: str = flag("", "for --inside: the data set of the run, if it isn't where it was in "
-                     "training")
+    inside: bool = flag(False, "on the steps text, in place of samples: what a probe reads in the "
+                        "stream, block by block, before the model answers")
+    data: str = flag("", "for --inside: the data set of the run, if it has moved")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
@@ -77,17 +74,13 @@ def main(argv=None):
 def trips_as_asked(model, config):
     """-> a function that makes a Trip for each pass, in which tokens skip as in training, or as a
     flag asks for it, and without the blocks of --remove. SystemExit if the model can't do so"""
-    decider = model.decider
-    if config.skip_below >= 0 and type(decider).after is not Decider.after:
-        # A router's blocks need its weights.
-        refuse(f"--skip_below: the run's own --mod {model.config.mod} decides who skips; use "
-               f"another run")
-    if config.skip_below > 0 and not model.ends.knows_gain:
+    decider, below = model.decider, config.skip_below
+    if below >= 0 and type(decider).after is not Decider.after:   # A router's blocks need weights.
+        refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
+    if below > 0 and not model.ends.knows_gain:
         refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
-    if config.skip_below > 0:
-        decider = ByGain(model.config, below=config.skip_below)
-    if config.skip_below == 0:
-        decider = Decider()   # All run, so no gain has to be known.
+    if below >= 0:   # At 0 all run, so no gain has to be known.
+        decider = ByGain(model.config, below=below) if below else Decider()
     blocks = read_blocks(config.remove, len(model.blocks))
     without = {place for block in blocks for place in places_of(model, block)}
     return lambda: Trip(model, decider, without)
@@ -120,23 +113,10 @@ def tokens_per_second(model, n, make_trip):
         seconds.append(time.perf_counter() - begin)
     return n / min(seconds)
 
-# With --depth, a token has the colour of its share: how many of the sublayers ran to predict it. It
-# was predicted where the token before it was read. If a pass reads a, b and c, say:
-#
-#     it reads                    a      b      c
-#     of 12 sublayers, these ran  6      9     12
-#     so it predicts              b      c     the first new token
-#     with the share            0.5   0.75      1         (a has none: nobody predicted it)
-
-def shares_of_prompt(prompt, trip):
-    """-> for each token of the prompt its share, or None. trip: the pass that has read
-    the prompt, or its end, if it is longer than the model's context"""
-    ran = trip.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
-    shares = ran[:-1]   # The last one is for the first new token.
-    return [None] * (len(prompt) - len(shares)) + shares
-
 def sample(model, make_trip, tokenizer, config):
-    """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
+    """Prints a sample -> for each new token, the share of the sublayers that was skipped. With
+    --depth, a token has the colour of the share that ran to predict it: where the token before it
+    was read. So nobody has predicted the first one of a text, or of the end that fits the model."""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
@@ -152,9 +132,11 @@ def sample(model, make_trip, tokenizer, config):
         # Each token comes with the trip of the pass that predicted it, which knows who skipped.
         for n, (token, trip) in enumerate(tokens):
             if n == 0:   # The first pass has read the prompt, which is shown first.
-                for each, share in zip(prompt, shares_of_prompt(prompt, trip)):
+                shares = trip.who_ran().float().mean(0)[0].tolist()[:-1]
+                shares = [None] * (len(prompt) - len(shares)) + shares
+                for each, share in zip(prompt, shares):
                     show_token(each, share)
-            skipped.append(trip.skipped(last=True))   # for the last token that it has read
+            skipped.append(trip.skipped(last=True))   # of the last token that it has read
             if token.item() == tokenizer.eot_token:
                 break
             show_token(token.item(), 1 - skipped[-1])

@@ -202,7 +202,7 @@ def evaluate(model, x, y, token_bytes):
 
 def other_loss(run, loss, before, dtype):
     """A sentence if a checkpoint has another loss than when it was saved, before, else "". That is
-    None if a signal has stopped the run; dtype: of its training. (analyze.py has float32.)"""
+    None if a signal has stopped the run; dtype: in which it was computed then, as text"""
     tolerance = 2e-2 if dtype == "bfloat16" else 2e-3
     if before is None or abs(loss - before) <= tolerance * before:
         return ""
@@ -361,13 +361,14 @@ def train(model_config, config, ckpt, data, device, signals):
     elif ckpt:
         load_weights(model, ckpt, config.init_from, config.remove)
     wrapped, call = make_ready(model, config, device)
+    dtype = "bfloat16" if model.lm_head.dtype == torch.bfloat16 else "float32"
     optimizers = make_optimizers(model, config)
     settings = of_the_run(asdict(model_config) | asdict(config))
     settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
     if config.resume:
         load_moments(optimizers, ckpt)
         loss, _, _ = evaluate(model, *data.val, data.token_bytes)
-        if warning := other_loss(out, loss, ckpt["val_loss"], config.dtype):
+        if warning := other_loss(out, loss, ckpt["val_loss"], ckpt["dtype"]):
             say(warning)
     if step > 0:
         continue_run(out, settings, ckpt)
@@ -406,7 +407,8 @@ def train(model_config, config, ckpt, data, device, signals):
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
                                       flops=flops, seconds=seconds, optimizers=moments,
-                                      val_loss=found["val_loss"], data=data.fingerprint))
+                                      val_loss=found["val_loss"], dtype=dtype,
+                                      data=data.fingerprint))
             if step == 0:
                 begin_run(out, settings)   # Only now, an older run is replaced as a whole.
             if not is_stopped:
@@ -664,8 +666,8 @@ def read_blocks(text, n_blocks):
 #     metrics.jsonl    a JSON object a line. What --resume has changed is here, too, with its flag:
 #                      {"step": 200, "--lr": 0.01}
 #     ckpt.pt          the last checkpoint, which is enough by itself: model (weights), settings
-#                      (those in force now), optimizers (moments), step, flops, seconds, val_loss,
-#                      data (a fingerprint)
+#                      (those in force now), optimizers (moments), step, flops, seconds, val_loss
+#                      and the dtype in which it was computed, data (a fingerprint)
 #
 # People pass such folders on, so no code in one is run.
 
@@ -690,7 +692,7 @@ def read_checkpoint(run):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         ckpt["settings"] = of_the_run(DEFAULTS) | ckpt["settings"]
         return {name: ckpt[name] for name in ("model", "settings", "optimizers", "step", "flops",
-                                              "seconds", "val_loss", "data")}
+                                              "seconds", "val_loss", "dtype", "data")}
     except Exception as error:   # There are many ways in which a file can be broken.
         what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
         refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what[:200]})")
@@ -724,8 +726,8 @@ def load_moments(optimizers, ckpt):
 
 def open_run(run, device="auto"):
     """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
-    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss and fingerprint
-    of the data. Nothing is written. device: auto, cpu or cuda. SystemExit if it can't be read"""
+    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss, its dtype, and
+    fingerprint of the data. Nothing is written. device: as that flag. SystemExit if it can't be"""
     ckpt = read_checkpoint(run)
     # --kernels on was right for the machine that trained. Without Triton, it would be refused.
     settings = ckpt["settings"] | dict(kernels="auto")
@@ -738,7 +740,7 @@ def open_run(run, device="auto"):
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
     return model, settings | dict(step=ckpt["step"], val_loss=ckpt["val_loss"],
-                                  fingerprint=ckpt["data"])
+                                  val_dtype=ckpt["dtype"], fingerprint=ckpt["data"])
 
 def data_of_run(run, settings, data="", model=None):
     """-> the folder of the data on which a run was trained, and a sentence if they have changed
@@ -757,7 +759,7 @@ def data_of_run(run, settings, data="", model=None):
         return folder, ""
     x, y = prepare.windows_of(folder, "val", settings["block_size"], settings["eval_windows"])
     loss, _, _ = evaluate(model, x, y, prepare.token_bytes(tokenizer, settings["vocab_size"]))
-    return folder, other_loss(run, loss, settings["val_loss"], settings["dtype"])
+    return folder, other_loss(run, loss, settings["val_loss"], settings["val_dtype"])
 
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""

@@ -71,7 +71,7 @@ def test_what_the_flags_ask_for():
     asked = trip(nag, skip_below=0.2, remove="2")
     assert isinstance(asked.decider, ByGain) and asked.decider.threshold == pytest.approx(0.2)
     said = refused(sample.trips_as_asked, make("pre", mod="router"), sample.SampleConfig(skip_below=0.9))
-    assert said.startswith("--skip_below: the run's own --mod router decides who skips")
+    assert said == "--skip_below: --mod router decides who skips; use another run"
 
 def test_depth(main):
     """A letter has the colour of its depth, and without the colours it is the same text."""
@@ -83,8 +83,6 @@ def test_depth(main):
     assert re.sub(PAINT, r"\2", shown) == main(*flags).out
     long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
     assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
-    read = SimpleNamespace(who_ran=lambda: torch.tensor([[[True, True, False]], [[True, False, False]]]))
-    assert sample.shares_of_prompt("abcd", read) == [None, None, 1, 0.5]   # It has read b, c and d.
 
 @pytest.mark.parametrize("name, flags, message", [
     ("pre", "--skip_below 0.2", "nag"), ("nag", "--skip_below 101", "from -1 to 100"),

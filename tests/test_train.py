@@ -137,7 +137,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     model, found = train.open_run(out)
     assert config["residual"] == "hyper:kind=identity,n=2" and config["lr"] == 6e-3   # all that was in force
     assert dict(found.items() - config.items()) == dict(fingerprint=prepare.fingerprint(data), step=50,
-                                                        val_loss=last["val_loss"])
+                                                        val_loss=last["val_loss"], val_dtype="float32")
     assert model.n_vocab == 257 and not model.training
     nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320))[0]
     assert nats == last["val_loss"]
@@ -236,10 +236,11 @@ def test_muon_is_torchs(monkeypatch):
     assert (still == 1).all()
 
 def test_equalized_gradients(data, tmp_path):
-    grads = [[torch.randn(3, 2), torch.randn(4)], [torch.randn(5) * 100], [torch.zeros(2)]]
-    norms = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
-    train.equalize(grads, norms)
-    after = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
+    model = GPT(GPTConfig(**TINY))
+    for block, size in zip(model.blocks, (1, 100, 0)):
+        for p in block.parameters():
+            p.grad = torch.randn_like(p) * size
+    norms, after = train.norms_of_blocks(model, True), train.norms_of_blocks(model, False)
     assert torch.allclose(after[:2], norms.square().mean().sqrt().expand(2)) and after[2] == 0
     flags = "--max_iters 3 --log_interval 1 --optimizer sgd --lr 1 --grad_clip 0"   # 0: no clipping
     for name, flag in ("plain", ""), ("equal", "--equalize_grads"):   # The flag does it.
@@ -248,7 +249,7 @@ def test_equalized_gradients(data, tmp_path):
     assert plain[0]["loss"] == equal[0]["loss"] and plain[2]["loss"] != equal[2]["loss"]
     go(data, tmp_path / "rarely", f"{flags} --equalize_grads".replace("log_interval 1", "log_interval 3"))
     assert reports(tmp_path / "rarely")[-1]["loss"] == equal[2]["loss"]   # Each step has equal ones.
-    assert "use it with --optimizer sgd" in refused(go, data, tmp_path / "x", "--equalize_grads")
+    assert "--equalize_grads: adamw hardly sees" in refused(go, data, tmp_path / "x", "--equalize_grads")
 
 @pytest.mark.parametrize("mod", ["router:rate=0.25", "coins:rate=0.4"])
 def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
@@ -266,10 +267,6 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     assert entries[0]["lr"] > 0.5 * 6e-3   # The run is so short that its warmup ends in the first step.
     assert entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and reports(tmp_path) == entries   # Nothing is left to do.
-
-def test_a_training_step_costs_three_forward_passes(copy):
-    ckpt, model = load(copy), train.open_run(copy)[0]
-    assert ckpt["flops"] == pytest.approx(ckpt["step"] * 3 * 128 * flops_per_token(model))
 
 def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch, capsys):
     """A step takes one second here, and an evaluation 100."""
@@ -324,9 +321,6 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
 def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
     (tmp_path / "mine.json").write_text(text)
     assert words in refused(parsed, f"--config {tmp_path}/mine.json {flags}")
-
-def test_a_resumed_run_has_a_usual_rate_too(copy):
-    assert parsed(f"--out {copy} --resume --lr 0")[1].lr == train.RATES[settings(copy)["optimizer"]]
 
 def changes(run):
     found = {step: {key.removeprefix("--"): value for key, value in entry.items() if key.startswith("--")}
@@ -657,11 +651,6 @@ def test_what_is_behind_the_checkpoint(copy, end):
     assert {line["step"] for line in lines} == {0, 4, 8, 12}
     assert metrics(copy)[12].keys() >= {"loss", "val_loss"}
 
-def test_after_a_loss_that_is_not_finite_nothing_is_saved(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
-    assert "not finite" in refused(go, data, tmp_path / "new")
-    assert not (tmp_path / "new/ckpt.pt").exists()
-
 def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     """A weight gets infinite in step 8, and no checkpoint has it. And a gradient does: clipping makes
     it a zero, so the weights don't show it, and a status line finds it."""
@@ -679,6 +668,9 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
     stops(gradient, 1, "--log_interval 1")
     assert load(gradient)["step"] == 0
+    monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
+    assert "iteration 0: the validation loss is not finite; look" in refused(go, data, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 # --------------------------------------------------------------------------------- run folders
 
