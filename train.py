@@ -916,6 +916,8 @@ def look_for_mistakes(config):
         with errors_named(decider):
             look_at_first_weights(lambda: make_decider(small))
             look_at_passes(model, decider.__name__, model.decider, [model.decider])
+            _, _, trip = one_pass(model, model.decider, targets=IDX)
+            model.decider.after_iteration([trip], mean_of_all=float)
 
 def class_named(text, registry, base):
     """("nag:power=1", RESIDUALS, Residual) -> NAG. Mistake if it has a misspelt method, say"""
@@ -989,6 +991,8 @@ def watched(residual, stream, f, gain=None):
         return f(x)
 
     after = call_residual(residual, stream, noted, gain)
+    if not all(x.isfinite().all() for x in tensors(after)):
+        raise Mistake(f"{name} returns numbers that are not finite, before any training")
     same = [torch.equal(x, old) for x, old in zip(tensors(stream), before)]
     if len(tensors(stream)) != len(before) or not all(same):
         raise Mistake(f"{name} changes its stream in place; write x = x + u, not x += u")
@@ -1029,7 +1033,7 @@ def look_at_passes(model, name, decider, modules):
 def look_at_draws(model, name, decider):
     elsewhere = random.getstate(), np.random.get_state()[2]
     losses = [one_pass(model, decider, targets=IDX)[1] for _ in range(2)]
-    if elsewhere != (random.getstate(), np.random.get_state()[2]) or losses[0] != losses[1]:
+    if losses[0] != losses[1] or elsewhere != (random.getstate(), np.random.get_state()[2]):
         raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw them by torch.rand")
 
 def look_at_gradients(model, name, decider, modules=()):

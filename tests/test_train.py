@@ -830,6 +830,7 @@ def test_what_a_user_can_mend_is_one_sentence(error, words):
 
 @pytest.mark.parametrize("flags, tolerance", [
     ("--residual nag --gain_cost 0.1 --mod gain:below=0.3", 2e-3),   # A gain may be on either side.
+    ("--residual nag --mod gain:rate=0.3", 2e-3),   # It has one threshold.
     ("--mod coins:rate=0.4", 1e-4),
     ("--mod router:rate=0.25", 1e-5),
     ("--optimizer muon --lr 0.02 --residual attnres", 2e-2)])

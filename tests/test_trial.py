@@ -112,6 +112,7 @@ def unpacks(self, x, f):
         stream[0], Good.forward(self, stream[1], f))), "as_tensor of the first stream is all zeros"),
     (like(Good, "Counts", start=lambda self, x: (x, 0), forward=lambda self, stream, f: (
         Good.forward(self, stream[0], f), stream[1] + 1)), "Counts fails where some tokens skip"),
+    (like(Good, "Infinite", forward=lambda self, x, f: x / 0 * f(self.norm(x))), "numbers that are not finite"),
     (OfEnds, "OfEnds: b of model.ends, which has no sublayer"),
     (ZeroGate, "ZeroGate sets gate.weight"), (partial(ZeroGate, set_weight=partial(nn.init.normal_, std=0.01)), "sets gate"),
     (Table, "Table: "), (Table, "FLOPs per token ran"),
@@ -237,11 +238,13 @@ def bools(test):
     (Learned, "Learned: w gets no gradient"),
     (like(Multiplies, "Uncounted", forward=lambda self, trip: trip.notes.update(
         weight=trip.stream @ self.w.diag() @ self.w) or True), "decider adds its own"),
+    (like(M.ByGain, "Moves", after_iteration=lambda self, trips: None), "Moves fails"),
     (like(M.Decider, "Zero", __init__=lambda self, config: (M.Decider.__init__(self, config), setattr(
         self, "g", nn.Linear(config.n_embd, 1)), nn.init.zeros_(self.g.weight)) and None, forward=lambda self, trip: True),
      "Zero sets g.weight")], ids=lambda value: getattr(value, "__name__", None))
 def test_a_mistake_in_a_decider_is_told(monkeypatch, kind, says):
-    assert says in told(monkeypatch, M.DECIDERS, kind)
+    residual = "nag" if kind.needs_gain else "pre"
+    assert says in told(monkeypatch, M.DECIDERS, kind, residual=residual, **dict(mod="mine:rate=0.2") if kind.needs_gain else {})
 
 def test_a_decider_that_a_residual_can_not_have(monkeypatch):
     half = like(M.Decider, "Half", forward=lambda self, trip: torch.arange(trip.shape[1]).expand(trip.shape) % 2 > 0)
