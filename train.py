@@ -433,6 +433,8 @@ def train(model_config, config, ckpt, data, device, signals):
             record = dict(loss=trip.cross_entropy if trip else loss.detach(), skip_rate=0.0)
             if trip is not None:
                 trips.append(trip)
+                trip.streams.clear()   # What is large goes. The decider wants to see the rest.
+                trip.notes.clear()
                 record["skip_rate"] = trip.skipped()
                 if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
                     record["mean_gain"] = gain.detach()
