@@ -262,6 +262,15 @@ class Residual(nn.Module):
             return stream
         return next(iter(stream.values() if isinstance(stream, dict) else stream))
 
+    def sum_of_updates(self, stream):
+        """What updates are added to, (..., C), or several such, (..., n, C); analyze.py draws how
+        it grows. PreNorm's is the stream."""
+        return self.as_tensor(stream)
+
+    def n_summed(self, stream):
+        """By which number does this rule multiply a mean before its norm?"""
+        return 1
+
     def head_weight(self, weight):
         """The weight of the head (V, C) -> the matrix that makes the logits. (NAG normalises its
         rows.)"""
@@ -724,6 +733,9 @@ class Siamese(Residual):
         y, x = stream
         return self.norm_x(x) + self.norm_y(y)
 
+    def sum_of_updates(self, stream):
+        return torch.stack(stream, dim=-2)
+
     def forward(self, stream, f):
         y, x = stream
         update = f(self.read(stream))   # norm(as_tensor(stream)), as in Residual
@@ -790,6 +802,15 @@ class AttnRes(Residual):
     def as_tensor(self, stream):
         _, groups = stream
         return sum(source for source, _ in groups.values())   # PreNorm's stream
+
+    def sum_of_updates(self, stream):
+        _, groups = stream
+        newest, _ = groups[max(groups)]
+        return newest
+
+    def n_summed(self, stream):
+        _, groups = stream
+        return len(groups)
 
     def flops(self):
         return 4 * self.config.n_layer * self.config.n_embd   # one source times 2L queries
