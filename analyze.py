@@ -414,22 +414,23 @@ def reads(run):
     what a reader reads is gone? |read - read without it| / |read|, a mean over tokens. (A norm can
     make it more than 1.) No attention or MLP runs again, so this is the direct effect alone. NAG's
     head reads a length, too, and that comes from the embedding. Alike: of two neighbours' rows,
-    scaled to sum to 1, the part that they share."""
+    scaled to a sum of 1, the part that they share."""
     effect = run.mean(lambda idx: Pass(run.model, idx).effects(), run.quarter).cpu().numpy()
     names = [f"{kind}{number + 1}" for number in range(len(run.model.order)) for kind in "am"]
     table = np.nan_to_num(effect)
     nearest = np.diag(table)[1:]   # What is gone for the next reader without a sublayer?
     first, second = np.array_split(nearest, 2)
     alike = []
-    for reader in range(1, len(table) - 1):   # and the next one; of what both can read
+    for reader in range(1, len(table) - 2):   # and the next one, but the head; of what both read
         rows = table[reader:reader + 2, :reader + 1]
         rows = rows / np.maximum(1e-30, rows.sum(1, keepdims=True))
         alike.append(rows.min(0).sum())
+    by_head = [names[place] for place in np.argsort(-table[-1, 1:])[:3]]
     return {"": effect, "columns": ["e", *names], "rows": [*names, "head"]}, (
         f"Without a sublayer, the next reader loses {first.mean():.0%} of what it reads in the "
-        f"first half of the depth, and {second.mean():.0%} in the second. Neighbours read alike to "
-        f"{np.mean(alike):.0%}, and at least to {min(alike):.0%}. The head's part of the embedding "
-        f"is {table[-1, 0]:.0%}.")
+        f"first half of the depth, and {second.mean():.0%} in the second. What two neighbours read "
+        f"is alike to {np.mean(alike or [1]):.0%}, and at least to {min(alike or [1]):.0%}. The "
+        f"head reads most of {', '.join(by_head)}.")
 
 def attention_to_first(attn, rotation, x):
     """The share of attention that queries in the second half of windows give to the first token, a
@@ -490,7 +491,7 @@ def rounding(run):
         for matrix, original in zip(matrices, originals):
             matrix.copy_(original)
     return {"": {"rounded": [*rises.items()]}}, (
-        ", ".join(f"{rise:+.3f} nats at {bits} bits" for bits, rise in rises.items()) + ".")
+        ", ".join(f"{round(rise, 3) + 0.0:+} nats at {bits} bits" for bits, rise in rises.items()) + ".")
 
 @stat("What the head can read after each block", x="blocks run", y="loss (nats)", first_x=0)
 def logit_lens(run):
@@ -576,7 +577,7 @@ def fan_in(run):
         f"{rank_correlation(gradients, run.worth):.2f}.")
 
 @stat("Which blocks can go first", x="blocks removed", y="rise of the loss (nats)", first_x=0,
-      by_run=True, asinh=True)
+      by_run=True)
 def pruning(run):
     """CascadeFlow first removes the block that had the least gradients in the training, so it needs
     no text. Is its line as low as that of the usual score, which needs some? And is it lower than
@@ -1010,11 +1011,12 @@ def gain_by_steps(run):
         found = Pass(run.model, idx)
         return torch.cat((found.degrees(), found.ran.sum(0, keepdim=True)))
     *rows, n_run = run.by_steps(of_targets)
-    more = [row[run.k] - row[0] for row in rows]
+    more = max((row[run.k] - row[0] for row in rows), key=abs)
+    place = 1 + [row[run.k] - row[0] for row in rows].index(more)
     return {"": rows}, (
-        f"Sublayer {more.index(max(more)) + 1} turns digits after {in_words(run.k)} by "
-        f"{max(more):.0f}° more than copies. A copied digit runs {n_run[0]:.1f} of {len(rows)} "
-        f"sublayers, and one after {in_words(run.k)} {n_run[run.k]:.1f}.")
+        f"Sublayer {place} differs most: it turns digits after {in_words(run.k)} by {abs(more):.0f}° "
+        f"{'more' if more > 0 else 'less'} than copies. A copied digit runs {n_run[0]:.1f} of "
+        f"{len(rows)} sublayers, and one after {in_words(run.k)} {n_run[run.k]:.1f}.")
 
 # ================================================================================= part 6: drawings
 
@@ -1070,23 +1072,23 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, ylim=(None, None
     n_in_row = min(columns, len(titles))
     figure, grid = new_figure(len(titles), n_in_row, 5.0 if n_in_row == 1 else 3.7, 2.9, 0.6)
     axes_of = dict(zip(titles, grid))
+    for (run, title), axes in axes_of.items():
+        axes.set_title(": ".join(filter(None, (run, title))), color=colors.get(run, "black"))
+        axes.set(xlabel=x, ylabel=y)
+        if by_run:   # Panels that show the same have the same scale.
+            axes.sharey(next(each for (_, name), each in axes_of.items() if name == title))
     for run, title, name, line in drawn:
         axes = axes_of[run if by_run else None, title]
-        color = grey.get(name, colors[run]) if by_run else colors[run]
+        size = 8 if len(line) == 1 else 4   # A single point would be overlooked.
         if len(line):
-            axes.plot(*points_of(line, first_x), styles[name], color=color,
-                      markersize=8 if len(line) == 1 else 4)   # A single point would be overlooked.
-    for (run, title), axes in axes_of.items():
-        if by_run:
-            axes.set_title(" ".join(filter(None, (run, title))), color=colors[run])
-            axes.sharey(grid[0])
-        else:
-            axes.set_title(title)
-        axes.set(xlabel=x, ylabel=y, ylim=ylim)
+            axes.plot(*points_of(line, first_x), styles[name], markersize=size,
+                      color=grey.get(name, colors[run]) if by_run else colors[run])
+    for axes in grid:
         axes.locator_params(axis="x", integer=True)
         if asinh:   # The numbers next to 0 would overlap, so we leave them out.
             axes.set_yscale("asinh", linear_width=0.01)
             axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
+        axes.set_ylim(ylim)   # at last: it ends the search for limits that fit
     entries = {}
     if not by_run:   # A thick line for each run, and a grey one for each name
         entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
