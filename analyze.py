@@ -124,7 +124,7 @@ class Run:
         self.other_quarter = in_batches(2, 4)   # to choose what is removed
         token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
         # Nats per token, and bits per byte of text, as train.py has them
-        self.loss, self.bits, _ = evaluate(model, x, y, token_bytes, config["batch_size"])
+        self.loss, self.bits, _ = evaluate(model, x, y, token_bytes)
 
     def mean(self, of_idx, batches=None):
         """of_idx(idx) -> a tensor, the mean over these windows. Returns that over all windows."""
@@ -321,7 +321,7 @@ class Pass:
         write what they did: no attention and no MLP is computed again."""
         refuse_routers(self.model, "by weights that depend on it")
         n = len(self.reads)
-        table = torch.full((n, n), math.nan)
+        table = torch.full((n, n), math.nan, dtype=self.embedding.dtype)
         for writer in range(n):
             stream = self.streams[max(0, writer - 1)]   # that before it has written
             if writer == 0:
@@ -348,22 +348,20 @@ def curves(run):
 
     Validation loss, as logged, without that of the first weights. FLOPs: matrix products of the
     training, without what tokens skip. Seconds: of the training alone, on its machine."""
-    losses, logged, seconds = {}, [(0, 0.0, 0.0)], 0.0   # iteration, FLOPs, seconds
-    for step, entry in run.log.items():
-        if "tok_s" in entry:   # tokens per second since the last such line
-            seconds += (step - logged[-1][0]) * entry["tokens"] / step / entry["tok_s"]
-            seconds = entry.get("seconds", seconds)
-            logged.append((step, entry["flops"], seconds))
-        if "val_loss" in entry and step > 0:
-            losses[step] = entry["val_loss"]
+    losses = {step: entry["val_loss"] for step, entry in run.log.items()
+              if "val_loss" in entry and step > 0}
     if not losses:
         raise NotHere("its metrics.jsonl has no evaluation")
-    steps, flops, times = (np.interp([*losses], [row[0] for row in logged], column)
-                           for column in zip(*logged))
-    panels = {"by iteration": steps, "by FLOPs": flops, "by seconds": times}
+    def at_evaluations(key):   # Between two lines of the log, we interpolate.
+        logged = {0: 0.0} | {step: entry[key] for step, entry in run.log.items() if key in entry}
+        return np.interp([*losses], [*logged], [*logged.values()])
+    flops, seconds = at_evaluations("flops"), at_evaluations("seconds")
+    panels = {"by iteration": [*losses], "by FLOPs": flops, "by seconds": seconds}
+    if not seconds.any():   # An older train.py has no clock.
+        del panels["by seconds"]
     return {name: {"validation": [*zip(x, losses.values())]} for name, x in panels.items()}, (
         f"{losses[max(losses)]:.3f} nats after {max(losses):,} iterations, {flops[-1]:.2g} FLOPs "
-        f"and {times[-1]:,.0f} seconds.")
+        f"and {seconds[-1]:,.0f} seconds.")
 
 @stat("How large updates are, and what they meet", x="sublayer", ylim=(0, None))
 def magnitudes(run):
@@ -435,7 +433,8 @@ def reads(run):
 def attention_to_first(attn, rotation, x):
     """The share of attention that queries in the second half of windows give to the first token, a
     mean over heads. x (B, T, C): what it reads"""
-    q, k, _ = attn.qkv(x, rotation)
+    q, k, _ = attn.c_attn(x).chunk(3, dim=-1)
+    q, k = attn.turned(q, rotation), attn.turned(k, rotation)
     scores = torch.einsum("bqhc,bkhc->bhqk", q, k) * SHARPNESS / q.shape[-1]
     later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
     return scores.masked_fill(later, -math.inf).softmax(-1)[:, :, x.shape[1] // 2:, 0].mean()
@@ -1205,7 +1204,7 @@ def open_runs(args):
     text = prepare.text_or_file(args.text)
     for path, name in zip(args.runs, names):
         model, config = open_run(path)
-        config["data"], warning = data_of_run(path, config, args.data)
+        config["data"], warning = data_of_run(path, config, args.data, model)
         n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
         windows = prepare.windows_of(config["data"], "val", config["block_size"], n)
         puzzle = prepare.load_meta(config["data"]).get("steps")
@@ -1213,20 +1212,11 @@ def open_runs(args):
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
-        run.warning = warning or (unlike_its_log(run) if n == config["eval_windows"] else "")
-        if run.warning:
-            say(run.warning)
+        run.warning = warning   # if its data, or its loss, have changed since the training
+        if warning:
+            print(warning, file=sys.stderr)
         runs[name if names.count(name) == 1 else path] = run
     return runs
-
-def unlike_its_log(run):
-    """-> a sentence if the loss isn't what train.py has logged last, else "". On a GPU, a training
-    computes in bfloat16, so we allow 2 %."""
-    logged = [entry["val_loss"] for entry in run.log.values() if "val_loss" in entry]
-    if not logged or abs(run.loss - logged[-1]) <= 0.02 * logged[-1]:
-        return ""
-    return (f"the loss is {run.loss:.3f} here, and {logged[-1]:.3f} in its log: other code, or "
-            f"other data, than in the training (or it was interrupted)")
 
 def about_runs(runs):
     """-> {run: what the page says of it above all figures}"""

@@ -16,7 +16,7 @@ ROOT = Path(__file__).absolute().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 import prepare
-from model import GPT, GPTConfig, KVCache, Runner
+from model import GPT, GPTConfig, KVCache
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # The models are too small for threads to pay off.
@@ -88,11 +88,10 @@ def streams(model, idx=None):
     """The stream as one vector per token: before sublayer 1, and after each sublayer."""
     return [model.ends.as_tensor(stream) for stream in model.walk(ids() if idx is None else idx)]
 
-def decode(model, idx, pieces, decider=None):
+def decode(model, idx, pieces, make_trip=lambda: None):
     """The logits of all tokens, piece by piece through a KV cache"""
     cache = KVCache(model.config.block_size)
-    return torch.cat([logits(model, piece, cache=cache, runner=Runner(model, decider))
-                      for piece in idx.split(pieces, dim=1)], 1)
+    return torch.cat([logits(model, piece, cache=cache, trip=make_trip()) for piece in idx.split(pieces, dim=1)], 1)
 
 def same(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
@@ -122,7 +121,7 @@ def unit(x, eps=1e-6):
 def attention_by_hand(attn, x, keep=None):
     """Causal attention, RoPE, normalised queries and keys, one score per pair. x (B, T, C) -> (B, T, C).
     keep (B, T): the other tokens have no keys"""
-    (B, T, C), nh = x.shape, attn.n_head
+    (B, T, C), nh = x.shape, x.shape[-1] // attn.head_size
     q, k, v = ((x @ w.T).view(B, T, nh, -1) for w in attn.c_attn.weight.chunk(3))
     hs = q.shape[-1]
     angle = torch.arange(T)[:, None, None] * 1e4 ** -(torch.arange(0, hs, 2, dtype=torch.float64) / hs)
@@ -133,9 +132,6 @@ def attention_by_hand(attn, x, keep=None):
         return torch.stack(pair, -1).flatten(-2)
 
     q, k = turned(q), turned(k)
-    if hasattr(attn, "scale_q"):   # nGPT's factors are stored as factor / sqrt(C).
-        q = q * attn.scale_q.weight.view(nh, hs) * C ** 0.5
-        k = k * attn.scale_k.weight.view(nh, hs) * C ** 0.5
     seen = torch.ones(T, T, dtype=torch.bool).tril().expand(B, T, T)
     if keep is not None:         # A token sees itself, because a row without any key would be NaN.
         seen = seen & (keep[:, None] | torch.eye(T, dtype=torch.bool))
@@ -144,10 +140,7 @@ def attention_by_hand(attn, x, keep=None):
     return torch.einsum("bhij,bjhc->bihc", weights, v).flatten(-2) @ attn.c_proj.weight.T
 
 def mlp_by_hand(mlp, x):
-    C = x.shape[-1]
     x = x @ mlp.c_fc.weight.T
-    if hasattr(mlp, "scale"):   # nGPT's
-        x = x * mlp.scale.weight * C ** 0.5
     if mlp.activation == "swiglu":
         gate, x = x.chunk(2, dim=-1)
         x = gate / (1 + (-gate).exp()) * x
