@@ -35,6 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from matplotlib.colors import PowerNorm, hsv_to_rgb, to_hex
 from matplotlib.figure import Figure   # not pyplot: a notebook keeps its own backend
+from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
@@ -490,7 +491,7 @@ def rounding(run):
         for matrix, original in zip(matrices, originals):
             matrix.copy_(original)
     return {"": {"rounded": [*rises.items()]}}, (
-        ", ".join(f"{round(rise, 3) + 0.0:+} nats at {bits} bits" for bits, rise in rises.items()) + ".")
+        ", ".join(f"{round(rise, 3) + 0.0:+.3f} nats at {bits} bits" for bits, rise in rises.items()) + ".")
 
 @stat("What the head can read after each block", x="blocks run", y="loss (nats)", first_x=0)
 def logit_lens(run):
@@ -625,9 +626,9 @@ def who_skips(run):
     skipped = 1 - run.share_that_ran(skipping(run)).cpu().numpy()
     dead = skipped[skipped >= 0.9]
     return {"": {"measured": skipped}}, (
-        f"{skipped.mean():.0%} of the sublayer runs are skipped: {dead.sum() / len(skipped):.0%} "
-        f"in {len(dead)} sublayers that nine tokens of ten skip, and "
-        f"{(skipped.sum() - dead.sum()) / len(skipped):.0%} where tokens differ.")
+        f"{skipped.mean():.0%} of the sublayer runs are skipped. {len(dead)} sublayers are skipped "
+        f"by nine tokens of ten; without them it would be "
+        f"{(skipped.sum() - dead.sum()) / len(skipped):.0%}.")
 
 def coins(shares):
     """A decider that tosses a coin for each token. shares (2L,): of the tokens that are to run each
@@ -658,10 +659,11 @@ def fixed_sets(run, most):
 
 @stat("What skipping costs", x="sublayer runs skipped (%)", by_run=True)
 def skip_curve(run):
-    """By gain, tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. Two
-    controls skip as much: coins, and a fixed set of sublayers, which all tokens skip. Skipping
-    adapts to the token only where its line is better than that set's. (Only NAG knows a gain.)
+    """By gain, tokens skip what would turn them least. Two controls skip as much: coins, and a
+    fixed set of sublayers, which all tokens skip. Skipping adapts to the token only where its line
+    is better than that set's. (Only NAG knows a gain.)
 
+    By gain: one threshold for all sublayers, that of the lowest 10, 25, 40 and 50 % of all gains.
     Fixed set: those sublayers whose removal costs the least loss, on other windows (see fixed_sets
     in analyze.py). Coins: of each sublayer, as many random tokens skip as by gain (without gains:
     of all sublayers as many). As trained: as --mod says; it was trained for none of the others."""
@@ -669,26 +671,28 @@ def skip_curve(run):
     if run.puzzle:
         what, batches, value_of = "steps learned", run.batches, run.steps_with
     refuse_routers(model, "by its weights: without them, it is another model")
-    n, if_all_run = 2 * len(model.order), value_of(ALL_RUN)
-    deciders, lines = [ALL_RUN], {"by gain": [], "a fixed set": [], "coins": []}
+    n, if_all_run, shares = 2 * len(model.order), value_of(ALL_RUN), [0.1, 0.25, 0.4, 0.5]
+    lines = {"by gain": [], "a fixed set": [[0.0, if_all_run]], "coins": []}
+    wanted = [torch.full((n,), 1 - share, device=model.device) for share in shares]   # run it
     if model.ends.knows_gain:
-        deciders += [ByGain(model.config, below=below) for below in (0.02, 0.05, 0.1, 0.2, 0.4)]
-    shares = [run.share_that_ran(decider, batches) for decider in deciders]
-    skipped = [100 * (1 - share.mean().item()) for share in shares]
-    if model.ends.knows_gain:
-        lines["by gain"] = [[x, value_of(decider)] for x, decider in zip(skipped, deciders)]
-    else:
-        skipped = [0.0, 10.0, 25.0, 50.0]
-        shares = [torch.full((n,), 1 - x / 100, device=model.device) for x in skipped]
+        found = Pass(model, run.other_quarter[0][0], ALL_RUN)
+        gains = torch.stack([residual.gain(stream).abs() for residual, stream
+                             in zip(found.residuals[:-1], found.streams)])
+        deciders = [ByGain(model.config, below=max(1e-9, np.quantile(gains.cpu(), share)))
+                    for share in shares]
+        wanted = [run.share_that_ran(decider, batches) for decider in deciders]
+        shares = [1 - each.mean().item() for each in wanted]
+        lines["by gain"] = [[100 * share, value_of(decider)]
+                            for share, decider in zip(shares, deciders)]
     if model.ends.can_skip:
-        lines["coins"] = [[x, value_of(coins(share))] for x, share in zip(skipped, shares)]
-    most = min(n - 1, math.ceil(n * max(skipped) / 100 - 0.01))
-    lines["a fixed set"] = [[0.0, if_all_run]] + [
-        [100 * len(places) / n, value_of(ALL_RUN, places)] for places in fixed_sets(run, most)]
+        lines["coins"] = [[100 * share, value_of(coins(each))]
+                          for share, each in zip(shares, wanted)]
+    lines["a fixed set"] += [[100 * len(places) / n, value_of(ALL_RUN, places)]
+                             for places in fixed_sets(run, min(n - 1, math.ceil(n * max(shares))))]
     if model.config.mod != "all":
-        share = run.share_that_ran(model.decider, batches).mean().item()
-        lines["as trained"] = [[100 * (1 - share), value_of(model.decider)]]
-    at = next((x for x in skipped if x > 20), skipped[-1])
+        share = 1 - run.share_that_ran(model.decider, batches).mean().item()
+        lines["as trained"] = [[100 * share, value_of(model.decider)]]
+    at = 100 * min(shares, key=lambda share: abs(share - 0.25))
     values = [f"{np.interp(at, *zip(*line)):.2f} ({name})" for name, line in lines.items()
               if len(line) > 1]
     free = max(x for x, value in lines["a fixed set"] if abs(value - if_all_run) <= 0.05)
@@ -1068,7 +1072,7 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, ylim=(None, None
     drawn = [(run, title, name, line) for run, panels in results.items()
              for title, lines in panels.items() for name, line in lines.items()]
     titles = dict.fromkeys((run if by_run else None, title) for run, title, _, _ in drawn)
-    n_in_row = min(columns, len(titles))
+    n_in_row = 2 if columns > 1 and len(titles) == 4 else min(columns, len(titles))
     figure, grid = new_figure(len(titles), n_in_row, 5.0 if n_in_row == 1 else 3.7, 2.9, 0.6)
     axes_of = dict(zip(titles, grid))
     for (run, title), axes in axes_of.items():
@@ -1084,9 +1088,11 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, ylim=(None, None
                       color=grey.get(name, colors[run]) if by_run else colors[run])
     for axes in grid:
         axes.locator_params(axis="x", integer=True)
-        if asinh:   # The numbers next to 0 would overlap, so we leave them out.
+        if asinh:
             axes.set_yscale("asinh", linear_width=0.01)
-            axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
+            axes.yaxis.set_major_locator(FixedLocator([-1, -0.1, 0, 0.01, 0.03, 0.1, 0.3, 1, 3]))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
         axes.set_ylim(ylim)   # at last: it ends the search for limits that fit
     entries = {}
     if not by_run:   # A thick line for each run, and a grey one for each name
@@ -1095,7 +1101,7 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, ylim=(None, None
         entries |= {name: axes.plot([], [], styles[name], color=grey.get(name, "0.3")
                                     if by_run else "0.3")[0] for name in names}
     figure.legend(entries.values(), entries, loc="outside lower left",
-                  ncols=2 if n_in_row == 1 else 5)
+                  ncols=2 * n_in_row)
     return figure
 
 def draw_heat(results, colors, columns, x="", y="", label="", first=(1, 1), largest=None, power=1,

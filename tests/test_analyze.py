@@ -159,7 +159,7 @@ def test_what_its_sentence_says():
     _, sentence = analyze.reads(run_of("chain"))
     assert sentence.startswith("Without a sublayer, the next reader loses 100% of what it reads in the first half of the "
                                "depth, and 100% in the second.") and "The head reads most of m4, " in sentence
-    assert "is alike to 100%, and at least to 100%" in analyze.reads(run_of("pre", norm="none"))[1]
+    assert "is alike to 100%, and at least to 99%" in analyze.reads(run_of("pre", norm="none"))[1]
 
 # ---------------------------------------------------------------------------------- any text
 
@@ -328,17 +328,18 @@ def test_what_skipping_costs():
     run.model.blocks[2].attn_residual.alpha.fill_(0.16)   # These are about 0.1.
     panels, sentence = analyze.skip_curve(run)
     by_gain, fixed, coins = panels["rise of the loss"].values()
-    for below, point in zip((0.02, 0.05, 0.1, 0.2, 0.4), by_gain[1:]):
-        trip = Trip(run.model, ByGain(run.model.config, below=below))
+    found = Pass(run.model, run.other_quarter[0][0])
+    gains = torch.stack([r.gain(stream).abs() for r, stream in zip(found.residuals[:-1], found.streams)])
+    for share, point in zip((0.1, 0.25, 0.4, 0.5), by_gain):
+        trip = Trip(run.model, ByGain(run.model.config, below=gains.quantile(share).item()))
         run.model(torch.cat([idx for idx, _ in run.quarter]), trip=trip)
         rise = quarter_loss(run, decider=trip.decider) - quarter_loss(run, decider=ALL_RUN)
         assert point == pytest.approx([100 * trip.skipped(), rise], abs=1e-5)
-    assert by_gain[0] == pytest.approx([0, 0]) and by_gain[-1][0] > 50
-    assert [100 * n / (2 * L) for n in range(len(fixed))] == [x for x, _ in fixed] and fixed[-1][0] >= by_gain[-1][0]
+    assert [100 * n / (2 * L) for n in range(len(fixed))] == [x for x, _ in fixed] and fixed[-1][0] >= by_gain[-1][0] > 40
     sets = analyze.fixed_sets(run, 3)
     assert fixed[3][1] == pytest.approx(quarter_loss(run, decider=ALL_RUN, without=sets[2]) - quarter_loss(run), abs=1e-9)
     assert [share for share, _ in coins] == [share for share, _ in by_gain] and coins[3] != by_gain[3]
-    skipped = next(x for x, _ in by_gain if x > 20)
+    skipped = min((x for x, _ in by_gain), key=lambda x: abs(x - 25))
     assert sentence.startswith(f"Rise of the loss if {skipped:.0f} % of the sublayer runs are skipped:")
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
