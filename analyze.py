@@ -1134,7 +1134,7 @@ def draw_heat(results, colors, columns, x="", y="", label="", first=(1, 1), larg
             axes.tick_params(labelsize=min(9, 50 * width / most))
         if "rows" in names:
             axes.set_yticks(range(1, n_rows + 1), names["rows"])
-            axes.tick_params(axis="x", rotation=90)
+            axes.tick_params(axis="x", rotation=90 if n_columns > 26 else 0)
         if square:
             axes.invert_yaxis()
         for (row, column), number in np.ndenumerate(matrix):
