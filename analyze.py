@@ -286,10 +286,13 @@ class Pass:
         """decider, without: see Trip"""
         self.model, self.embedding = model, model.wte(idx)
         self.updates = [torch.zeros_like(self.embedding) for _ in range(2 * len(model.order))]
+        self.places = []   # those that were asked for an update
         trip = Trip(model, decider, without, call=self.note)
         self.trip = trip
         self.streams = model.walk(idx, trip)
         self.ran = trip.who_ran()
+        if len(self.places) > len({*self.places}):
+            raise NotHere("its residual runs a sublayer twice, so there is no one update")
         blocks = [model.blocks[number] for number in model.order]
         self.residuals = [residual for block in blocks
                           for residual in (block.attn_residual, block.mlp_residual)] + [model.ends]
@@ -301,6 +304,7 @@ class Pass:
         place, answer = self.trip.place, self.trip.answers[-1]
 
         def noting(x):
+            self.places.append(place)
             update = f(x)   # (B, T, C), or, if some tokens skip, (N, C)
             if answer is True:
                 self.updates[place - 1] = update
@@ -358,8 +362,6 @@ def curves(run):
         return np.interp([*losses], [*logged], [*logged.values()])
     flops, seconds = at_evaluations("flops"), at_evaluations("seconds")
     panels = {"by iteration": [*losses], "by FLOPs": flops, "by seconds": seconds}
-    if not seconds.any():   # An older train.py has no clock.
-        del panels["by seconds"]
     return {name: {"validation": [*zip(x, losses.values())]} for name, x in panels.items()}, (
         f"{losses[max(losses)]:.3f} nats after {max(losses):,} iterations, {flops[-1]:.2g} FLOPs "
         f"and {seconds[-1]:,.0f} seconds.")
@@ -401,7 +403,7 @@ def magnitudes(run):
                     f"falls by more than a fifth. A sublayer turns what is read by "
                     f"{first.mean():.0f}° in the first half, and by {second.mean():.0f}° later.")
 
-@stat("Who reads whom", draw="heat", x="writer", y="reader", square=True, power=0.6,
+@stat("Who reads whom", draw="heat", x="writer", y="reader", square=True, power=0.6, largest=1,
       label="part of what is read that is gone without the writer")
 def reads(run):
     """A row is a reader, a column a writer: a3 and m3 are attention and MLP of the third block, e
@@ -504,12 +506,11 @@ def logit_lens(run):
         return torch.stack([F.cross_entropy(each.flatten(0, 1), targets.flatten())
                             for each in logits])
     losses = mean_over(run.batches, losses_of).tolist()
-    block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
     half = (losses[0] + losses[-1]) / 2
-    middle = next(block for block, loss in enumerate(losses) if loss <= half)
+    block = next(block for block, loss in enumerate(losses) if loss <= half)
     return {"": {"after each block": losses}}, (
-        f"Of {len(losses) - 1} blocks, the head needs {middle} for half of the way from the "
-        f"embedding's loss to the last one, and {block} to come as near as 0.1 nats.")
+        f"From {losses[0]:.2f} nats to {losses[-1]:.2f}: half of the way is over after block "
+        f"{block} of {len(losses) - 1}.")
 
 @stat("What a sublayer is worth", x="block", y="rise of the loss (nats)", asinh=True)
 def removal(run):
@@ -523,9 +524,7 @@ def removal(run):
     order = np.argsort(run.worth)
     return {"without one sublayer": lines, "without the block": {"block": run.worth}}, (
         f"Block {order[-1] + 1} is worth most, {run.worth[order[-1]]:.2f} nats, and block "
-        f"{order[0] + 1} least, {run.worth[order[0]]:.3f}. All attentions together are worth "
-        f"{sum(lines['attention']):.2f}, if removed one by one, and all MLPs "
-        f"{sum(lines['MLP']):.2f}.")
+        f"{order[0] + 1} least, {run.worth[order[0]]:.3f}.")
 
 def gradients_of(run, half=None):
     """-> for each block the norm of its gradient in the training (blocks,), a mean over what was
@@ -610,7 +609,7 @@ def pruning(run):
     lines["any"] = np.mean([line(rng.permutation(n_blocks).tolist()) for _ in range(5)], 0)
     stable = rank_correlation(gradients_of(run, 0), gradients_of(run, 1))
     usual_stable = rank_correlation(influence(run.quarter), usual)
-    counts = sorted({1, max(1, n_blocks // 4), max(1, n_blocks // 2)} - {n_blocks})
+    counts = [n for n in (1, 2, 4) if n < n_blocks]
     rises = "; ".join(f"{name} {', '.join(f'{line[n]:.2f}' for n in counts)}"
                       for name, line in lines.items())
     return {"": lines}, (
@@ -672,7 +671,8 @@ def skip_curve(run):
         what, batches, value_of = "steps learned", run.batches, run.steps_with
     refuse_routers(model, "by its weights: without them, it is another model")
     n, if_all_run, shares = 2 * len(model.order), value_of(ALL_RUN), [0.1, 0.25, 0.4, 0.5]
-    lines = {"by gain": [], "a fixed set": [[0.0, if_all_run]], "coins": []}
+    begin = [[0.0, if_all_run]]
+    lines = {"by gain": [], "a fixed set": [], "coins": []}
     wanted = [torch.full((n,), 1 - share, device=model.device) for share in shares]   # run it
     if model.ends.knows_gain:
         found = Pass(model, run.other_quarter[0][0], ALL_RUN)
@@ -682,13 +682,14 @@ def skip_curve(run):
                     for share in shares]
         wanted = [run.share_that_ran(decider, batches) for decider in deciders]
         shares = [1 - each.mean().item() for each in wanted]
-        lines["by gain"] = [[100 * share, value_of(decider)]
-                            for share, decider in zip(shares, deciders)]
+        lines["by gain"] = begin + [[100 * share, value_of(decider)]
+                                    for share, decider in zip(shares, deciders)]
     if model.ends.can_skip:
-        lines["coins"] = [[100 * share, value_of(coins(each))]
-                          for share, each in zip(shares, wanted)]
-    lines["a fixed set"] += [[100 * len(places) / n, value_of(ALL_RUN, places)]
-                             for places in fixed_sets(run, min(n - 1, math.ceil(n * max(shares))))]
+        lines["coins"] = begin + [[100 * share, value_of(coins(each))]
+                                  for share, each in zip(shares, wanted)]
+    sets = fixed_sets(run, min(n - 1, math.ceil(n * max(shares))))
+    lines["a fixed set"] = begin + [[100 * len(places) / n, value_of(ALL_RUN, places)]
+                                    for places in sets]
     if model.config.mod != "all":
         share = 1 - run.share_that_ran(model.decider, batches).mean().item()
         lines["as trained"] = [[100 * share, value_of(model.decider)]]
@@ -976,6 +977,7 @@ def patched(run):
     model, cells, k = run.model, run.puzzle["cells"], run.k
     if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
+    refuse_routers(model, "by its weights: without them, it is another model")
     generator = torch.Generator().manual_seed(0)
     digits = torch.randint(len(run.puzzle["table"]), (400, cells), generator=generator)
     right = lines_after(digits, k, run.puzzle["table"])[-1]
@@ -1300,7 +1302,7 @@ def show(name, runs, about):
 
 def in_a_line(error, name):
     """An exception -> its kind, what it says, and the line of this statistic, if it is of one"""
-    where = "".join(f" in its line {frame.lineno}" for frame in
+    where = "".join(f" in line {frame.lineno}" for frame in
                     traceback.extract_tb(error.__traceback__) if frame.name == name)
     return f"{type(error).__name__}{where}: {' '.join(str(error).split()):.200}"
 

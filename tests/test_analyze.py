@@ -330,7 +330,7 @@ def test_what_skipping_costs():
     by_gain, fixed, coins = panels["rise of the loss"].values()
     found = Pass(run.model, run.other_quarter[0][0])
     gains = torch.stack([r.gain(stream).abs() for r, stream in zip(found.residuals[:-1], found.streams)])
-    for share, point in zip((0.1, 0.25, 0.4, 0.5), by_gain):
+    for share, point in zip((0.1, 0.25, 0.4, 0.5), by_gain[1:]):
         trip = Trip(run.model, ByGain(run.model.config, below=gains.quantile(share).item()))
         run.model(torch.cat([idx for idx, _ in run.quarter]), trip=trip)
         rise = quarter_loss(run, decider=trip.decider) - quarter_loss(run, decider=ALL_RUN)
@@ -339,6 +339,7 @@ def test_what_skipping_costs():
     sets = analyze.fixed_sets(run, 3)
     assert fixed[3][1] == pytest.approx(quarter_loss(run, decider=ALL_RUN, without=sets[2]) - quarter_loss(run), abs=1e-9)
     assert [share for share, _ in coins] == [share for share, _ in by_gain] and coins[3] != by_gain[3]
+    assert by_gain[0] == coins[0] == fixed[0] == [0.0, pytest.approx(0)]
     skipped = min((x for x, _ in by_gain), key=lambda x: abs(x - 25))
     assert sentence.startswith(f"Rise of the loss if {skipped:.0f} % of the sublayer runs are skipped:")
 

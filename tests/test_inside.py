@@ -161,7 +161,7 @@ class Fetches(SimpleNamespace):
     """Until block 3, it looks for the line where that stands. It says the right half of its answer."""
     order, device, training = range(4), "cpu", False
     config = SimpleNamespace(gain_cost=0, deep_supervision=False)
-    ends = SimpleNamespace(stream_grows=False, can_skip=True)
+    ends, decider = SimpleNamespace(stream_grows=False, can_skip=True), Decider(None)
     knows = True
 
     def __call__(self, idx, trip):
