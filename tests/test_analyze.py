@@ -84,10 +84,10 @@ def effects_of(residual, idx=None, **config):
 def test_reads_of_rules_that_we_can_see_through():
     _, effects = effects_of("chain")
     assert torch.equal(effects.isnan(), torch.ones(7, 7).triu(1).bool())   # Nobody reads what comes later.
-    same(effects.tril().nan_to_num(0), torch.eye(7))
+    same(effects.tril().nan_to_num(0), torch.eye(7).double())
     for form in "tuple", "named", "list", "dict":
         _, effects = effects_of(form)
-        wanted = torch.zeros(7, 7)
+        wanted = torch.zeros(7, 7).double()
         for reader, writer in enumerate([0, 0, 1, 2, 3, 4, 6]):   # The head reads the newest one.
             wanted[reader, writer] = 1
         same(effects.nan_to_num(0), wanted)
