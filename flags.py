@@ -18,11 +18,8 @@ import argparse
 import dataclasses
 import inspect
 import os
-import re
 import sys
 from typing import get_args
-
-# --------------------------------------------------------------------------- fields of a dataclass
 
 def flag(default, help="", low=None, high=None, group=None):
     """A field of a config. low, high: the range of a number, both or neither; group: the title of a
@@ -30,20 +27,98 @@ def flag(default, help="", low=None, high=None, group=None):
     limits = None if low is None else (low, high)
     return dataclasses.field(default=default, metadata=dict(help=help, limits=limits, group=group))
 
+# --------------------------------------------------------------------------------- a command line
+
+def parse(classes, argv=None, doc=None, positional=()):
+    """Command line -> an instance of each config class. Impossible values end the program. argv: a
+    list of words; None: those that are typed; doc: for --help; positional: names of fields that are
+    typed without --"""
+    return make_configs(classes, read_command_line(classes, argv, doc, positional))
+
+def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
+    """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help"""
+    parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    section = parser
+    for field in all_fields(classes):
+        if field.metadata.get("group"):
+            section = parser.add_argument_group(field.metadata["group"])
+        name = field.name if field.name in positional else f"--{field.name}"
+        if get_args(field.type):
+            how = dict(choices=get_args(field.type))
+        elif field.type is bool:
+            how = dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
+        elif field.type is list:
+            how = dict(nargs="+", action="extend")
+        else:
+            how = dict(type=field.type)
+        # SUPPRESS: what is not typed is not among the results.
+        section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field), **how)
+    typed = vars(parser.parse_intermixed_args(argv))   # RUN --only x RUN
+    for name, value in typed.items():
+        if value == "":   # from --out "$RUN", if the shell has no variable RUN
+            refuse(f"--{name} '': is empty; give it a value, or leave it out")
+    return typed
+
+def all_fields(classes):
+    fields = [field for each in classes for field in dataclasses.fields(each)]
+    names = [field.name for field in fields]
+    for name in names:
+        if names.count(name) > 1:
+            raise Mistake(f"two classes have a field {name!r}; rename one of them")
+    return fields
+
+def help_text(field):
+    text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
+    if limits:
+        text = f"[{limits[0]:g}, {limits[1]:g}] {text}"
+    if field.default not in ("", None):
+        text += f" (default {field.default})"
+    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """argparse calls it, with its own sentence. We add what helps, where we know it."""
+        hint = "see --help"
+        if message.startswith("unrecognized arguments: ") and ": --" not in message:
+            hint = "flags begin with --, and names with spaces need quotes"
+        if message.endswith("expected one argument"):   # as that of: --prompt "->"
+            hint = "one that begins with - is typed as --FLAG=-VALUE"
+        refuse(f"{message}; {hint}")
+
+# ------------------------------------------------------------------------------- what is allowed
+
+def make_configs(classes, values):
+    """A dict -> an instance of each class. SystemExit, with all sentences of field_problems and of
+    a config's own `problems`, if values are impossible"""
+    for name in values.keys() - {field.name for field in all_fields(classes)}:
+        refuse(f"--{name}: unknown flag, in a file of settings; see --help")
+    configs, problems = [], []
+    for each in classes:
+        names = {field.name for field in dataclasses.fields(each)}
+        config = each(**{name: value for name, value in values.items() if name in names})
+        found = field_problems(config)
+        if not found and hasattr(config, "problems"):   # These rely on values in their ranges.
+            found = config.problems()
+        problems += found
+        configs.append(config)
+    if problems:
+        refuse(*problems)
+    return configs
+
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 def field_problems(config):
-    """-> a sentence for each field whose value has another type, or isn't allowed"""
+    """-> a sentence for each field whose value has another type, or isn't allowed. (What is typed
+    has the right type. What stands in a file may have another.)"""
     problems = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        allowed = get_args(field.type) or field.metadata.get("limits")   # choices, or a range
-        # What is typed has the type of its flag. What stands in a file may have another.
         types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
         if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for 1.
             why = f"must be {TYPE_NAMES[field.type]}"
         else:
-            why = why_not_allowed(value, allowed)
+            why = why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
         if why:
             problems.append(f"--{field.name} {value!r}: {why}")
     return problems
@@ -58,95 +133,6 @@ def why_not_allowed(value, allowed):
     low, high = allowed
     return None if low <= value <= high else f"must be from {low:g} to {high:g}"   # nan isn't.
 
-# ---------------------------------------------------------------------------------- command lines
-
-def parse(classes, argv=None, doc=None, positional=()):
-    """Command line -> an instance of each config class. Impossible values end the program.
-
-    argv: a list of words; None: those that are typed; doc: for --help; positional: names of fields
-    that are typed without --. (train.py and prepare.py call the two functions themselves, because
-    they do something in between.)"""
-    return make_configs(classes, read_command_line(classes, argv, doc, positional))
-
-class Parser(argparse.ArgumentParser):
-    for_paths = []   # the flags whose help speaks of files or folders
-
-    def error(self, message):
-        refuse(f"{message}; {self.hint(message)}")
-
-    def hint(self, message):
-        what, _, words = message.partition(": ")
-        if what == "unrecognized arguments" and not words.startswith("-"):
-            if os.path.exists(words.split()[0]):
-                paths = " or ".join(self.for_paths)
-                return f"is it for {paths}?" if paths else "one is enough"
-            return ("flags begin with --" if "=" in words else
-                    "quote names that have spaces, and put commas between those of a list")
-        if what == "the following arguments are required":   # A flag may have taken it for a value.
-            return "put it first, as --help shows"
-        if words == "expected one argument":   # what: argument --prompt
-            return f"one that begins with - is typed as {what.split()[1]}=-VALUE"
-        return "see --help"
-
-def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help"""
-    parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    section = parser
-    for field in all_fields(classes):
-        if field.metadata.get("group"):
-            section = parser.add_argument_group(field.metadata["group"])
-        name = field.name if field.name in positional else f"--{field.name}"
-        choices = get_args(field.type)
-        if choices:
-            how = dict(choices=choices)
-        elif field.type is bool:
-            how = dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
-        elif field.type is list:
-            how = dict(nargs="+", action="extend")
-        else:
-            how = dict(type=not_empty if field.type is str else field.type)
-        # SUPPRESS: what is not typed is not among the results.
-        section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field), **how)
-        if name != field.name and re.search("folder|file", field.metadata.get("help", "")):
-            parser.for_paths = [*parser.for_paths, name]
-    return vars(parser.parse_intermixed_args(argv))   # RUN --only x RUN
-
-def all_fields(classes):
-    return [field for each in classes for field in dataclasses.fields(each)]
-
-def not_empty(word):
-    """`--out "$RUN"` gives an empty word if the shell has no variable RUN."""
-    if not word:
-        raise argparse.ArgumentTypeError("is empty; give it a value, or leave it out")
-    return word
-
-def help_text(field):
-    text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
-    if limits:
-        text = f"[{limits[0]:g}, {limits[1]:g}] {text}"
-    if field.default not in ("", None):
-        text += f" (default {field.default})"
-    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
-
-def make_configs(classes, values):
-    """A dict -> an instance of each class. SystemExit, with all sentences of field_problems and of
-    a config's own `problems`, if values are impossible"""
-    for name in values.keys() - {field.name for field in all_fields(classes)}:
-        refuse(f"--{name}: unknown flag, in a file of settings; see --help")
-    configs, problems = [], []
-    for each in classes:
-        config = each(**{field.name: values[field.name] for field in dataclasses.fields(each)
-                         if field.name in values})
-        found = field_problems(config)
-        if not found and hasattr(config, "problems"):   # These rely on values in their ranges.
-            found = config.problems()
-        problems += found
-        configs.append(config)
-    if problems:
-        refuse(*problems)
-    return configs
-
 # ------------------------------------------------------------- options, as in --residual hyper:n=2
 
 def option_defaults(function):
@@ -154,12 +140,11 @@ def option_defaults(function):
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
-TRUTH = {"0": False, "false": False, "1": True, "true": True}
-
 def read_options(text, defaults, allowed):
     """("n=2", dict(n=4, kind="lite"), dict(n=(1, 64))) -> dict(n=2). A value gets the type of its
     default. allowed: the choices or the range of each. ValueError, with a sentence, if there is no
     such option, or if it can't have this value"""
+    truth = {"0": False, "false": False, "1": True, "true": True}
     found = {}
     for option in text.split(",") if text else []:
         key, _, word = option.partition("=")
@@ -167,7 +152,7 @@ def read_options(text, defaults, allowed):
             raise ValueError(f"no option {key!r}; its options are {', '.join(defaults) or 'none'}")
         wanted = type(defaults[key])
         try:
-            found[key] = TRUTH[word.lower()] if wanted is bool else wanted(word)
+            found[key] = truth[word.lower()] if wanted is bool else wanted(word)
         except (KeyError, ValueError):
             raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}, such as "
                              f"{defaults[key]}") from None
@@ -192,14 +177,13 @@ def mute():
 def start(main):
     """Runs a script: main() -> exit status, or None. What the user can mend becomes a sentence: a
     Mistake, a file that isn't there, a full disk. All other errors show their traceback."""
-    script = os.path.basename(sys.argv[0])
-    if sys.stdout:   # None if it is closed
+    if hasattr(sys.stdout, "reconfigure"):   # It is None if it is closed; a notebook has its own.
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:
         sys.exit(main())
     except BrokenPipeError:   # The reader, such as head, has closed the pipe.
         mute()
     except (Mistake, OSError) as error:
-        refuse(f"{script}: {error}")
+        refuse(f"{os.path.basename(sys.argv[0])}: {error}")
     except KeyboardInterrupt:
         sys.exit(130)   # what shells expect of Ctrl-C

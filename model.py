@@ -50,8 +50,8 @@ from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
 
 @dataclass
 class GPTConfig:
-    """The settings of a model. flag(default, help, lowest, highest) makes a field that is a flag of
-    train.py, too. (group: --help begins a section there.)"""
+    """The settings of a model. flag(default, help, lowest, highest) is a field, and a flag of
+    train.py, too."""
     residual: str = flag("pre", "the rule, such as nag; options follow it: hyper:n=2")
     n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
     n_head: int = flag(4, "attention heads", 1, 1024)
@@ -62,10 +62,10 @@ class GPTConfig:
     mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
         "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
-    init: Literal["width", "gpt2", "embedding"] = flag("width",
-        "first weights: by fan-in; all with std 0.02; or so, but the embedding's with std 3")
+    init: Literal["width", "gpt2", "embedding"] = flag(
+        "width", "first weights: by fan-in; gpt2: std 0.02; embedding: gpt2, but the embedding's 3")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # With these values, the others change nothing.
+    # Variants, which are off with these values
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
     taper: Literal["none", "linear", "cosine"] = flag(
         "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
@@ -75,31 +75,23 @@ class GPTConfig:
     deep_supervision: bool = flag(False, "training: mean loss after each block")
     mod: str = flag("all", "which tokens run a sublayer: all, gain:rate=0.25 (for nag, as is "
                     "gain:below=0.05), router:rate=0.25 or coins:rate=0.25", group="skipping")
-    gain_cost: float = flag(0.0, "for nag: adds this x mean |gain| to the loss, from 30 % of a "
-                            "training on, and in full from 90 % on; a gain is how much a sublayer "
-                            "changes a token", 0, 1000)
+    gain_cost: float = flag(0.0, "for nag: adds this x mean |gain|, how much sublayers change a "
+                            "token, to the loss, from 30 % of a training on", 0, 1000)
 
-    def problems(self):
-        """-> a sentence for each thing that is wrong with these values: end of part 4"""
+    def problems(self):   # -> a sentence for each thing that is wrong: end of part 4
         return config_problems(self)
-
-# ------------------------------------------------------------------------------------------- norms
 
 EPS = 1e-6   # keeps a norm from dividing by 0
 
-def unit(x, eps=EPS):
-    """x / rms(x): the direction of x, with rms 1"""
+def unit(x, eps=EPS):   # x / rms(x): the direction of x, with rms 1
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def centred(x):
     return x - x.mean(-1, keepdim=True)
 
 class Norm(nn.Module):
-    """What --norm names, (..., C) -> (..., C): RMSNorm, or
-
-        layer    LayerNorm
-        single   one weight for all channels, against outliers (arXiv:2506.19697)
-        dyt      a tanh in place of a norm (arXiv:2503.10622)"""
+    """What --norm names, (..., C) -> (..., C): RMSNorm or LayerNorm; single: with one weight for
+    all channels (arXiv:2506.19697); dyt: a tanh in place of a norm (arXiv:2503.10622)"""
     def __init__(self, config):
         super().__init__()
         self.kind = config.norm
@@ -118,8 +110,6 @@ class Norm(nn.Module):
             x = centred(x)
         return unit(x) * self.weight
 
-# --------------------------------------------------------------------------------------- attention
-
 class CastLinear(nn.Linear):
     """nn.Linear without a bias, which casts its input and its weight to dtype. None: to that of the
     input. In a training on a GPU it is bfloat16 (GPT.compute_in), which is much faster. Weights and
@@ -129,11 +119,12 @@ class CastLinear(nn.Linear):
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
 
-    def forward(self, x, weight=None):
-        """weight: in place of self.weight, something that is made of it"""
-        weight = self.weight if weight is None else weight
+    def times(self, x, weight):   # weight: self.weight, or something that is made of it
         dtype = self.dtype or x.dtype
         return F.linear(x.to(dtype), weight.to(dtype))
+
+    def forward(self, x):
+        return self.times(x, self.weight)
 
 def rotation_table(config):
     """RoPE turns pair p of a head's channels by the angle position * 10000^(-2p / head_size).
@@ -145,10 +136,10 @@ def rotation_table(config):
 
 def rotate(x, rotation):
     """Turns x (..., n_head, head_size): channels 2p and 2p + 1 are read as a complex number, and
-    multiplied by cos + i sin, of rotation (..., 1, head_size / 2, 2). In float32: bfloat16 has no
-    complex numbers."""
-    points = torch.view_as_complex(x.to(rotation.dtype).unflatten(-1, (-1, 2)))
-    turned = points * torch.view_as_complex(rotation)
+    multiplied by cos + i sin, of rotation. At least in float32: bfloat16 has no complex numbers."""
+    dtype = torch.promote_types(rotation.dtype, torch.float32)
+    points = torch.view_as_complex(x.to(dtype).unflatten(-1, (-1, 2)))
+    turned = points * torch.view_as_complex(rotation.to(dtype))
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 # A score is q @ k times a scale. Our queries and keys have rms 1, so q @ k is at most head_size.
@@ -169,38 +160,31 @@ def attend(q, k, v, mask=None):
     return out.transpose(1, 2)
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE and normalised queries and keys"""
+    """Causal multi-head attention, with RoPE, and with normalised queries and keys"""
     def __init__(self, config):
         super().__init__()
         self.head_size = config.n_embd // config.n_head
-        self.c_attn = CastLinear(config.n_embd, 3 * config.n_embd)   # rows for q, for k, and for v
+        # C rows for q, then C for k, and C for v. (If you change this, for grouped queries, say,
+        # change attention_of_some and keys_of_all, in part 3, too.)
+        self.c_attn = CastLinear(config.n_embd, 3 * config.n_embd)
         self.c_proj = CastLinear(config.n_embd, config.n_embd)
 
-    def qkv(self, x, rotation, wanted="qkv"):
-        """x (..., C) -> queries, keys and values, each (..., n_head, head_size). rotation: the rows
-        of the table for the positions of these tokens; wanted: where tokens skip, some need only
-        "q", and others only "kv" (part 3)"""
-        C = x.shape[-1]
-        rows = dict(qkv=slice(None), q=slice(C), kv=slice(C, None))[wanted]
-        products = self.c_attn(x, self.c_attn.weight[rows])
-        parts = products.unflatten(-1, (len(wanted), -1, self.head_size)).unbind(-3)
-        return [part if name == "v" else rotate(unit(part), rotation)
-                for name, part in zip(wanted, parts)]
+    def heads(self, x):   # (..., C) -> (..., n_head, head_size)
+        return x.unflatten(-1, (-1, self.head_size))
 
-    def project(self, heads):
-        """What attend returns, (..., n_head, head_size) -> the update (..., C)"""
-        return self.c_proj(heads.flatten(-2))
+    def turned(self, x, rotation):
+        """Products (..., C) of c_attn -> queries, or keys, (..., n_head, head_size). rotation: the
+        rows of the table for the positions of these tokens"""
+        return rotate(unit(self.heads(x)), rotation)
 
     def forward(self, x, rotation, store=None):
-        """x (B, T, C) -> (B, T, C). store: None, or that of a KVCache, if x are the newest tokens
-        only"""
-        q, k, v = self.qkv(x, rotation)
+        """x (B, T, C) -> (B, T, C). store: that of a KVCache, if x are only the newest tokens"""
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = self.turned(q, rotation), self.turned(k, rotation), self.heads(v)
         mask = None
         if store is not None:   # It keeps them, and returns those of all tokens so far.
             k, v, mask = store(k, v)
-        return self.project(attend(q, k, v, mask)).to(x.dtype)
-
-# --------------------------------------------------------------------------------------------- MLP
+        return self.c_proj(attend(q, k, v, mask).flatten(-2)).to(x.dtype)
 
 class MLP(nn.Module):
     def __init__(self, config, hidden):
@@ -211,19 +195,16 @@ class MLP(nn.Module):
         self.c_fc = CastLinear(config.n_embd, rows)
         self.c_proj = CastLinear(hidden, config.n_embd)
 
-    def activate(self, x):
+    def forward(self, x):   # (..., C) -> (..., C)
+        hidden = self.c_fc(x)
         if self.activation == "gelu":
-            return F.gelu(x)
-        if self.activation == "relu2":
-            return F.relu(x).square()
-        gate, value = x.chunk(2, dim=-1)
-        return F.silu(gate) * value
-
-    def forward(self, x):
-        """x (..., C) -> (..., C)"""
-        return self.c_proj(self.activate(self.c_fc(x))).to(x.dtype)
-
-# ------------------------------------------------------------------------------------ the residual
+            hidden = F.gelu(hidden)
+        elif self.activation == "relu2":
+            hidden = F.relu(hidden).square()
+        else:
+            gate, value = hidden.chunk(2, dim=-1)
+            hidden = F.silu(gate) * value
+        return self.c_proj(hidden).to(x.dtype)
 
 class Residual(nn.Module):
     """PreNorm, the rule of GPT-2 and of most models since. All other rules are derived from it. A
@@ -236,23 +217,15 @@ class Residual(nn.Module):
         if self.has_norm:
             self.norm = Norm(config)
 
-    def read(self, stream):
-        """What f gets, (..., C). (If a token skips an attention, its key is made of this, too.)"""
-        return self.norm(self.as_tensor(stream))
-
     def forward(self, stream, f):
-        """A stream, and a sublayer f as a function -> the next stream. A rule treats each token by
-        itself, so that some tokens can skip (part 3). f may look at others."""
-        return stream + f(self.read(stream))
+        """A stream, and a sublayer f as a function -> the next stream. A rule calls f once, and
+        treats each token by itself, so that some can skip (part 3). f may look at other tokens."""
+        return stream + f(self.norm(stream))
 
-    # --- Of `ends`: its norm is ln_f in GPT-2.
-
-    def start(self, embedding):
-        """The embedding (B, T, C) -> the first stream"""
+    def start(self, embedding):   # of `ends`: (B, T, C) -> the first stream
         return embedding
 
-    def finish(self, stream):
-        """The last stream -> what the head reads, (B, T, C)"""
+    def finish(self, stream):   # of `ends`: -> what the head reads. Its norm is ln_f in GPT-2.
         return self.norm(self.as_tensor(stream))
 
     def as_tensor(self, stream):
@@ -262,28 +235,15 @@ class Residual(nn.Module):
             return stream
         return next(iter(stream.values() if isinstance(stream, dict) else stream))
 
-    def sum_of_updates(self, stream):
-        """What updates are added to, (..., C), or several such, (..., n, C); analyze.py draws how
-        it grows. PreNorm's is the stream."""
-        return self.as_tensor(stream)
-
-    def n_summed(self, stream):
-        """By which number does this rule multiply a mean before its norm?"""
-        return 1
-
-    def head_weight(self, weight):
-        """The weight of the head (V, C) -> the matrix that makes the logits. (NAG normalises its
-        rows.)"""
+    def head_weight(self, weight):   # of `ends`: the head's weight (V, C) -> the one that is used
         return weight
 
     def init_sublayer(self, sublayer):
-        """Called once, after the weights of an attention or MLP are drawn: may rescale them."""
-        # As in GPT-2: the updates of 2L sublayers are added up, so each starts with a variance that
-        # is 2L times smaller.
+        """May rescale the first weights of an attention or MLP, once they are drawn. As in GPT-2:
+        2L updates are added up, so each starts with a variance that is 2L times smaller."""
         sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
-    # --- What parts 2 to 4 and train.py ask for. To read part 1, you can do without.
-
+    # What parts 2 to 4 and train.py ask for. To read part 1, you can do without.
     allowed = {}           # the choices or the range of each option: dict(n=(1, 64)), say
     own_lr = ()            # names of parameters that train with AdamW at --gate_lr, not at --lr
     has_norm = True        # False: a rule without a self.norm
@@ -291,31 +251,29 @@ class Residual(nn.Module):
     knows_gain = False     # Is there a gain(stream), and a forward(stream, f, gain=None)?
     stream_grows = False   # Has the stream more and more tensors with depth?
 
-    def flops(self):
-        """Per token. Here: each 2-D parameter is a matrix that a token is multiplied with once."""
+    def flops(self):   # per token, which is multiplied with each matrix once
         return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
 
-    def read_flops(self):
-        """Those of `read` alone"""
+    def flops_before_f(self):   # those of them that make what f gets
         return 0
 
-# ----------------------------------------------------------------------------------------- blocks
+    def sum_of_updates(self, stream):   # what updates are added to; n such sums: (..., n, C)
+        return self.as_tensor(stream)
+
+    def n_summed(self, stream):   # by which number a rule multiplies a mean before its norm
+        return 1
 
 class Block(nn.Module):
     """Two sublayers and their residuals"""
-    def __init__(self, config, number):
-        """number: 0 .. L - 1"""
+    def __init__(self, config, number):   # 0 .. L - 1
         super().__init__()
-        hidden = hidden_units(config, number)   # mlp_ratio * n_embd, unless --taper changes it
-        # make_residual looks up --residual, in RESIDUALS, at the end of part 2. pre is Residual.
         self.attn = Attention(config)
-        self.attn_residual = make_residual(config, 2 * number + 1)
-        self.mlp = MLP(config, hidden)
+        self.attn_residual = make_residual(config, 2 * number + 1)   # a Residual, by --residual
+        self.mlp = MLP(config, hidden_units(config, number))         # mlp_ratio * n_embd, usually
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def forward(self, stream, rotation, store=None, trip=None):
-        """The stream before the block -> that after it. rotation, store: as in Attention; trip: a
-        Trip, if tokens may skip"""
+        """The stream before the block -> that after it. trip: None, unless tokens may skip"""
         attention = partial(self.attn, rotation=rotation, store=store)
         for residual, f in (self.attn_residual, attention), (self.mlp_residual, self.mlp):
             if trip is None:
@@ -323,8 +281,6 @@ class Block(nn.Module):
             else:
                 stream = trip.run(residual, stream, f)   # the same, for the tokens that run
         return stream
-
-# ---------------------------------------------------------------------------------- first weights
 
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
@@ -354,8 +310,6 @@ def init_weights(model):
         block.attn_residual.init_sublayer(block.attn)
         block.mlp_residual.init_sublayer(block.mlp)
 
-# -------------------------------------------------------------------------------------- the model
-
 class GPT(nn.Module):
     """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
     def __init__(self, config: GPTConfig):
@@ -370,15 +324,14 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # the blocks 0 .. L - 1, unless --repeat changes it
         self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
-        self.n_vocab = config.vocab_size      # tokens that it may say; train.open_run knows better
+        self.n_vocab = config.vocab_size      # how many tokens there are; open_run may say fewer
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, trip=None):
-        """idx (B, T) of token ids -> logits (B, T, V), and None. With targets (B, T): logits, and
-        the loss in nats. In training, None in place of the logits, and the loss is the mean cross
-        entropy, and what some flags add to it. cache: a KVCache, if idx are only the newest tokens;
-        trip: a Trip, if you want to say who skips, or to know afterwards who has. ValueError if
-        there are more tokens than block_size"""
+        """idx (B, T) of token ids -> logits (B, T, V), and None. With targets (B, T): logits (in
+        training, None), and the loss, which is the mean cross entropy in nats, and in training what
+        some flags add to it. cache: a KVCache, if idx are only the newest tokens; trip: a Trip, if
+        you want to say who skips, or to know afterwards who has. ValueError if idx is too long"""
         past = 0 if cache is None else cache.length
         length = past + idx.shape[1]
         if length > self.config.block_size:
@@ -389,6 +342,7 @@ class GPT(nn.Module):
         trip = trip or needed_trip(self)   # None, unless tokens may skip, or a flag has a cost
         if trip is not None:
             trip.begin(idx.shape, stream)
+        # A plain loop: torch's while_loop and scan lose gradients of what their bodies close over.
         for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
             store = None if cache is None else partial(cache.store, slot)
             stream = self.blocks[number](stream, self.rotation[past:length], store, trip)
@@ -402,65 +356,55 @@ class GPT(nn.Module):
             loss = trip.loss(loss, targets)
         return None, loss   # Nobody reads these logits. They would be the largest tensor of all.
 
-    def head(self, stream):
-        """A stream -> logits (B, T, V)"""
+    def head(self, stream):   # -> logits (B, T, V)
         x = self.ends.finish(stream)
         weight = self.ends.head_weight(self.lm_head.weight)   # In PreNorm it stays as it is.
-        return self.lm_head(x, weight).to(x.dtype)
+        return self.lm_head.times(x, weight).to(x.dtype)
 
     def walk(self, idx, trip=None):
-        """idx (B, T) -> the streams of one pass, a list: that of the embedding, then the one after
-        each sublayer. trip: as in forward"""
+        """idx (B, T) -> a list of streams: the first one, and the one after each sublayer"""
         trip = trip or Trip(self)
         trip.keeps_streams = True
         self(idx, trip=trip)
         return trip.streams
 
     def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T) -> (B, T + max_new_tokens). The B texts have equal lengths, as there is no
-        padding. It goes on after an end-of-text. options: those of new_tokens, below"""
+        """idx (B, T), texts of equal lengths -> (B, T + max_new_tokens). It goes on after an
+        end-of-text. options: those of new_tokens"""
         tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
         return torch.cat([idx, *tokens], dim=1)
 
-    def compute_in(self, dtype):
-        """From now on, sublayers and head compute their products in this dtype."""
+    def compute_in(self, dtype):   # From now on, sublayers and head multiply in this dtype.
         for module in self.modules():
             if isinstance(module, CastLinear):
                 module.dtype = dtype
 
-    def residuals(self):
-        """All 2L + 1 of them"""
+    def residuals(self):   # all 2L + 1 of them
         return [part for part in self.modules() if isinstance(part, Residual)]
 
     @property
     def device(self):
         return self.rotation.device
 
-def cross_entropy(logits, targets):
-    """logits (B, T, V), targets (B, T) -> the mean over all tokens, in nats"""
+def cross_entropy(logits, targets):   # (B, T, V), (B, T) -> the mean over all tokens, in nats
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-# --------------------------------------------------------------------------------------- sampling
-
 def causal_mask(has_key, n):
-    """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which keys
-    each of the n newest tokens sees, those up to its own"""
-    all_keys = has_key[:, None].expand(-1, n, -1)
-    return all_keys.tril(has_key.shape[1] - n)   # without those of later tokens
+    """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which of
+    them each of the n newest tokens sees, those up to its own"""
+    return has_key[:, None].expand(-1, n, -1).tril(has_key.shape[1] - n)
 
 class KVCache:
-    """Sampling makes one token after the other. What attentions have made of the earlier ones, keys
-    and values, is kept here, so that only the newest token is computed."""
-    def __init__(self, size):
-        """size: how many tokens it has room for"""
+    """Keeps keys and values of earlier tokens, so that sampling computes only the newest one."""
+    def __init__(self, size):   # how many tokens it has room for
         self.size = size
         self.length = 0   # how many tokens have come, with those that run through the model now
         self.slots = {}   # number of a slot: keys, values, and which tokens have a key
 
     def store(self, slot, k, v, has_key=True):
-        """k, v (B, n, n_head, head_size): what an attention has made of the n newest tokens -> k, v
-        of all S tokens so far, and a mask (B, n, S) as in attend. slot: 0, 1, .. for the attentions
-        in the order of running; has_key: bools (B, n), if some tokens have none (part 3)"""
+        """k, v (B, n, n_head, head_size) of the n newest tokens -> those of all S tokens so far,
+        and a mask (B, n, S) as in attend. slot: the number of the attention; has_key: bools (B, n),
+        if some of the newest have none (part 3)"""
         n, room = k.shape[1], (len(k), self.size)
         if slot not in self.slots:
             empty = k.new_zeros(*room, *k.shape[2:])
@@ -470,35 +414,31 @@ class KVCache:
         keys, values, have_key = (each[:, :self.length] for each in self.slots[slot])
         return keys, values, causal_mask(have_key, n)
 
-def pick(logits, temperature=1.0, top_k=None, generator=None):
-    """Draws a token id (B, 1) from logits (B, V)"""
-    if temperature < 1e-6:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / temperature
-    if top_k:
-        best = logits.topk(min(top_k, logits.shape[-1]))
-        logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)
-
 @torch.no_grad()
 def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
                make_trip=None):
-    """Continues idx (B, T). Call model.eval() first. Yields each new token (B, 1), and the Trip of
-    the pass that predicted it, or None. make_trip: a function that returns a new Trip for each
-    pass, if you want to say who skips, or to know afterwards who has. ValueError if idx has no
-    token"""
+    """Continues idx (B, T), after model.eval(). Yields each new token (B, 1), and the Trip of the
+    pass that predicted it, or None. make_trip: a function that returns a new Trip for each pass, if
+    you want to say who skips, or to know afterwards who has. ValueError if idx has no token"""
     if idx.shape[1] == 0:
-        raise ValueError("generate: idx has no token to go on from; give it an end-of-text, with "
-                         "which each document begins")
+        raise ValueError("idx has no token to go on from; give it an end-of-text, with which each "
+                         "document begins")
     size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
     cache = KVCache(size)
     missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
     for _ in range(max_new_tokens):
         trip = make_trip() if make_trip else needed_trip(model)
         logits, _ = model(missing, cache=cache, trip=trip)
-        # Of the next token. The head may have more rows than there are tokens: train.py rounds up.
+        # Of the next token. (train.py rounds the number of the head's rows up.)
         logits = logits[:, -1, :model.n_vocab]
-        token = pick(logits, temperature, top_k, generator)
+        if top_k:
+            best = logits.topk(min(top_k, logits.shape[-1]))
+            logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
+        if temperature < 1e-6:
+            token = logits.argmax(-1, keepdim=True)
+        else:
+            probabilities = (logits / temperature).softmax(-1)
+            token = torch.multinomial(probabilities, 1, generator=generator)
         idx = torch.cat((idx, token), dim=1)
         yield token, trip
         if cache.length < size:
@@ -509,182 +449,37 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
 
 # ================================================================================ part 2: residuals
 
-# All are derived from Residual, which is PreNorm. Each class stands alone. Read those that you care
-# about. Whatever its paper says of first weights, a class without an init_sublayer has that of
-# PreNorm, which divides c_proj by sqrt(2L).
+# Read those that you care about. All of them have the norms, the attention and the first weights of
+# part 1, whatever their papers had; each says what else differs.
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
 
     Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
-    argument of __init__ becomes an option: --residual template:first=0.5. What f gets belongs into
-    read, if it is something else than norm(x). With own_lr = ("b",), b trains at the learning rate
-    --gate_lr. An init_sublayer that does nothing lets c_proj start as large as all other matrices.
-    Use nn.Parameter for what you add: the weights of an nn.Linear are drawn anew after __init__."""
-    def __init__(self, config, l, first=1.0):
-        """first: the value of b before training"""
+    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
+    trains at --gate_lr. An init_sublayer that does nothing lets c_proj start as large as other
+    matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are drawn anew after
+    __init__. If the stream has several parts, write start, and, if x isn't the first, as_tensor."""
+    def __init__(self, config, l, first=1.0):   # first: b before training
         super().__init__(config, l)
         if self.has_sublayer:   # model.ends only starts and finishes, so it needs no b.
             self.b = nn.Parameter(torch.tensor(float(first)))
 
     def forward(self, x, f):
-        return x + self.b * f(self.read(x))
+        return x + self.b * f(self.norm(x))
 
-class NAG(Residual):
-    """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24).
-
-    In PreNorm the stream gets longer with depth, so later updates change it less and less. NAG
-    keeps its length apart. The stream is a pair: a direction (B, T, C), which has rms 1, and the
-    log of the length (rms) that goes with it, (B, T, 1). A sublayer turns the direction by the
-    angle atan(gain), towards the part of its update that is orthogonal to the direction:
-
-        direction <- (direction + gain side / rms(side)) / sqrt(1 + gain^2)     side: that part
-        log_length <- log_length + 1/2 log(1 + gain^2)
-
-    The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
-    would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3).
-    Differs from the paper: log_scale starts at another value. (See ByGain for who skips.)"""
-    own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
-    allowed = dict(directions=(1, 10000), power=(-8, 8))
-    has_norm = False
-    knows_gain = True
-
-    def __init__(self, config, l, directions=32, power=0.5):
-        """directions: how many are preferred; power: alpha of sublayer l starts at l ** -power"""
-        super().__init__(config, l)
-        if not self.has_sublayer:   # The embedding is multiplied by exp(log_scale), g in eq. 18.
-            self.log_scale = nn.Parameter(torch.tensor(first_log_scale(config, power)))
-            return
-        preferred = torch.randn(directions, config.n_embd, generator=seeded(config, f"w {l}"))
-        self.preferred = nn.Parameter(preferred * config.n_embd ** -0.5)   # w in the paper
-        self.bias = nn.Parameter(torch.zeros(directions))                  # b
-        self.votes = nn.Parameter(torch.zeros(directions))                 # p, before its softmax
-        self.alpha = nn.Parameter(torch.tensor(l ** -power))               # eqs. 23, 24
-        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))       # softplus(beta) is 1
-
-    def start(self, x):
-        x = centred(x)   # Updates are centred, too, so a mean would stay for ever.
-        length = x.square().mean(-1, keepdim=True).clamp_min(TINY).sqrt()
-        return x / length, length.log() + self.log_scale
-
-    def read(self, stream):
-        direction, _ = stream
-        return direction
-
-    def gain(self, stream):
-        """alpha m (eq. 13). m in (0, 1] says how near the direction is to preferred ones, of which
-        each has a weight, its vote:
-
-            m = (sum_i softmax(votes)_i sigmoid(preferred_i . direction + bias_i)) ^ softplus(beta)
-        """
-        direction, _ = stream
-        near = F.linear(direction, self.preferred, self.bias).sigmoid()   # (..., directions)
-        mean = (near @ self.votes.softmax(0))[..., None]
-        m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
-        return self.alpha * m
-
-    def forward(self, stream, f, gain=None):
-        """gain: self.gain(stream), if somebody has computed it already"""
-        direction, log_length = stream
-        if gain is None:
-            gain = self.gain(stream)
-        update = f(self.read(stream))
-        # On a GPU, a kernel is this class's write. (A class of yours may have another one.)
-        has_kernel = type(self) is NAG and use_triton(direction, self.config.kernels)
-        write = nag_write if has_kernel else self.write
-        return write(direction, log_length, update, gain)
-
-    def write(self, direction, log_length, update, gain):
-        """-> the next stream"""
-        update = centred(update)
-        along = (update * direction).mean(-1, keepdim=True)
-        side = update - direction * along                                     # eqs. 10, 11
-        size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
-        direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
-        direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
-        log_length = log_length + 0.5 * torch.log1p(gain.square())            # eqs. 15, 17
-        return direction, log_length
-
-    def as_tensor(self, stream):
-        direction, log_length = stream
-        return direction * log_length.exp()
-
-    # A logit is length x cosine. The cosine is that between the direction and a row of the head. If
-    # both have rms 1, it is their product / C, so `finish` divides by C.
-
-    def finish(self, stream):
-        direction, log_length = stream
-        return direction * (log_length.exp() / self.config.n_embd)
-
-    def head_weight(self, weight):
-        return unit(centred(weight), eps=EPS ** 2)   # rms 1, also where a row is small
-
-    def init_sublayer(self, sublayer):
-        pass   # Only the direction of an update counts.
-
-def first_log_scale(config, power):
-    """NAG's first log_scale: one with which the first logits have the standard deviation LOGIT_STD.
-    At 0 they would be nearly equal."""
-    # A logit is length x cosine. The cosine of random vectors has the std C ** -0.5, so the last
-    # stream needs this length:
-    last_length = LOGIT_STD / config.n_embd ** -0.5
-    # An embedding begins with this one, and all sublayers together multiply it by exp(growth).
-    first_length = first_std(config, "wte", config.n_embd)
-    growth = 0.0
-    for number in block_order(config):
-        for l in 2 * number + 1, 2 * number + 2:
-            gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
-            growth += 0.5 * math.log1p(gain ** 2)
-    return math.log(last_length / first_length) - growth
-
-# ---------------------------------------------------------------------- where the norms are
+# ------------------------------------------------------------------------------ where the norms are
 
 class Post(Residual):
-    """PostNorm, the Transformer of 2017. The norm of the last sublayer is the final norm."""
+    """PostNorm, the Transformer of 2017 (arXiv:1706.03762): the last norm is the final one, too.
+    Differs from the paper: nothing else."""
     def __init__(self, config, l):
         super().__init__(config, l)
         if not self.has_sublayer:
             self.norm = nn.Identity()
 
-    def read(self, x):
-        return x
-
     def forward(self, x, f):
-        return self.norm(x + f(self.read(x)))
-
-class DeepNorm(Post):
-    """DeepNorm (arXiv:2203.00555): PostNorm with a larger stream. Updates stay bounded if c_proj,
-    and what makes values and hidden units, starts small.
-    Differs from the paper: --init draws what is made small here, and not Xavier's rule."""
-    def forward(self, x, f):
-        larger = (2 * self.config.n_layer) ** 0.25
-        return self.norm(larger * x + f(self.read(x)))
-
-    def init_sublayer(self, sublayer):
-        small = (8 * self.config.n_layer) ** -0.25
-        sublayer.c_proj.weight.mul_(small)
-        if isinstance(sublayer, Attention):
-            sublayer.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
-        else:
-            sublayer.c_fc.weight.mul_(small)
-
-class MixLN(Residual):
-    """Mix-LN (arXiv:2412.13795): the first blocks are PostNorm, the others PreNorm."""
-    allowed = dict(alpha=(0, 1))
-
-    def __init__(self, config, l, alpha=0.25):
-        """alpha: share of the blocks that are PostNorm, rounded down"""
-        super().__init__(config, l)
-        self.is_post = self.block <= int(alpha * config.n_layer + 1e-9)
-        if not self.has_sublayer and alpha == 1:   # The last block has a norm at its end already.
-            self.norm = nn.Identity()
-
-    def read(self, x):
-        return x if self.is_post else self.norm(x)
-
-    def forward(self, x, f):
-        x = x + f(self.read(x))
-        return self.norm(x) if self.is_post else x
+        return self.norm(x + f(x))
 
 class Peri(Residual):
     """Peri-LN (arXiv:2502.02732), as in Gemma 2 and 3: the update is normalised, too.
@@ -695,23 +490,50 @@ class Peri(Residual):
             self.norm_update = Norm(config)
 
     def forward(self, x, f):
-        return x + self.norm_update(f(self.read(x)))
+        return x + self.norm_update(f(self.norm(x)))
 
 class Reordered(Residual):
-    """OLMo 2 (arXiv:2501.00656): only the update is normalised."""
-    def read(self, x):
-        return x
+    """OLMo 2 (arXiv:2501.00656): only the update is normalised.
+    Differs from the paper: nothing else."""
+    def forward(self, x, f):
+        return x + self.norm(f(x))
+
+class DeepNorm(Post):
+    """DeepNorm (arXiv:2203.00555): PostNorm with a larger stream. Updates stay bounded if c_proj,
+    and what makes values and hidden units, starts small.
+    Differs from the paper: --init draws what is made small here, and not Xavier's rule."""
+    def forward(self, x, f):
+        larger = (2 * self.config.n_layer) ** 0.25
+        return self.norm(larger * x + f(x))
+
+    def init_sublayer(self, sublayer):
+        small = (8 * self.config.n_layer) ** -0.25
+        sublayer.c_proj.weight.mul_(small)
+        if isinstance(sublayer, Attention):
+            sublayer.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
+        else:
+            sublayer.c_fc.weight.mul_(small)
+
+class MixLN(Residual):
+    """Mix-LN (arXiv:2412.13795): a share alpha of the blocks, the first ones, are PostNorm.
+    Differs from the paper: nothing else."""
+    allowed = dict(alpha=(0, 1))
+
+    def __init__(self, config, l, alpha=0.25):
+        super().__init__(config, l)
+        self.is_post = self.block <= int(alpha * config.n_layer + 1e-9)
+        if not self.has_sublayer and alpha == 1:   # The last block has a norm at its end already.
+            self.norm = nn.Identity()
 
     def forward(self, x, f):
-        return x + self.norm(f(self.read(x)))
+        return self.norm(x + f(x)) if self.is_post else x + f(self.norm(x))
 
 class LayerNormScaling(Residual):
-    """LayerNorm Scaling (arXiv:2502.05795): what f reads is divided by sqrt(block), in place of a
-    small c_proj.
-    Differs from the paper: in an attention only the values notice it, because our queries and keys
-    are normalised."""
-    def read(self, x):
-        return self.block ** -0.5 * self.norm(x)
+    """LayerNorm Scaling (arXiv:2502.05795): 1 / sqrt(block), in place of a small c_proj.
+    Differs from the paper: in an attention it reaches the values only, as our queries and keys are
+    normalised."""
+    def forward(self, x, f):
+        return x + f(self.block ** -0.5 * self.norm(x))
 
     def init_sublayer(self, sublayer):
         pass
@@ -719,7 +541,8 @@ class LayerNormScaling(Residual):
 class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
-    only 1 / sqrt(2 i) of an update is added to x."""
+    only 1 / sqrt(2 i) of an update is added to x.
+    Differs from the paper: nothing else."""
     can_skip = False   # A token that skips would miss the norm of x.
 
     def __init__(self, config, l):
@@ -738,10 +561,11 @@ class Siamese(Residual):
 
     def forward(self, stream, f):
         y, x = stream
-        update = f(self.read(stream))   # norm(as_tensor(stream)), as in Residual
-        return y + update, self.norm_x(x) + (2 * self.block) ** -0.5 * update
+        x = self.norm_x(x)
+        update = f(self.norm(x + self.norm_y(y)))
+        return y + update, x + (2 * self.block) ** -0.5 * update
 
-# ------------------------------------------------------------------------ reading earlier sublayers
+# ----------------------------------------------------------------- which earlier sublayers are read
 
 class AttnRes(Residual):
     """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4), as in Kimi K3. Nothing is
@@ -752,20 +576,19 @@ class AttnRes(Residual):
         score_i = query . (key_weight * unit(source_i))
         read = norm(n * sum_i softmax(score)_i source_i)        the softmax is over the sources
 
-    Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm.
+    Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. With
+    group=3, a source is the sum of three updates (Block AttnRes, section 3.2).
 
-    With group=3, a source is the sum of three updates (Block AttnRes, section 3.2). The stream is a
-    pair: query * key_weight of all reads (2L, C), and a dict from the number of a group (0: the
-    embedding) to its source, and what that scores in each read. So one matrix product, when a
-    source is made, finds the scores of all reads that will come.
+    The stream is a pair: query * key_weight of all reads (2L, C), and a dict from the number of a
+    group (0: the embedding) to its source, and what that scores in each read. When a source is
+    made, one matrix product finds its scores in all reads that will come.
     Differs from the paper: the factor n, which the norm takes out again."""
     own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
     allowed = dict(group=(1, 10000))
     can_skip = False
     stream_grows = True
 
-    def __init__(self, config, l, group=1):
-        """group: how many updates make a source; 1 is Full AttnRes"""
+    def __init__(self, config, l, group=1):   # group=1 is Full AttnRes.
         super().__init__(config, l)
         self.group = (l - 1) // group + 1   # that of its own update
         if not self.has_sublayer:   # Read 1 has one source. Reads 2 .. 2L + 1 have a query each.
@@ -776,8 +599,7 @@ class AttnRes(Residual):
         queries = self.query * self.key_weight
         return queries, {0: self.with_scores(embedding, queries)}
 
-    def with_scores(self, source, queries):
-        """-> the source, and its scores in reads 2 .. 2L + 1, each (B, T)"""
+    def with_scores(self, source, queries):   # -> it, and its scores in 2L reads, each (B, T)
         return source, F.linear(unit(source), queries).unbind(-1)
 
     def read(self, stream):
@@ -815,10 +637,14 @@ class AttnRes(Residual):
     def flops(self):
         return 4 * self.config.n_layer * self.config.n_embd   # one source times 2L queries
 
+    def flops(self):   # one source times 2L queries
+        return 4 * self.config.n_layer * self.config.n_embd
+
 class DenseFormer(Residual):
     """PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so
     far (Pagliardini et al. 2024, arXiv:2402.02622). The stream is x, and a dict from the number of
-    a block (0: the embedding) to its output. Blocks that are removed have no output."""
+    a block (0: the embedding) to its output. Blocks that are removed have no output.
+    Differs from the paper: nothing else."""
     can_skip = False
     stream_grows = True
 
@@ -826,14 +652,14 @@ class DenseFormer(Residual):
         super().__init__(config, l)
         self.is_after_mlp = l % 2 == 0   # A block is over.
         if self.is_after_mlp:   # At first its own output has the weight 1, and all others 0.
-            self.weights = nn.Parameter((torch.arange(self.block + 1) == self.block).float())
+            self.weights = nn.Parameter(torch.eye(self.block + 1)[-1].clone())
 
     def start(self, x):
         return x, {0: x}
 
     def forward(self, stream, f):
         x, outputs = stream
-        x = x + f(self.read(stream))
+        x = x + f(self.norm(x))
         if self.is_after_mlp:
             outputs = outputs | {self.block: x}
             weights = self.weights[list(outputs)].view(-1, 1, 1, 1)   # each for all tokens
@@ -858,9 +684,7 @@ class Review(Residual):
     allowed = dict(inputs=("hu", "h", "u"))
 
     def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
-        """inputs: what the gate sees, h, u or both; convex: (1 - gate) h in place of h; bias: its
-        first value"""
-        super().__init__(config, l)
+        super().__init__(config, l)   # inputs: what the gate sees; bias: its first value
         self.convex = convex
         if self.has_sublayer:
             zeros = torch.zeros(config.n_embd, config.n_embd)
@@ -868,16 +692,16 @@ class Review(Residual):
             self.bias = nn.Parameter(torch.full((config.n_embd,), bias))
 
     def forward(self, h, f):
-        u = f(self.read(h))
+        u = f(self.norm(h))
         seen = {"h": h, "u": u}
         products = [F.linear(unit(seen[name], eps=1e-5), W) for name, W in self.W.items()]
         gate = (sum(products) + self.bias).sigmoid()
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
-# -------------------------------------------------------------------------- several streams at once
+# --------------------------------------------------------------------- several copies of the stream
 
 class Copies(Residual):
-    """What the next two share: the stream are n copies of the embedding, (B, T, n, C)."""
+    """What the next two rules share: the stream are n copies of the embedding, (B, T, n, C)."""
     def start(self, x):
         return x[..., None, :].repeat_interleave(self.n, dim=-2)
 
@@ -890,16 +714,16 @@ class Gated(Copies):
 
         r_i = unit(R_i) * norm_weight_i,                r: all of them in a row, n C numbers
         gate = sigmoid(up silu(down r / n)),            n C numbers, through a rank of C / 8
-        read = the mean over i of gate_i * r_i          It replaces the norm; the head reads so, too.
+        read = the mean over i of gate_i * r_i          in place of the norm; also for the head
         R_i <- R_i + s_i f(read),                       s = 2 sigmoid(to_write r / n), n numbers
 
-    Nothing mixes the copies, so a token can skip: it keeps all of them."""
+    Nothing mixes the copies, so a token can skip: it keeps all of them.
+    Differs from the paper: nothing else."""
     own_lr = "down", "up", "to_write"   # AdamW trains them, not Muon, as in the paper.
     allowed = dict(n=(1, 64))
     has_norm = False
 
     def __init__(self, config, l, n=4):
-        """n: how many copies"""
         super().__init__(config, l)
         self.n, width, rank = n, n * config.n_embd, max(1, config.n_embd // 8)
 
@@ -912,31 +736,27 @@ class Gated(Copies):
         if self.has_sublayer:
             self.to_write = matrix("to_write", n, width)
 
-    def normalised(self, R):
-        return unit(R) * self.norm_weight.view(self.n, -1)
-
-    def gated_mean(self, r):
+    def read(self, R):   # -> what is read, (..., C), and r / n in a row, (..., n C)
+        r = unit(R) * self.norm_weight.view(self.n, -1)
         row = r.flatten(-2) / self.n
         gate = F.linear(F.silu(F.linear(row, self.down)), self.up).sigmoid()
-        return (gate.view_as(r) * r).mean(-2)
-
-    def read(self, R):
-        return self.gated_mean(self.normalised(R))
-
-    finish = read
+        return (gate.view_as(r) * r).mean(-2), row
 
     def forward(self, R, f):
-        r = self.normalised(R)
-        update = f(self.gated_mean(r))   # as in read, but r is needed again
-        s = 2 * F.linear(r.flatten(-2) / self.n, self.to_write).sigmoid()   # (..., n)
+        x, row = self.read(R)
+        update = f(x)
+        s = 2 * F.linear(row, self.to_write).sigmoid()   # (..., n)
         return R + s[..., None] * update[..., None, :]
 
-    def read_flops(self):
+    def finish(self, R):
+        return self.read(R)[0]
+
+    def flops_before_f(self):
         return 2 * self.down.numel() + 2 * self.up.numel()
 
 class Hyper(Copies):
-    """Hyper-connections. A sublayer reads the n copies x by n weights `pre`, writes to each of them
-    by n weights `post`, and a matrix `res` (n, n) mixes them:
+    """Hyper-connections (arXiv:2409.19606). A sublayer reads the n copies x by n weights `pre`,
+    writes to each of them by n weights `post`, and a matrix `res` (n, n) mixes them:
 
         x <- res x + post f(norm(pre x))
 
@@ -951,18 +771,14 @@ class Hyper(Copies):
     allowed = dict(kind=("identity", "lite", "mhc"), n=(1, 64))
 
     def __init__(self, config, l, kind="identity", n=4):
-        """kind: of res; n: how many copies, at most 5 for lite"""
         super().__init__(config, l)
         if kind == "lite" and n > 5:   # 6! permutations are too many.
             raise ValueError(f"--residual: option n={n} must be from 1 to 5 with kind=lite")
         self.kind, self.n = kind, n
         self.can_skip = kind == "identity"   # With another res, a token that skips would miss it.
-        # `static` are logits that are the same for all tokens. What depends on the token is added.
-        # pre: a sublayer starts by reading one copy, and its successor the next one: sigmoid(4) =
-        # 0.98 of it, and sigmoid(-4) = 0.02 of the others. post: 2 sigmoid(0) = 1, so each copy
-        # gets the update. res starts near the matrix that changes nothing.
-        pre, post = 8 * torch.eye(n)[(l - 1) % n] - 4, torch.zeros(n)
-        static = [pre, post]
+        # The logits of pre: at first a sublayer reads one copy, sigmoid(4) = 0.98 of it, and its
+        # successor the next one. Those of post: each copy gets 2 sigmoid(0) = 1 times the update.
+        static = [8 * torch.eye(n)[(l - 1) % n] - 4, torch.zeros(n)]
         if kind == "lite":   # a logit for each permutation, of which the first changes nothing
             matrices = [torch.eye(n)[list(order)] for order in itertools.permutations(range(n))]
             self.register_buffer("permutations", torch.stack(matrices).flatten(1), persistent=False)
@@ -975,22 +791,15 @@ class Hyper(Copies):
             self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
             self.scale = nn.Parameter(torch.full((len(static),), 0.01))   # of what is dynamic
 
-    def logits(self, x):
-        """-> those of pre, of post, and, if there is a res, of res"""
+    def logits(self, x):   # -> those of pre, of post, and, unless kind=identity, of res
         static = self.static.split(self.sizes)
         dynamic = F.linear(unit(x.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
         return [static[i] + self.scale[i] * dynamic[i] for i in range(len(self.sizes))]
 
-    def mixture(self, x, pre):
-        """n copies, n logits -> what f gets, (..., C)"""
-        return self.norm((pre.sigmoid()[..., None, :] @ x).squeeze(-2))
-
-    def read(self, x):
-        return self.mixture(x, self.logits(x)[0])
-
     def forward(self, x, f):
         pre, post, *res = self.logits(x)
-        update = f(self.mixture(x, pre))   # as in read, but the logits are needed again
+        mixture = (pre.sigmoid()[..., None, :] @ x).squeeze(-2)   # n weights times n copies
+        update = f(self.norm(mixture))
         if self.kind == "lite":
             matrix = res[0].softmax(-1) @ self.permutations   # Shares of permutations sum to 1.
             x = matrix.unflatten(-1, (self.n, self.n)) @ x
@@ -998,7 +807,7 @@ class Hyper(Copies):
             x = doubly_stochastic(res[0].unflatten(-1, (self.n, self.n))) @ x
         return x + 2 * post.sigmoid()[..., None] * update[..., None, :]
 
-    def read_flops(self):   # the logits, and pre times the copies
+    def flops_before_f(self):   # the logits, and pre times the copies
         return 2 * self.dynamic.numel() + 2 * self.n * self.config.n_embd
 
     def flops(self):
@@ -1006,7 +815,7 @@ class Hyper(Copies):
             return 0
         make_res = 2 * self.permutations.numel() if self.kind == "lite" else 0
         mix = 0 if self.kind == "identity" else 2 * self.n ** 2 * self.config.n_embd
-        return self.read_flops() + make_res + mix
+        return self.flops_before_f() + make_res + mix
 
 def doubly_stochastic(logits, steps=20):
     """(..., n, n) -> matrices >= 0 whose rows and columns sum to 1"""
@@ -1014,32 +823,125 @@ def doubly_stochastic(logits, steps=20):
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     matrix = logits.exp()
-    # Rows sum to 1 now. Where logits are far apart, as after a training, columns are still off, by
-    # up to 0.99. So what is too much in a column goes, and what lacks then is spread over the rows
-    # and columns that lack it (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2).
+    # Rows sum to 1 now. Columns may not: after a training, some were off by 0.99. So, to be exact
+    # (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2), no column keeps more than 1. Then row
+    # i lacks r_i, column j lacks c_j, and entry (i, j) gets r_i c_j / sum(c).
     matrix = matrix / matrix.sum(-2, keepdim=True).clamp_min(1)
-    rows, columns = 1 - matrix.sum(-1, keepdim=True), 1 - matrix.sum(-2, keepdim=True)
-    return matrix + rows * columns / columns.sum(-1, keepdim=True).clamp_min(EPS)
+    r, c = 1 - matrix.sum(-1, keepdim=True), 1 - matrix.sum(-2, keepdim=True)
+    return matrix + r * c / c.sum(-1, keepdim=True).clamp_min(EPS)
 
-# -------------------------------------------------------------------------------------- --residual
+# ----------------------------------------------------------------------------- directions and gains
+
+class NAG(Residual):
+    """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24).
+
+    In PreNorm the stream gets longer with depth, so later updates change it less and less. NAG
+    keeps its length apart. The stream is a pair: a direction (B, T, C), which has rms 1, and the
+    log of the length (rms) that goes with it, (B, T, 1). A sublayer turns the direction by the
+    angle atan(gain), towards the part of its update that is orthogonal to it:
+
+        direction <- (direction + gain side / rms(side)) / sqrt(1 + gain^2)     side: that part
+        log_length <- log_length + 1/2 log(1 + gain^2)
+
+    The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
+    would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3).
+    Differs from the paper: log_scale starts at another value. (See ByGain for who skips.)"""
+    own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
+    allowed = dict(directions=(1, 10000), power=(-8, 8))
+    has_norm = False
+    knows_gain = True
+
+    def __init__(self, config, l, directions=32, power=0.5):   # directions: how many preferred ones
+        super().__init__(config, l)
+        if not self.has_sublayer:   # The embedding is multiplied by exp(log_scale), g in eq. 18.
+            self.log_scale = nn.Parameter(torch.tensor(first_log_scale(config, power)))
+            return
+        preferred = torch.randn(directions, config.n_embd, generator=seeded(config, f"w {l}"))
+        self.preferred = nn.Parameter(preferred * config.n_embd ** -0.5)   # w in the paper
+        self.bias = nn.Parameter(torch.zeros(directions))                  # b
+        self.votes = nn.Parameter(torch.zeros(directions))                 # p, before its softmax
+        self.alpha = nn.Parameter(torch.tensor(l ** -power))               # as in eqs. 23, 24
+        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))       # softplus(beta) is 1
+
+    def start(self, x):
+        x = centred(x)   # Updates are centred, too, so a mean would stay for ever.
+        length = x.square().mean(-1, keepdim=True).clamp_min(TINY).sqrt()
+        return x / length, length.log() + self.log_scale
+
+    def gain(self, stream):
+        """alpha m, (..., 1) (eq. 13). m in (0, 1] says how near the direction is to preferred ones:
+        m = (sum_i softmax(votes)_i sigmoid(preferred_i . direction + bias_i)) ^ softplus(beta)"""
+        direction, _ = stream
+        near = F.linear(direction, self.preferred, self.bias).sigmoid()   # (..., directions)
+        mean = (near @ self.votes.softmax(0))[..., None]
+        m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
+        return self.alpha * m
+
+    def forward(self, stream, f, gain=None):
+        direction, log_length = stream
+        if gain is None:   # Else somebody has computed it already.
+            gain = self.gain(stream)
+        update = f(direction)
+        # On a GPU, a kernel is this class's write. (A class of yours may have another one.)
+        has_kernel = type(self) is NAG and use_triton(direction, self.config.kernels)
+        write = nag_write if has_kernel else self.write
+        return write(direction, log_length, update, gain)
+
+    def write(self, direction, log_length, update, gain):   # -> the next stream
+        update = centred(update)
+        along = (update * direction).mean(-1, keepdim=True)
+        side = update - direction * along                                     # eqs. 10, 11
+        size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
+        direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
+        direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
+        log_length = log_length + 0.5 * torch.log1p(gain.square())            # eqs. 15, 17
+        return direction, log_length
+
+    def flops_before_f(self):   # of the gain, if nobody has asked for it before
+        return self.flops()
+
+    def as_tensor(self, stream):
+        direction, log_length = stream
+        return direction * log_length.exp()
+
+    def finish(self, stream):
+        # A logit is length x cosine, and the cosine of two vectors of rms 1 is their product / C.
+        direction, log_length = stream
+        return direction * (log_length.exp() / self.config.n_embd)
+
+    def head_weight(self, weight):
+        return unit(centred(weight), eps=EPS ** 2)   # rms 1, also where a row is small
+
+    def init_sublayer(self, sublayer):
+        pass   # Only the direction of an update counts.
+
+def first_log_scale(config, power):
+    """NAG's first log_scale: one with which the first logits have the standard deviation LOGIT_STD.
+    At 0 they would be nearly equal: a logit is length x cosine, and the cosine of random vectors
+    has the std C ** -0.5."""
+    last_length = LOGIT_STD / config.n_embd ** -0.5
+    first_length = first_std(config, "wte", config.n_embd)
+    growth = 0.0   # Together, all sublayers multiply the length by exp(growth).
+    for number in block_order(config):
+        for l in 2 * number + 1, 2 * number + 2:
+            gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
+            growth += 0.5 * math.log1p(gain ** 2)
+    return math.log(last_length / first_length) - growth
+
+# --------------------------------------------------------------------------------------- --residual
 
 # What --residual can be: a class, or a partial of one, with some options. Yours goes here, too:
 # RESIDUALS["mine"] = Mine
 RESIDUALS = {
-    "pre": Residual, "template": Template, "nag": NAG,
-    # where the norms are
-    "post": Post, "deepnorm": DeepNorm, "mixln": MixLN, "peri": Peri, "reordered": Reordered,
-    "lns": LayerNormScaling, "siamese": Siamese,
-    # reading earlier sublayers
-    "attnres": AttnRes, "denseformer": DenseFormer,
-    # gates
-    "review": Review, "convex": partial(Review, convex=True), "highway": partial(Review, inputs="h"),
-    # several streams
-    "gated": Gated, "hyper": Hyper}
+    "pre": Residual, "template": Template, "nag": NAG, "attnres": AttnRes, "review": Review,
+    "convex": partial(Review, convex=True), "highway": partial(Review, inputs="h"),
+    "gated": Gated, "hyper": Hyper, "peri": Peri, "reordered": Reordered, "post": Post,
+    "deepnorm": DeepNorm, "mixln": MixLN, "lns": LayerNormScaling, "siamese": Siamese,
+    "denseformer": DenseFormer}
 
 def make(flag_name, registry, text, *arguments):
-    """("--residual", RESIDUALS, "hyper:kind=mhc,n=2", config, l) -> Hyper(config, l, kind="mhc",
-    n=2). ValueError, with a sentence, if there is no such thing"""
+    """("--residual", RESIDUALS, "hyper:n=2", config, l) -> Hyper(config, l, n=2). ValueError, with
+    a sentence, if there is no such thing"""
     name, _, options = text.partition(":")
     if name not in registry:
         raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
@@ -1051,7 +953,6 @@ def make(flag_name, registry, text, *arguments):
     return entry(*arguments, **given)
 
 def make_residual(config, l):
-    """The rule that --residual names, for sublayer l"""
     return make("--residual", RESIDUALS, config.residual, config, l)
 
 # ================================================================================= part 3: skipping
@@ -1063,51 +964,51 @@ def make_residual(config, l):
 #     run_some    runs a sublayer for the tokens that run it, and computes nothing for the others.
 #
 # A token that skips passes by, with its stream as it is. An answer is bools (B, T), True where a
-# token runs; or True: all run; or False: nobody does, as if there were no such sublayer.
+# token runs; or True: all run; or False: the sublayer is removed. (A token that skips an attention
+# still makes its key there, for later tokens. If the attention is removed, there are no keys.)
 
 class Decider(nn.Module):
-    """--mod all. Others replace some of these methods. What `trip` has, its docstring says. Options
-    are keyword arguments of __init__, as those of a residual."""
+    """--mod all. Others replace some of these methods. Class Trip says what a trip has. Options are
+    keyword arguments of __init__, as those of a residual."""
     allowed = {}                # the choices or the range of each option
-    needs = ()                  # of a residual: "skipping", "gain", or "tensor", a stream (B, T, C)
-    skippers_make_keys = True   # Has a token that skips an attention a key, for later tokens?
+    needs_skipping = False      # Must tokens of the residual be able to skip?
+    needs_gain = False          # Must it know gains?
+    needs_tensor = False        # Must its stream be one tensor (B, T, C)?
+    skippers_make_keys = True   # Does a token that skips an attention make its key all the same?
 
-    def __init__(self, config):
+    def __init__(self, config=None):
         super().__init__()
 
-    def forward(self, trip):
-        """-> who runs the next sublayer: bools (B, T), True or False"""
+    def forward(self, trip):   # -> who runs the next sublayer: bools (B, T), True or False
         return True
 
-    def after(self, trip, stream):
-        """After each sublayer -> the stream that goes on"""
+    def after(self, trip, stream):   # after each sublayer -> the stream that goes on
         return stream
 
-    def loss(self, trip):
-        """After a pass in training -> what is added to the loss"""
+    def loss(self, trip):   # after a pass in training -> what is added to the loss
         return 0.0
 
     def after_iteration(self, trips, mean_of_all):
-        """train.py calls it after each iteration, with its trips. mean_of_all(number) is the mean
-        over all processes."""
+        """train.py calls it, with the trips of an iteration. mean_of_all(number): the mean over all
+        processes"""
 
 class ByGain(Decider):
     """A token skips a sublayer if its |gain| is below a threshold. NAG's gain is the tangent of an
     angle: 0.05 is 3 degrees.
 
         gain:rate=0.25    the share of all runs to skip. In training, one threshold for all
-                          sublayers follows the quantile of all gains in a pass. It is stored with
-                          the weights, so in sampling, too, each token is judged by itself.
+                          sublayers follows this quantile of all gains. It is stored with the
+                          weights, so in sampling each token is judged by itself.
         gain:below=0.05   this threshold. With a --gain_cost, gains learn to come below it.
 
-    Differs from the paper: of how it sets its threshold we know summaries only; below is ours."""
+    Differs from the paper: of how it finds its threshold we know summaries only; below is ours."""
     allowed = dict(rate=(0, 0.95), below=(0, 100))
-    needs = "skipping", "gain"
+    needs_skipping = needs_gain = True
 
     def __init__(self, config, rate=0.0, below=0.0):
         super().__init__(config)
         if (rate > 0) == (below > 0):
-            raise ValueError("--mod gain: needs either a rate or below; such as gain:rate=0.25")
+            raise ValueError("--mod gain: needs a rate, or below, such as gain:rate=0.25")
         self.rate = rate   # At first the threshold is 0, and nobody skips.
         self.register_buffer("threshold", torch.tensor(below), persistent=rate > 0)
 
@@ -1119,21 +1020,20 @@ class ByGain(Decider):
     def after_iteration(self, trips, mean_of_all):
         if self.rate == 0:
             return
-        # A quantile for each part of a batch, and their mean: so it doesn't matter which process
-        # has which part.
-        found = []
+        quantiles = []   # of each part of a batch, so that it doesn't matter which process has it
         for trip in trips:
-            gains = torch.stack(trip.gains).abs().flatten()
-            found.append(gains.kthvalue(max(1, round(self.rate * len(gains)))).values.item())
-        quantile = mean_of_all(sum(found) / len(found))
-        # A running mean over about five iterations
-        self.threshold.lerp_(self.threshold.new_tensor(quantile), 0.2 if self.threshold > 0 else 1.0)
+            gains = torch.cat([gain for gain in trip.gains if gain is not None]).abs().flatten()
+            k = max(1, round(self.rate * len(gains)))
+            quantiles.append(gains.kthvalue(k).values.item())
+        quantile = mean_of_all(sum(quantiles) / len(quantiles))
+        step = 0.2 if self.threshold > 0 else 1.0   # a running mean over about five iterations
+        self.threshold += step * (quantile - self.threshold)
 
 class Coins(Decider):
     """coins:rate=0.25: a coin for each token and each sublayer, in training and after it. This is a
     control: a decider that looks at tokens must do better."""
     allowed = dict(rate=(0, 0.95))
-    needs = ("skipping",)
+    needs_skipping = True
 
     def __init__(self, config, rate=0.25):
         super().__init__(config)
@@ -1152,12 +1052,10 @@ class Router(Decider):
     router to give just the chosen tokens a weight above 0.
     Differs from the paper: a router reads unit(x), because x has another size in each block."""
     allowed = dict(rate=(0.001, 0.45))
-    needs = "skipping", "tensor"
+    needs_skipping = needs_tensor = True
     skippers_make_keys = False   # as in the paper
 
-    def __init__(self, config, rate=0.25):
-        """rate: share of all sublayer runs to skip. Only every second block has a router. With 12
-        blocks there are six, and at rate=0.25 half of the tokens skip at each of them."""
+    def __init__(self, config, rate=0.25):   # rate: of all runs. Half of the blocks skip twice it.
         super().__init__(config)
         order = block_order(config)   # --repeat runs some blocks several times.
         n_routed = sum(number % 2 for number in order)
@@ -1169,46 +1067,47 @@ class Router(Decider):
             [nn.Linear(config.n_embd, 1, bias=False) for _ in range(config.n_layer // 2)])
 
     def forward(self, trip):
-        block = trip.residual.block
+        block, x, notes = trip.residual.block, trip.stream, trip.notes
         if block % 2 == 1:
             return True
-        if "runs" not in trip.notes:   # at its attention, or, if that is removed, its MLP
-            self.ask(self.routers[block // 2 - 1], trip)
-        return trip.notes["runs"]
-
-    def ask(self, router, trip):
-        x = trip.stream
-        weight = router(unit(x))   # (B, T, 1)
-        trip.decider_flops += 2 * x.shape[-1]
-        runs = weight > 0
-        if trip.model.training:
-            count = max(1, round(self.share_that_runs * x.shape[1]))
-            # stable: of equal weights, that of the earlier token counts as larger.
-            best = weight.detach().sort(dim=1, descending=True, stable=True).indices[:, :count]
-            runs = torch.zeros_like(runs).scatter(1, best, True)
-        loss = F.binary_cross_entropy_with_logits(weight, runs.to(weight.dtype))
-        trip.notes.setdefault("losses", []).append(loss)
-        trip.notes |= dict(runs=runs.squeeze(-1), before=x, weight=weight)
+        if "runs" not in notes:   # at its attention, or, if that is removed, at its MLP
+            weight = self.routers[block // 2 - 1](unit(x))   # (B, T, 1)
+            trip.decider_flops += 2 * x.shape[-1]
+            runs = weight > 0
+            if trip.model.training:
+                best = weight.topk(max(1, round(self.share_that_runs * x.shape[1])), dim=1).indices
+                runs = torch.zeros_like(runs).scatter(1, best, True)
+            loss = F.binary_cross_entropy_with_logits(weight, runs.to(weight.dtype))
+            notes.setdefault("losses", []).append(loss)
+            notes.update(runs=runs.squeeze(-1), before=x, weight=weight)
+        return notes["runs"]
 
     def after(self, trip, stream):
-        is_mlp = trip.place % 2 == 0
-        if is_mlp and "runs" in trip.notes:   # A block with a router is over.
-            del trip.notes["runs"]
+        notes, is_mlp = trip.notes, trip.place % 2 == 0
+        if is_mlp and "runs" in notes:   # A block with a router is over.
+            del notes["runs"]
             # Where a token has skipped, its stream is still that of before.
-            before, weight = trip.notes["before"], trip.notes["weight"]
-            stream = before + weight * (stream - before)
+            stream = notes["before"] + notes["weight"] * (stream - notes["before"])
         return stream
 
     def loss(self, trip):
-        losses = trip.notes.get("losses", [])
-        return 0.01 * sum(losses) / len(losses) if losses else 0.0
+        losses = trip.notes.get("losses", [0.0])
+        return 0.01 * sum(losses) / len(losses)
 
-# What --mod can be. Yours goes here: a class with a forward(trip).
+# What --mod can be. Yours goes here, too: a class with a forward(trip).
 DECIDERS = {"all": Decider, "gain": ByGain, "router": Router, "coins": Coins}
 
 def make_decider(config):
-    """The decider that --mod names"""
     return make("--mod", DECIDERS, config.mod, config)
+
+class ByFunction(Decider):
+    """A decider that is one function: Trip(model, lambda trip: trip.place != 3) makes one."""
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, trip):
+        return self.function(trip)
 
 def call_residual(residual, stream, f, gain=None):
     """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
@@ -1216,8 +1115,7 @@ def call_residual(residual, stream, f, gain=None):
 
 class Trip:
     """One pass through the depth in which tokens may skip, or into which you want to look:
-    model(idx, trip=Trip(model)). Each pass needs a new one. A decider finds here, of the sublayer
-    that comes next:
+    model(idx, trip=Trip(model)). A decider finds here, of the sublayer that comes next:
 
         place      1, 2, 3, ... in the order of running; odd: attention, even: MLP. It is the l of
                    the residual, until --repeat runs a block again: then its l come again.
@@ -1230,26 +1128,24 @@ class Trip:
     And the model. What a decider computes, it adds to decider_flops, per token."""
     def __init__(self, model, decider=None, without=(), progress=1.0, keeps_streams=False,
                  call=call_residual):
-        """decider: in place of model.decider, a Decider, or a function: trip -> who runs; without:
-        the places of sublayers to remove; keeps_streams: the list `streams` gets the first one, and
-        then the one after each place; call: see call_residual. Mistake if tokens can't skip"""
-        self.model, self.without, self.progress, self.call = model, without, progress, call
+        """decider: in place of model.decider, a Decider or a function; without: the places of
+        sublayers to remove; keeps_streams: the list `streams` gets the first one, and then the one
+        after each place; call: in place of call_residual. Mistake if no token can skip"""
         self.decider = decider or model.decider
         if not isinstance(self.decider, Decider):
             self.decider = ByFunction(decider)
-        if "skipping" in self.decider.needs and not model.ends.can_skip:
+        if self.decider.needs_skipping and not model.ends.can_skip:
             raise Mistake(f"--residual {model.config.residual}: no token can skip; use pre or nag")
-        self.has_cost = model.training and model.config.gain_cost > 0
-        self.supervises_blocks = model.training and model.config.deep_supervision
-        self.keeps_streams = keeps_streams or self.supervises_blocks
-        self.place, self.notes, self.decider_flops = 0, {}, 0.0
-        self.streams = []
-        self.answers = []           # of the decider, one for each place
-        self.gains = []             # of all tokens, or None where nobody asked
-        self.cross_entropy = None   # of a training pass, for train.py to report
+        self.model, self.without, self.progress, self.call = model, without, progress, call
+        self.pays = model.training and model.config.gain_cost > 0
+        self.supervises = model.training and model.config.deep_supervision
+        self.keeps_streams = keeps_streams or self.supervises
+        self.place, self.decider_flops, self.notes = 0, 0.0, {}
+        self.streams, self.answers = [], []   # an answer of the decider for each place
+        self.gains = []                       # those of all tokens, or None if nobody has asked
+        self.cross_entropy = None             # of a pass in training, for train.py to report
 
-    def begin(self, shape, stream):
-        """Before the first sublayer. shape: (B, T) of the tokens; stream: the first one"""
+    def begin(self, shape, stream):   # shape: (B, T); stream: the first one
         if self.place > 0:
             raise Mistake("a Trip is for one pass; make a new one")
         self.shape = shape
@@ -1259,29 +1155,25 @@ class Trip:
     def run(self, residual, stream, f):
         """-> the stream after the sublayer f, which those tokens run that the decider says"""
         self.place += 1
-        self.residual, self.stream = residual, stream
-        self.gains.append(None)
-        if self.place in self.without:
-            answer = False
-        else:
-            answer = self.decider(self)
-            self.check(answer)
-        self.answers.append(answer)
-        if self.has_cost:   # All tokens pay, whether they run or skip.
+        self.residual, self.stream, self.known_gain = residual, stream, None
+        answer = False if self.place in self.without else self.checked(self.decider(self))
+        if self.pays:   # All tokens pay, whether they run or skip.
             self.gain()
+        self.answers.append(answer)
+        self.gains.append(self.known_gain)
         if answer is True:
-            stream = self.call(residual, stream, f, self.gains[-1])
+            stream = self.call(residual, stream, f, self.known_gain)
         elif answer is not False:
             stream = run_some(self, f, answer)
         stream = self.decider.after(self, stream)
         if self.keeps_streams:
             self.streams.append(stream)
+        self.stream = self.known_gain = None   # Whoever keeps the Trip need not keep them.
         return stream
 
-    def check(self, answer):
-        """A mistake in a decider of your own is told here, and not deep inside."""
+    def checked(self, answer):   # A mistake in a decider of yours is told here, not deep inside.
         if answer is True or answer is False:
-            return
+            return answer
         who, shape = type(self.decider).__name__, tuple(self.shape)
         if not torch.is_tensor(answer) or answer.dtype != torch.bool or answer.shape != shape:
             found = f"{answer.dtype} {tuple(answer.shape)}" if torch.is_tensor(answer) else answer
@@ -1289,68 +1181,54 @@ class Trip:
             raise Mistake(f"{who} returned {found}, and not True, False or bools {shape}{hint}")
         if not self.residual.can_skip:
             raise Mistake(f"{who} lets tokens skip, which {type(self.residual).__name__} can't")
+        return answer
 
     def gain(self):
-        """-> residual.gain(stream), which is computed once a sublayer"""
         if not self.residual.knows_gain:
             raise Mistake(f"{type(self.residual).__name__} knows no gain; use --residual nag, or "
                           f"set knows_gain = True if it has a gain(stream)")
-        if self.gains[-1] is None:
-            self.gains[-1] = self.residual.gain(self.stream)
-        return self.gains[-1]
+        if self.known_gain is None:   # It is computed once a sublayer.
+            self.known_gain = self.residual.gain(self.stream)
+        return self.known_gain
 
     def loss(self, loss, targets):
-        """In training: the mean cross entropy -> what is to become small"""
+        """In training: the mean cross entropy -> what is to become small. --gain_cost (it is ours)
+        is 0 in the first 30 % of a training, and grows until 90 %: before anything is learned,
+        turning is no use, so whole sublayers would come below the threshold. A token that skips a
+        sublayer teaches its gain nothing, so many of them would not come back."""
         self.cross_entropy = loss.detach()
-        if self.supervises_blocks:   # The head reads the stream after each block, too.
-            after_blocks = self.streams[2:-1:2]   # The first one is the embedding's.
+        if self.supervises:   # The head reads the stream after each block, not just after the last.
+            after_blocks = self.streams[2:-1:2]   # streams[0] is the embedding's.
             losses = [cross_entropy(self.model.head(stream), targets) for stream in after_blocks]
             loss = sum([*losses, loss]) / (len(losses) + 1)
-        if self.has_cost:
-            # --gain_cost comes late: it is 0 in the first 30 % of a training, and grows until 90 %.
-            # Before anything is learned, turning is no use, so whole sublayers would come below the
-            # threshold. A token that skips teaches its gain nothing, so many don't come back. (The
-            # paper has no such cost.)
+            self.streams = []   # They are large, and train.py keeps its trips for an iteration.
+        if self.pays:
             part = min(1.0, max(0.0, (self.progress - 0.3) / 0.6))
             loss = loss + self.model.config.gain_cost * part * self.mean_gain()
         return loss + self.decider.loss(self)
 
-    # --- What a pass has noted. It is asked for when the pass is over.
+    # What a pass has noted, when it is over
 
-    def mean_gain(self):
-        """Mean |gain| of all tokens and sublayers, a tensor; None if nobody has asked for gains"""
+    def mean_gain(self):   # mean |gain| of all tokens and places; None if nobody has asked for any
         known = [gain.abs().mean() for gain in self.gains if gain is not None]
         return sum(known) / len(known) if known else None
 
-    def who_ran(self):
-        """-> bools (places, B, T), True where a token ran the sublayer"""
+    def who_ran(self):   # -> bools (places, B, T)
         everyone = torch.ones(self.shape, dtype=torch.bool, device=self.model.device)
         return torch.stack([everyone & answer for answer in self.answers])
 
-    def skipped(self, last=False):
-        """-> the share of all sublayer runs that were skipped, or removed. last: only those of the
-        last token of each sequence"""
+    def skipped(self, last=False):   # -> the share of all runs. last: of each last token only
         if all(answer is True for answer in self.answers):   # Below, item would wait for a GPU.
             return 0.0
         who = self.who_ran()[:, :, -1:] if last else self.who_ran()
         return 1 - who.double().mean().item()
 
-class ByFunction(Decider):
-    """A decider that is one function, trip -> who runs"""
-    def __init__(self, function):
-        super().__init__(config=None)
-        self.function = function
-
-    def forward(self, trip):
-        return self.function(trip)
-
 def needed_trip(model, progress=1.0):
-    """-> a Trip, if a pass of this model needs one, because tokens may skip, or a flag has a cost.
-    None: all tokens run, and the loss is the cross entropy"""
-    has_costs = model.config.gain_cost > 0 or model.config.deep_supervision
-    if type(model.decider) is Decider and not (model.training and has_costs):
-        return None
-    return Trip(model, progress=progress)
+    """-> a Trip if a pass of this model needs one, because tokens may skip, or a flag has a cost;
+    else None"""
+    has_cost = model.config.gain_cost > 0 or model.config.deep_supervision
+    needs_one = type(model.decider) is not Decider or model.training and has_cost
+    return Trip(model, progress=progress) if needs_one else None
 
 def places_of(model, block):
     """The places, from 1, of the sublayers of a block, numbered from 0: attention, MLP; and again
@@ -1358,18 +1236,14 @@ def places_of(model, block):
     runs = [run for run, number in enumerate(model.order) if number == block]
     return [place for run in runs for place in (2 * run + 1, 2 * run + 2)]
 
-# --------------------------------------------------------------------------- how only some are run
-
 def run_some(trip, f, runs):
     """-> the stream after a sublayer f that only some tokens run. runs: bools (B, T)"""
-    residual, stream, gain, call = trip.residual, trip.stream, trip.gains[-1], trip.call
-    count = int(runs.sum())
+    residual, stream, gain, count = trip.residual, trip.stream, trip.known_gain, int(runs.sum())
     if count == runs.numel():
-        return call(residual, stream, f, gain)
-    is_attention = trip.place % 2 == 1
-    kv_of_all = None
+        return trip.call(residual, stream, f, gain)
+    is_attention, kv_of_all = isinstance(f, partial), None   # Block.forward has made it.
     if is_attention and trip.decider.skippers_make_keys:   # In a cache, they are kept.
-        kv_of_all = keys_of_all(f, residual.read(stream))
+        kv_of_all = keys_of_all(f, input_of_f(residual, stream, gain))
     if count == 0:
         return stream
     some = SomeTokens(runs)
@@ -1377,11 +1251,25 @@ def run_some(trip, f, runs):
         f = partial(attention_of_some, f, some, kv_of_all)
     if gain is not None:
         gain = some.gather(gain)
-    return some.put(stream, call(residual, some.gather(stream), f, gain))
+    return some.put(stream, trip.call(residual, some.gather(stream), f, gain))
+
+class Stop(Exception):
+    pass
+
+def input_of_f(residual, stream, gain=None):
+    """-> what f would get of all tokens, (B, T, C): the rule runs until it asks f."""
+    seen = []
+    def note_and_stop(x):
+        seen.append(x)
+        raise Stop
+    try:
+        call_residual(residual.forward, stream, note_and_stop, gain)
+    except Stop:
+        return seen[0]
 
 def map_stream(function, *streams):
-    """Applies a function to each tensor of a stream, or to those of several streams of the same
-    form: a tensor, or a tuple, list or dict of such"""
+    """Applies a function to each tensor of a stream, or of several streams of one form: a tensor,
+    or a tuple, list or dict of such"""
     first = streams[0]
     if torch.is_tensor(first):
         return function(*streams)
@@ -1403,56 +1291,56 @@ class SomeTokens:
         self.index = self.sequence * runs.shape[1] + self.position
         self.column = runs.cumsum(1).flatten()[self.index] - 1
 
-    # index_select and index_copy, and not x[index]: that would add up gradients, which is slower,
-    # and in bfloat16 less exact.
+    # index_select and index_copy are faster in the backward pass than x[index], which adds up.
 
-    def gather(self, stream):
-        """Tensors (B, T, ...) -> (N, ...)"""
+    def gather(self, stream):   # tensors (B, T, ...) -> (N, ...)
         return map_stream(lambda x: x.flatten(0, 1).index_select(0, self.index), stream)
 
-    def put(self, stream, new):
-        """Tensors (B, T, ...) -> the same, but new (N, ...) at the tokens that run"""
-        return map_stream(lambda x, new_x: x.flatten(0, 1).index_copy(0, self.index, new_x)
-                          .view_as(x), stream, new)
+    def put(self, stream, new):   # tensors (B, T, ...) -> the same, but new (N, ...) where one runs
+        def put_one(x, new_x):
+            return x.flatten(0, 1).index_copy(0, self.index, new_x).view_as(x)
+        return map_stream(put_one, stream, new)
 
-    def spread(self, x):
-        """(N, ...) -> (B, T, ...), zero at the tokens that skip"""
+    def spread(self, x):   # (N, ...) -> (B, T, ...), zero at the tokens that skip
         return self.put(x.new_zeros(*self.runs.shape, *x.shape[1:]), x)
 
-    def in_rows(self, x, fill):
-        """(N, ...) -> (B, n, ...): a row per sequence, of its tokens that run. Rows are filled up
-        to the n of the fullest one."""
+    def in_rows(self, x, fill):   # (N, ...) -> (B, n, ...), filled up to the n of the fullest row
         size = len(self.runs), int(self.runs.sum(1).max()), *x.shape[1:]
         return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
+# In the next three, f is the attention of Block.forward: a partial of a module, f.func, with its
+# rotation and its store, f.keywords.
+
 def attention_of_some(f, some, kv_of_all, x):
-    """x (N, C): what an attention f gets of the tokens that run it -> their updates (N, C).
-    kv_of_all: what keys_of_all returns; None: those that skip have no keys, and nobody sees them"""
+    """x (N, C): what f gets of the tokens that run it -> their updates (N, C). kv_of_all: what
+    keys_of_all returns; None: those that skip have no keys, and nobody sees them"""
     attn, rotation = f.func, f.keywords["rotation"][some.position]
     if kv_of_all is None:
-        q, k, v = attn.qkv(x, rotation)
-        k, v, mask = with_older(f, some.spread(k), some.spread(v), some.runs)
+        q, k, v = attn.c_attn(x).chunk(3, dim=-1)
+        k, v = some.spread(attn.turned(k, rotation)), some.spread(attn.heads(v))
+        k, v, mask = with_older(f, k, v, some.runs)
     else:
-        [q] = attn.qkv(x, rotation, "q")
+        q = attn.c_attn.times(x, attn.c_attn.weight[:x.shape[-1]])
         k, v, mask = kv_of_all
     sees = mask.expand(len(some.runs), -1, -1)[some.sequence, some.position]   # (N, S)
-    # What fills a row up sees all keys, since a query without any key is a special case in each
-    # implementation of attention. Nobody uses what it gets.
-    q, sees = some.in_rows(q, fill=0), some.in_rows(sees, fill=True)
-    heads = attend(q, k, v, sees)[some.sequence, some.column]
-    return attn.project(heads).to(x.dtype)
+    # What fills a row up sees all keys: not every implementation likes a query without any. Nobody
+    # uses what it gets.
+    q = some.in_rows(attn.turned(q, rotation), fill=0)
+    out = attend(q, k, v, some.in_rows(sees, fill=True))[some.sequence, some.column]
+    return attn.c_proj(out.flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
-    """x (B, T, C): what an attention f would get of all tokens -> see with_older. f: that of
-    Block.forward, partial(attention, rotation=.., store=..)"""
-    return with_older(f, *f.func.qkv(x, f.keywords["rotation"], "kv"))
+    """x (B, T, C): what f would get of all tokens -> see with_older"""
+    attn = f.func
+    k, v = attn.c_attn.times(x, attn.c_attn.weight[x.shape[-1]:]).chunk(2, dim=-1)
+    return with_older(f, attn.turned(k, f.keywords["rotation"]), attn.heads(v))
 
-def with_older(f, k, v, has_key=None):
+def with_older(f, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, bools
-    (B, T); None: all -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
+    (B, T), or True -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
     if store := f.keywords["store"]:
-        return store(k, v) if has_key is None else store(k, v, has_key)
-    if has_key is None:
+        return store(k, v, has_key)
+    if has_key is True:
         has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     return k, v, causal_mask(has_key, k.shape[1])
 
@@ -1488,8 +1376,6 @@ def block_order(config):
     raise ValueError(f"--repeat {config.repeat}: say blocks from 1 to {config.n_layer}, and how "
                      f"often, such as 1:2 or 1-{config.n_layer}:2 (512 runs at most)")
 
-# --------------------------------------------------------------------- compiling, and less memory
-
 def for_training(model, called=None, compiles=False, checkpoints=False, **options):
     """-> what is called in place of a model in a training: (idx, targets, trip=None) -> None, loss.
     The model itself stays as it is, for evaluation and sampling, where shapes change all the time.
@@ -1501,8 +1387,8 @@ def for_training(model, called=None, compiles=False, checkpoints=False, **option
     if compiles and not checkpoints and type(model.decider) is Decider:
         return torch.compile(called, **options)   # A pass is one graph, with the loss inside.
     run = call_residual
-    if compiles:   # Each sublayer is a graph, a few for the shapes that come where tokens skip.
-        run = torch.compile(run, recompile_limit=64, **options)
+    if compiles:   # Sublayers are graphs, which they share if no number in their rules differs.
+        run = torch.compile(run, recompile_limit=64 + 4 * len(model.order), **options)
     if checkpoints:
         run = partial(checkpoint, run, use_reentrant=False)
 
@@ -1516,8 +1402,6 @@ def for_training(model, called=None, compiles=False, checkpoints=False, **option
         return called(idx, targets, trip=trip)
 
     return call_model if compiles or checkpoints else called
-
-# ---------------------------------------------------------------------------------------- counting
 
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
@@ -1546,7 +1430,7 @@ def flops_per_token(model, trip=None, T=None):
             queries = of_sequences.max().item()
             if is_attention and trip.decider.skippers_make_keys and ran < 1:
                 keys = 1.0
-                total += residual.read_flops()
+                total += residual.flops_before_f() if gain is None else 0.0
         total += residual.flops() * (ran if gain is None else 1.0)
         matrices = sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
         if is_attention:   # Half of them make queries and updates, and half keys and values.
@@ -1555,8 +1439,6 @@ def flops_per_token(model, trip=None, T=None):
         else:
             total += ran * matrices
     return total
-
-# ------------------------------------------------------------------------------------------ checks
 
 def config_problems(config):
     """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
@@ -1570,21 +1452,22 @@ def config_problems(config):
             stream = ends.start(torch.empty(1, 1, config.n_embd))
     except ValueError as error:
         return [str(error)]
-    offers = dict(skipping=ends.can_skip, gain=ends.knows_gain,
-                  tensor=torch.is_tensor(stream) and stream.dim() == 3)
-    missing = [need for need in decider.needs if not offers[need]]
-    why = dict(skipping="no token can skip with --residual {}; use pre or nag",
-               gain="--residual {} knows no gain; use nag",
-               tensor="the stream of --residual {} isn't one tensor; use pre")
+    is_tensor = torch.is_tensor(stream) and stream.dim() == 3
     n_embd, n_head, name, no_triton = config.n_embd, config.n_head, config.residual, why_no_triton()
     rules = [   # (is it wrong?, a sentence)
-        (n_embd % (2 * n_head), f"--n_embd {n_embd}: must be an even multiple of --n_head {n_head}"),
+        (n_embd % (2 * n_head),
+         f"--n_embd {n_embd}: must be an even multiple of --n_head {n_head}"),
         (config.norm != "rms" and not ends.has_norm,
          f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
         (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
         (len(order) > config.n_layer and ends.stream_grows,
          f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
-        (missing, f"--mod {config.mod}: {why[missing[-1]].format(name) if missing else ''}"),
+        (decider.needs_gain and not ends.knows_gain,
+         f"--mod {config.mod}: --residual {name} knows no gain; use nag"),
+        (decider.needs_skipping and not ends.can_skip and not decider.needs_gain,
+         f"--mod {config.mod}: tokens can't skip with --residual {name}; use pre or nag"),
+        (decider.needs_tensor and not is_tensor,
+         f"--mod {config.mod}: the stream of --residual {name} isn't one tensor; use pre"),
         (config.gain_cost and not ends.knows_gain,
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag")]
     return [sentence for is_wrong, sentence in rules if is_wrong]

@@ -501,7 +501,7 @@ def check_and_train(model_config, config, ckpt):
     if N_PROCESSES > 1:
         join_processes(device)
     data = Data(config, model_config.block_size)
-    if config.resume and not is_same_data(config.data, ckpt["data"]):
+    if config.resume and prepare.fingerprint(config.data) != ckpt["data"]:
         refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
                f"run")
     if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
@@ -699,11 +699,6 @@ def open_run(run, device="auto"):
     model.to(set_up_device(device, config.n_embd)).eval()
     return model, ckpt["settings"] | asdict(config) | dict(fingerprint=ckpt["data"])
 
-def is_same_data(folder, fingerprint):
-    """fingerprint: that of a checkpoint. (The fourth edition had one without content.)"""
-    return fingerprint in (prepare.fingerprint(folder),
-                           prepare.fingerprint(folder, content=False))
-
 def data_of_run(run, settings, data=""):
     """-> the folder of the data on which a run was trained, and a sentence if they have changed
     since, else "". settings: as open_run returns them; data: where they are now, if they moved"""
@@ -715,7 +710,7 @@ def data_of_run(run, settings, data=""):
     if tokenizer != settings["tokenizer"]:
         refuse(f"{run}: its tokens are those of {settings['tokenizer']}, and {folder} has "
                f"{tokenizer}")
-    if not is_same_data(folder, settings["fingerprint"]):
+    if prepare.fingerprint(folder) != settings["fingerprint"]:
         return folder, (f"{folder} is not, or no longer, what {run} was trained on: losses may "
                         f"differ")
     return folder, ""

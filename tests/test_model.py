@@ -1,6 +1,6 @@
 """What model.py promises, in float64: every variant equals its equations, written out once more in a plain
 loop, and has the properties that all share. First values, refusals, shapes, graphs."""
-import itertools, math, shutil
+import inspect, itertools, math, shutil
 from functools import partial
 
 import pytest, torch
@@ -34,13 +34,10 @@ def additive_row(name, L, i, alpha):
         pre=(1, 0, 0, 1, 1, 1, 1), template=(1, 0, 0, 1, None, 1, 1),
         post=(0, 0, 1, 1, 1, 1, 0), peri=(1, 1, 0, 1, 1, 1, 1),
         reordered=(0, 1, 0, 1, 1, 1, 1), lns=(1, 0, 0, 1, 1, i ** -0.5, 1),
-        deepnorm=(0, 0, 1, (2 * L) ** 0.25, 1, 1, 0),
-        rezero=(0, 0, 0, 1, None, 1, 0), skipinit=(1, 0, 0, 1, None, 1, 1),
-        layerscale=(1, 0, 0, 1, None, 1, 1), completep=(1, 0, 0, 1, 6 / L, 1, 1))[name]
+        deepnorm=(0, 0, 1, (2 * L) ** 0.25, 1, 1, 0))[name]
 
-def additive(model, x, embed=False, alpha=0.25, **_):
+def additive(model, x, alpha=0.25, **_):
     name, L = model.config.residual.split(":")[0], model.config.n_layer
-    x = norm(model, model.ends.norm_embedding, x) if embed else x
     for l, residual, f in sublayers_by_hand(model):
         norm_in, norm_update, norm_out, a, b, s, norm_final = additive_row(name, L, (l + 1) // 2, alpha)
         u = f(s * norm(model, residual.norm, x) if norm_in else s * x)
@@ -49,24 +46,19 @@ def additive(model, x, embed=False, alpha=0.25, **_):
         x = a * x + (residual.b if b is None else b) * u
         x = norm(model, residual.norm, x) if norm_out else x
     x = norm(model, model.ends.norm, x) if norm_final else x
-    size = 1
-    if name == "rezero":   # No norm makes up for the embedding's size.
-        size = 0.02 if model.config.init == "gpt2" else 3.0
-    return x / size @ model.lm_head.weight.T
+    return x @ model.lm_head.weight.T
 
-def prenorm(model, x):
-    """With one more line each for x0 and denseformer"""
+def denseformer(model, x):
+    """arXiv:2402.02622, eqs. 3, 4"""
     outputs = [x]
     for l, residual, f in sublayers_by_hand(model):
-        if model.config.residual == "x0" and l % 2 == 1:
-            x = residual.weights[0] * x + residual.weights[1] * outputs[0]
         x = x + f(norm(model, residual.norm, x))
-        if model.config.residual == "denseformer" and l % 2 == 0:
+        if l % 2 == 0:
             outputs.append(x)
             x = torch.einsum("i,ibtc->btc", residual.weights, torch.stack(outputs))
     return norm(model, model.ends.norm, x) @ model.lm_head.weight.T
 
-def gated(model, h, inputs="hu", convex=False, **_):
+def review(model, h, inputs="hu", convex=False, **_):
     for l, residual, f in sublayers_by_hand(model):
         u = f(norm(model, residual.norm, h))
         z = residual.bias
@@ -96,18 +88,21 @@ def nag(model, x, **_):
     rows = model.lm_head.weight - model.lm_head.weight.mean(-1, keepdim=True)
     return s.exp() * F.normalize(r, dim=-1) @ F.normalize(rows, dim=-1).T
 
-def ngpt(model, h):
-    """arXiv:2410.01131, where the stream has norm 1, and not sqrt(C), and the first logits are cosines"""
-    C, first = h.shape[-1], 1 if model.config.init == "gpt2" else M.LOGIT_STD * h.shape[-1] ** 0.5
+def gated(model, x, n=4):
+    """arXiv:2608.30320, sections 2.2 and 3.3, copy by copy"""
+    def read(rule, copies):
+        r = [unit(R) * weight for R, weight in zip(copies, rule.norm_weight.chunk(n))]
+        row = torch.cat(r, dim=-1) / n
+        hidden = row @ rule.down.T
+        gates = torch.sigmoid((hidden * hidden.sigmoid()) @ rule.up.T).chunk(n, dim=-1)
+        return sum(gate * r_i for gate, r_i in zip(gates, r)) / n, row
 
-    def one(x, eps=C * 1e-6):   # In the code, h is sqrt(C) times larger, so eps is C times smaller here.
-        return x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
-
-    h = one(h)
+    copies = [x] * n
     for l, residual, f in sublayers_by_hand(model):
-        alpha = 0.05 * (residual.alpha.weight * C ** 0.5).abs()
-        h = one(h + alpha * (one(f(C ** 0.5 * h)) - h), eps=1e-6)
-    return h @ model.lm_head.weight.T * (first * model.ends.logit_scale.weight * C ** 0.5)
+        x, row = read(residual, copies)
+        update, s = f(x), 2 / (1 + (-row @ residual.to_write.T).exp())
+        copies = [R + s[..., i:i + 1] * update for i, R in enumerate(copies)]
+    return read(model.ends, copies)[0] @ model.lm_head.weight.T
 
 def attnres(model, x, group=1):
     """arXiv:2603.15031, eqs. 2-4 and section 3.2"""
@@ -136,25 +131,36 @@ def siamese(model, y):
     h = norm(model, end.norm, norm(model, end.norm_x, x) + norm(model, end.norm_y, y))
     return h @ model.lm_head.weight.T
 
-def hyper(model, x, kind="lite", n=4):
-    """arXiv:2512.24880 (mhc), arXiv:2601.05732 (lite)"""
+def sinkhorn(logits):
+    """arXiv:2512.24880, 20 steps; and algorithm 2 of arXiv:1705.09634, which makes the sums exact"""
+    res = logits.exp()
+    for _ in range(20):
+        res = res / res.sum(-2, keepdim=True)
+        res = res / res.sum(-1, keepdim=True)
+    res = res / res.sum(-2, keepdim=True).clamp_min(1)
+    lack_i, lack_j = 1 - res.sum(-1), 1 - res.sum(-2)
+    total = lack_i.sum(-1).clamp_min(1e-6)[..., None, None]
+    return res + lack_i[..., :, None] * lack_j[..., None, :] / total
+
+def hyper(model, x, kind="identity", n=4):
+    """arXiv:2512.24880 (mhc), arXiv:2601.05732 (lite), and without res (identity)"""
     X = [x] * n
     for l, residual, f in sublayers_by_hand(model):
-        sizes = n, n, n * n if kind == "mhc" else math.factorial(n)
+        sizes = [n, n, dict(identity=0, mhc=n * n, lite=math.factorial(n))[kind]]
         dynamic = (unit(torch.cat(X, dim=-1)) @ residual.dynamic.T).split(sizes, dim=-1)
         static = residual.static.split(sizes)
-        pre, post, res = (static[i] + residual.scale[i] * dynamic[i] for i in range(3))
+        pre, post, *res = [static[i] + residual.scale[i] * dynamic[i] for i in range(len(residual.scale))]
         pre, post = 1 / (1 + (-pre).exp()), 2 / (1 + (-post).exp())
-        if kind == "lite":   # res[..., i, j]: how much of stream j goes to stream i
-            orders = zip(res.softmax(-1).unbind(-1), itertools.permutations(range(n)))
-            res = sum(p[..., None, None] * torch.eye(n, dtype=x.dtype)[list(order)] for p, order in orders)
-        else:
-            res = res.unflatten(-1, (n, n)).exp()
-            for _ in range(20):
-                res = res / res.sum(-2, keepdim=True)
-                res = res / res.sum(-1, keepdim=True)
         u = f(norm(model, residual.norm, sum(pre[..., i:i + 1] * X[i] for i in range(n))))
-        X = [sum(res[..., i, j, None] * X[j] for j in range(n)) + post[..., i:i + 1] * u for i in range(n)]
+        mixed = X
+        if kind == "lite":   # res[..., i, j]: how much of stream j goes to stream i
+            orders = zip(res[0].softmax(-1).unbind(-1), itertools.permutations(range(n)))
+            res = sum(p[..., None, None] * torch.eye(n, dtype=x.dtype)[list(order)] for p, order in orders)
+        if kind == "mhc":
+            res = sinkhorn(res[0].unflatten(-1, (n, n)))
+        if kind != "identity":
+            mixed = [sum(res[..., i, j, None] * X[j] for j in range(n)) for i in range(n)]
+        X = [mixed[i] + post[..., i:i + 1] * u for i in range(n)]
     return norm(model, model.ends.norm, sum(X) / n) @ model.lm_head.weight.T
 
 # ----------------------------------------------------------------------------- the variants
@@ -163,7 +169,7 @@ class Momentum(M.Residual):
     """A residual that a reader might write, whose stream is x and a decaying sum of what was added to it."""
     def __init__(self, config, l, keep=0.5):
         super().__init__(config, l)
-        if not self.is_end:
+        if self.has_sublayer:
             self.keep = nn.Parameter(torch.tensor(keep))
 
     def start(self, x):
@@ -174,22 +180,20 @@ class Momentum(M.Residual):
         added = self.keep * added + f(self.norm(x))
         return x + added, added
 
-ADDITIVE = ("pre", "template", "post", "peri", "reordered", "lns", "deepnorm", "mixln", "rezero", "skipinit",
-            "layerscale", "completep")
+ADDITIVE = "pre", "template", "post", "peri", "reordered", "lns", "deepnorm", "mixln"
 ORACLES = dict.fromkeys(ADDITIVE, additive) | dict(
-    x0=prenorm, denseformer=prenorm, nag=nag, ngpt=ngpt, attnres=attnres, siamese=siamese, hyper=hyper,
-    review=gated, highway=partial(gated, inputs="h"), convex=partial(gated, convex=True))
+    denseformer=denseformer, nag=nag, attnres=attnres, siamese=siamese, gated=gated, hyper=hyper,
+    review=review, highway=partial(review, inputs="h"), convex=partial(review, convex=True))
 
 NAMES = [*M.RESIDUALS, "momentum"]
 VARIANTS = [(name, {}) for name in NAMES] + [
     ("mixln", dict(n_layer=5)), ("mixln:alpha=0.7", {}), ("mixln:alpha=1", {}),
-    ("rezero", dict(init="gpt2")),
     *(("pre", dict(norm=kind)) for kind in ("layer", "single", "dyt", "none")), ("post", dict(norm="layer")),
-    ("peri:embed=True", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
+    ("peri", dict(activation="relu2")), ("pre", dict(activation="swiglu")),
     ("pre", dict(init="gpt2")), ("momentum:keep=0.3", {}), ("nag:directions=5,power=8", {}),
     ("attnres:group=2", {}), ("attnres:group=4", dict(norm="layer")), ("attnres:group=99", {}),
-    ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("hyper:kind=mhc,n=2", {}),
-    ("ngpt", dict(init="gpt2", activation="swiglu")),
+    ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}), ("gated:n=2", dict(n_embd=8)),
+    ("hyper:kind=mhc,n=3", {}), ("hyper:kind=lite,n=3", {}),
     ("attnres", dict(taper="linear")), ("pre", dict(repeat="2:3")), ("nag", dict(repeat="1-2:2")),
     ("siamese", dict(repeat="2-3:2")), ("hyper", dict(repeat="2:2")),
     ("review", dict(deep_supervision=True)), ("nag", dict(deep_supervision=True))]
@@ -214,8 +218,7 @@ def test_a_model_is_its_equations(model):
     name, _, text = model.config.residual.partition(":")
     if name not in ORACLES:
         return   # A residual of your own has no equation but its code.
-    _, given = M.choose("--residual", M.RESIDUALS, model.config.residual)
-    written = {key: value for key, value in given.items() if f"{key}=" in text}
+    written = M.read_options(text, M.option_defaults(M.RESIDUALS[name]), {})
     right = ORACLES[name](model, model.wte(ids()), **written)
     same(logits(model.eval()), right.detach())
     his = gradients(model, (right * some(*right.shape)).sum())
@@ -232,8 +235,8 @@ def test_cached_decoding_is_the_full_forward(model):
 def test_counted_flops_are_those_of_torch(model):
     for T in (1, 7, 16):
         counted = count_flops(lambda: logits(model, ids(2, T)))
-        assert counted == pytest.approx(2 * T * M.flops_per_token(model, T), rel=1e-9)
-    assert M.flops_per_token(model) == M.flops_per_token(model, 16)   # its block_size
+        assert counted == pytest.approx(2 * T * M.flops_per_token(model, T=T), rel=1e-9)
+    assert M.flops_per_token(model) == M.flops_per_token(model, T=16)   # its block_size
 
 def test_saved_weights_are_the_whole_model(model):
     fresh = make(model.config.residual, noise=0, seed=7, **model.given)
@@ -243,13 +246,12 @@ def test_saved_weights_are_the_whole_model(model):
 
 @pytest.mark.parametrize("residual", NAMES)
 def test_draws_are_those_of_pre(residual):
-    """Up to a factor, wherever two residuals share a matrix. Of nGPT, each row or column is compared."""
+    """Up to a factor, wherever two residuals share a matrix"""
     fresh = dict(make(residual, noise=0).named_parameters())
     for name, right in make(noise=0).named_parameters():
         if right.dim() == 2:
-            dim = None if residual != "ngpt" else 0 if "c_proj" in name else 1
             for a, b in zip(fresh[name].split(16), right.split(16)):   # queries, keys and values apart
-                same(a / a.norm(dim=dim, keepdim=True), b / b.norm(dim=dim, keepdim=True), 1e-12)
+                same(a / a.norm(), b / b.norm(), 1e-12)
 
 def test_first_logits_have_a_sane_size(model):
     """A standard deviation of about 0.5 with --init width, so that the loss starts near that of chance"""
@@ -303,9 +305,9 @@ def test_products_in_bfloat16_leave_the_stream_alone(residual):
 
 @pytest.mark.parametrize("residual, tolerance, config", [
     ("attnres", 1e-12, {}), ("attnres:group=5", 1e-12, dict(norm="layer")), ("template", 1e-14, {}),
-    ("layerscale:init=1", 1e-14, {}), ("x0", 1e-14, {}), ("denseformer", 1e-14, {}),
-    ("mixln:alpha=0", 1e-14, {}), ("completep", 1e-14, dict(n_layer=6)), ("review:bias=40", 1e-12, {}),
-    ("highway:bias=40", 1e-12, {}), ("hyper", 1e-6, {}), ("hyper:kind=mhc,n=3", 1e-6, {})])
+    ("denseformer", 1e-14, {}), ("mixln:alpha=0", 1e-14, {}), ("review:bias=40", 1e-12, {}),
+    ("highway:bias=40", 1e-12, {}), ("hyper", 1e-6, {}), ("hyper:kind=lite", 1e-6, {}),
+    ("hyper:kind=mhc,n=3", 1e-6, {})])
 def test_starts_as_pre(residual, tolerance, config):
     """AttnRes without queries above all, for which no epsilon is touched. Hyper reads 1.04 times the
     stream, which the epsilon of the norm notices."""
@@ -322,14 +324,12 @@ def test_first_values_are_the_papers():
     pre = make(noise=0, n_embd=64).blocks[1]
     assert pre.mlp.c_proj.weight.std().item() == pytest.approx((256 * 6) ** -0.5, rel=0.03)
     deep, root = 24 ** -0.25, 6 ** 0.5
-    factors = dict(attnres=1, lns=root, nag=root, deepnorm=deep * root, completep=0.5 ** 0.5)
+    factors = dict(attnres=1, lns=root, nag=root, deepnorm=deep * root)
     for name, c_proj in factors.items():
         block = make(name, noise=0, n_embd=64).blocks[1]
         same(block.mlp.c_proj.weight, c_proj * pre.mlp.c_proj.weight, 1e-12)
         scale = deep if name == "deepnorm" else 1
         same(block.attn.c_attn.weight[128:], scale * pre.attn.c_attn.weight[128:], 1e-12)
-    for name in "rezero", "skipinit":   # They start as the identity.
-        assert not any(residual.b for residual in make(name, noise=0).residuals()[:-1])
     assert all((residual.bias == 0).all() for residual in make("convex", noise=0).residuals()[:-1])
     assert M.MixLN(M.GPTConfig(n_layer=50), 58, alpha=0.58).is_post   # 0.58 * 50 is below 29.
     for l, residual in enumerate(make("hyper:n=3", noise=0).residuals()[:-1]):
@@ -352,15 +352,37 @@ def test_nag_has_finite_gradients_where_gates_are_shut_and_updates_are_0():
         model.blocks[1].mlp_residual.beta.fill_(-3.0)   # The slope of m^0.05 at m = 0 would be infinite.
     assert all(g.isfinite().all() for g in gradients(model, model(ids(), ids(seed=1))[1]).values())
 
-def test_ngpt_stays_on_its_sphere():
-    model = make("ngpt", noise=0)
-    for step in range(2):
-        for name, p in model.named_parameters():
-            if p.dim() == 2:
-                size = p.norm(dim=0 if "c_proj" in name else 1)
-                same(size, torch.ones_like(size), 1e-12)
-                p.data.add_(some(*p.shape))
-        M.constrain_weights(model)
+@pytest.mark.parametrize("residual, bound", [("hyper:kind=mhc", 1e-5), ("hyper:kind=mhc,n=2", 1e-5), ("hyper:kind=lite", 1e-6)])
+def test_mixing_matrices_keep_all_sums_after_a_training_too(residual, bound):
+    """There, logits of +-50 were seen. 20 Sinkhorn steps alone leave columns that are off by 0.99."""
+    rule = make(residual, noise=0, dtype=torch.float32).blocks[0].mlp_residual
+    n, size, seen = rule.n, rule.static.numel() - 2 * rule.n, []
+    for spread in 0.5, 8.0, 50.0:
+        logits = (spread * some(64, size)).float().requires_grad_()
+        if "lite" in residual:
+            matrix = (logits.softmax(-1) @ rule.permutations).unflatten(-1, (n, n))
+        else:
+            matrix = M.doubly_stochastic(logits.unflatten(-1, (n, n)))
+        for axis in -1, -2:
+            same(matrix.sum(axis), torch.ones(64, n), bound)
+        assert matrix.min() >= -bound
+        (matrix * some(n, n).float()).sum().backward()
+        assert logits.grad.isfinite().all() and logits.grad.abs().max() < 100
+        # So the mean of the streams is what it was, plus what the sublayer has added.
+        streams = some(64, n, 5).float()
+        same((matrix @ streams).mean(-2), streams.mean(-2), 10 * bound)
+
+def test_the_loop_is_three_calls_away_from_an_attention():
+    """GPT.forward, Block.forward, Residual.forward, Attention.forward, and nothing between them"""
+    model, seen = make(), []
+    class Spy(M.Attention):
+        def forward(self, *given, **named):
+            frames = [frame for frame in inspect.stack() if frame.filename == M.__file__]
+            seen.append([frame.function for frame in frames])
+            return super().forward(*given, **named)
+    model.blocks[1].attn.__class__ = Spy
+    logits(model)
+    assert seen == [["forward"] * 3]   # the spy's own frame isn't one of model.py
 
 # ----------------------------------------------------------------------------- refusals
 
@@ -369,11 +391,12 @@ REFUSED = [   # what is wrong, and words that the sentence needs
     (dict(residual="nag:steps=3"), ["nag", "no option 'steps'", "directions"]),
     (dict(residual="nag:directions=many"), ["directions", "whole number"]),
     (dict(residual="nag:power=x"), ["power", "a number"]),
-    (dict(residual="peri:embed=2"), ["embed", "true or false"]),
+    (dict(residual="convex:convex=2"), ["convex", "true or false"]),
     (dict(residual="attnres:group=0"), ["group=0"]), (dict(residual="review:inputs=uh"), ["inputs", "hu"]),
     (dict(residual="mixln:alpha=7"), ["mixln", "alpha=7", "from 0 to 1"]),
-    (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]), (dict(residual="hyper:n=6"), ["n=6", "5"]),
-    *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "ngpt", "rezero")),
+    (dict(residual="hyper:kind=mhcc"), ["kind", "mhc"]),
+    (dict(residual="hyper:n=6,kind=lite"), ["n=6", "5"]),
+    *((dict(residual=name, norm="layer"), ["--norm layer", name]) for name in ("nag", "gated")),
     (dict(norm="batch"), ["--norm 'batch'", "rms"]), (dict(mlp_ratio=math.nan), ["--mlp_ratio nan"]),
     *((dict(n_head=wrong), ["--n_embd 16", f"--n_head {wrong}"]) for wrong in (3, 16)),
     (dict(n_layer=4097), ["--n_layer 4097: must be from 1 to 4096"]),
@@ -381,11 +404,12 @@ REFUSED = [   # what is wrong, and words that the sentence needs
       for wrong in ("9:3", "2", "3-2:2", "2:0", "1-3:171")),   # 513 runs of blocks
     (dict(repeat="2:2", residual="attnres"), ["--repeat", "attnres"]),
     (dict(mod="skip"), ["--mod skip", "coins"]),
-    (dict(mod="gain"), ["--mod gain", "use nag"]), (dict(gain_cost=0.1), ["--gain_cost 0.1", "use nag"]),
+    (dict(mod="gain:rate=0.25"), ["--mod gain", "use nag"]), (dict(gain_cost=0.1), ["--gain_cost 0.1", "use nag"]),
+    *((dict(mod=mod, residual="nag"), ["rate", "below"]) for mod in ("gain", "gain:rate=0.2,below=0.1")),
     *((dict(mod="coins", residual=name), ["--mod coins", name])
-      for name in ("attnres", "denseformer", "hyper", "siamese")),
-    (dict(mod="router", residual="x0"), ["--mod router", "x0"]),
-    (dict(mod="router:rate=0.2", n_layer=1), ["--mod router:rate=0.2", "two blocks"]),
+      for name in ("attnres", "denseformer", "hyper:kind=mhc", "siamese")),
+    *((dict(mod="router", residual=name), ["--mod router", name]) for name in ("nag", "gated", "hyper")),
+    (dict(mod="router:rate=0.2", n_layer=1), ["0 of 1 blocks have a router"]),
     (dict(mod="router:rate=0.4"), ["1 of 3 blocks have a router, too few for this rate"]),
     (dict(mod="router:rate=0.4", n_layer=5), ["2 of 5 blocks have a router, too few"]),
     (dict(mod="router:rate=0.5"), ["rate=0.5", "from 0.001 to 0.45"])]
@@ -399,7 +423,7 @@ def test_what_can_not_be_built_is_one_sentence(config, words):
     assert found[0] in str(error.value)
 
 def test_problems_are_told_at_once_and_a_context_that_is_too_long_is_refused():
-    assert len(M.config_problems(M.GPTConfig(residual="prenorm", activation="tanh", norm="batch"))) == 3
+    assert len(M.config_problems(M.GPTConfig(n_layer=0, activation="tanh", norm="batch"))) == 3
     for pieces in [17], [16, 1]:
         with pytest.raises(ValueError, match="17.*block_size 16"):
             decode(make(), ids(1, 17), pieces)
@@ -422,76 +446,76 @@ def test_deep_supervision_is_the_mean_over_all_blocks(residual, config):
     def losses():   # after a router has weighed what its block changes
         return [F.cross_entropy(model.head(after).flatten(0, 1), targets.flatten())
                 for after in model.walk(idx)[2::2]]
-    runner = M.Runner(model.train())
+    trip = M.Trip(model.train())
     found = []
-    counted = count_flops(lambda: found.append(model(idx, targets, runner=runner)[1]))
-    same(found[0], sum(losses()) / len(model.order) + model.decider.loss(runner), 1e-12)
-    same(runner.cross_entropy, losses()[-1], 1e-12)   # This one is reported.
-    assert counted == pytest.approx(24 * M.flops_per_token(model, 12, runner), rel=1e-9)
+    counted = count_flops(lambda: found.append(model(idx, targets, trip=trip)[1]))
+    same(found[0], sum(losses()) / len(model.order) + model.decider.loss(trip), 1e-12)
+    same(trip.cross_entropy, losses()[-1], 1e-12)   # This one is reported.
+    assert counted == pytest.approx(24 * M.flops_per_token(model, trip), rel=1e-9)
     same(model.eval()(idx, targets)[1], losses()[-1], 1e-12)
 
 def same_step(model, tolerance=1e-6, **options):
-    """Whether ForTraining gives the loss and gradients of the model"""
-    loss = model.train()(ids(), ids(seed=1))[1]
-    right = gradients(model, loss)
-    again = M.ForTraining(model, **options)(ids(), ids(seed=1))[1]
-    same(again, loss, tolerance)
-    same_gradients(gradients(model, again), right, tolerance)
+    """Whether for_training gives the loss and gradients of the model"""
+    found = []
+    for call in model.train(), M.for_training(model, **options):
+        torch.manual_seed(0)
+        none, loss = call(ids(), ids(seed=1))
+        assert none is None
+        found.append((loss.detach(), gradients(model, loss)))
+    same(found[1][0], found[0][0], tolerance)
+    same_gradients(found[1][1], found[0][1], tolerance)
 
-@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper", "momentum"])
-def test_checkpoints_change_nothing(residual):
+class Dropped(M.Residual):
+    """PreNorm with dropout, as a reader might write it"""
+    def forward(self, x, f):
+        return x + F.dropout(f(self.norm(x)), 0.5, self.training)
+
+@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper", "gated", "momentum", "dropped"])
+def test_checkpoints_change_nothing(residual, monkeypatch):
+    """Nor what is drawn: dropout's gradients were 117 % off without the random state."""
+    monkeypatch.setitem(M.RESIDUALS, "dropped", Dropped)
     model, ran = make(residual), []
     model.blocks[1].mlp.c_fc.register_forward_hook(lambda *_: ran.append(1))
     same_step(model, checkpoints=True)
     assert len(ran) == 3   # once more in the backward pass
 
 @pytest.mark.parametrize("residual, config, graphs, also_checkpoints", [
-    ("lns", {}, 3, False), ("nag", dict(gain_cost=0.1), 4, False), ("hyper", {}, 3, False),
-    ("nag", dict(gain_cost=0.1, mod="gain:below=0.3"), None, True), ("pre", dict(mod="router"), None, False),
-    ("pre", dict(deep_supervision=True), 3, True), ("attnres", {}, 1, False),
-    ("attnres:group=3", dict(deep_supervision=True), 1, True), ("denseformer", {}, 1, False)], ids=str)
+    *((name, {}, 1, False) for name in NAMES),
+    ("nag", dict(gain_cost=0.1), 1, False), ("pre", dict(deep_supervision=True), 1, False),
+    ("attnres:group=3", dict(deep_supervision=True), 1, False), ("nag", dict(gain_cost=0.1), None, True),
+    ("nag", dict(gain_cost=0.1, mod="gain:below=0.3"), None, False), ("pre", dict(mod="router"), None, False),
+    ("nag", dict(mod="gain:rate=0.3"), None, True), ("gated", dict(mod="coins"), None, False)], ids=str)
 def test_compiled_steps_are_those_of_eager_mode(residual, config, graphs, also_checkpoints):
-    """Loss, what the Runner knows, and gradients that two parts of a batch add up. A later step compiles nothing.
-    graphs: attention, MLP, head with loss, gain; or one; None: also those for numbers of kept tokens"""
+    """Loss, what a Trip knows, and gradients that two parts of a batch add up. Where nobody skips, a pass is one
+    graph, also if a training's progress changes what a gain costs; later steps compile nothing."""
     def steps(net):
         found = []
-        for step in range(2):
+        for step in range(4):
             model.zero_grad()
             for part in range(2):
-                runner = M.Runner(model)
-                _, loss = net(ids(seed=2 * step + part), ids(seed=9), runner=runner)
+                torch.manual_seed(part)
+                trip = M.needed_trip(model, progress=0.4 + 0.1 * step)
+                _, loss = net(ids(seed=2 * step + part), ids(seed=9), trip=trip)
                 (loss / 2).backward()
-                gain = runner.mean_gain()
-                found.append([loss.detach(), runner.cross_entropy, gain if gain is None else gain.detach(),
-                              torch.tensor(runner.skipped()), *[p.grad for p in model.parameters()]])
+                known = [trip.cross_entropy, torch.tensor(trip.skipped())] if trip else []
+                if trip and trip.mean_gain() is not None:
+                    known.append(trip.mean_gain().detach())
+                found.append([loss.detach(), *known, *[torch.zeros(1) if p.grad is None else p.grad.clone() for p in model.parameters()]])
             counts.append(counter.frame_count)
         return found
     torch._dynamo.reset()
     model, counter, counts = make(residual, n_layer=2, **config).train(), CompileCounterWithBackend("eager"), []
     right = steps(model)
-    net = M.ForTraining(model, True, also_checkpoints, backend=counter, fullgraph=True)
+    net = M.for_training(model, compiles=True, checkpoints=also_checkpoints, backend=counter, fullgraph=True)
     for mine, its in zip(steps(net), right, strict=True):
         for a, b in zip(mine, its, strict=True):
-            assert a is b is None or same(a, b, 1e-9) is None
-    assert counts[-2:] == 2 * counts[-1:], "a graph anew in a later step"
-    assert not graphs or counts[-1] == graphs, "a Python number that differs between layers? Make it a tensor."
+            same(a, b, 1e-9)
+    assert counts[-1] == counts[-2], "a graph anew in a later step"
+    assert not graphs or counts[-1] <= graphs + (config.get("gain_cost", 0) > 0), counts
     whole = logits(model.eval())
-    same(decode(model, ids(), [4] + [1] * 8), whole)
+    if "coins" not in config.get("mod", ""):
+        same(decode(model, ids(), [4] + [1] * 8), whole)
     assert counter.frame_count == counts[-1]   # Only training is compiled.
-
-@pytest.mark.parametrize("residual, config", [("pre", {}), ("nag", dict(gain_cost=0.1)), ("hyper", {}),
-                                              ("review", {})])
-def test_a_whole_pass_can_be_one_graph(residual, config):
-    """With a Runner that is passed in, and asked afterwards"""
-    torch._dynamo.reset()
-    model, counter = make(residual, n_layer=2, **config).train(), CompileCounterWithBackend("eager")
-    compiled = torch.compile(model.forward, fullgraph=True, backend=counter)
-    for seed in range(2):
-        mine, right = M.Runner(model, keeps_streams=True), M.Runner(model)
-        same(compiled(ids(seed=seed), ids(), runner=mine), model(ids(seed=seed), ids(), runner=right), 1e-12)
-        assert mine.who_ran().all() and len(mine.streams) == 5 and counter.frame_count == 1
-        same((mine.cross_entropy, *filter(torch.is_tensor, mine.gains)),
-             (right.cross_entropy, *filter(torch.is_tensor, right.gains)))
 
 @pytest.mark.parametrize("residual", ["pre", pytest.param("attnres:group=3", marks=pytest.mark.slow)])
 def test_no_logits_in_float32_leave_a_compiled_graph(residual):
@@ -502,7 +526,7 @@ def test_no_logits_in_float32_leave_a_compiled_graph(residual):
         outputs = [node.meta["val"] for node in graph.graph.output_node().args[0] if isinstance(node, torch.fx.Node)]
         left.extend((x.dtype, x.numel()) for x in outputs if torch.is_tensor(x))
         return make_boxed_func(graph)
-    net = M.ForTraining(model, True, fullgraph=True, backend=aot_autograd(
+    net = M.for_training(model, compiles=True, fullgraph=True, backend=aot_autograd(
         fw_compiler=look, bw_compiler=look, decompositions=select_decomp_table(),
         partition_fn=min_cut_rematerialization_partition))
     torch._dynamo.reset()
@@ -522,21 +546,21 @@ def test_a_step_compiled_by_inductor(residual):
 def test_generate():
     """When the cache is full, it starts anew from the newer half of the context, and goes on from there."""
     model = make("nag")
-    decider = M.Without({3}, model.decider)
-    generate = partial(model.generate, ids(2, 5), decider=decider)
+    make_trip = partial(M.Trip, model, without={3})
+    generate = partial(model.generate, ids(2, 5), make_trip=make_trip)
 
     def best(idx):
-        return logits(model, idx, runner=M.Runner(model, decider)).argmax(-1)
+        return logits(model, idx, trip=make_trip()).argmax(-1)
 
     out = generate(40, temperature=0)
     assert out.shape == (2, 45) and torch.equal(generate(40, top_k=1), out)
     assert torch.equal(best(out[:, :16])[:, 4:], out[:, 5:17])
     assert torch.equal(best(out[:, 9:17])[:, -1], out[:, 17])
-    out = model.generate(ids(2, 10), 4, temperature=0, decider=decider)   # All of the text is read.
+    out = model.generate(ids(2, 10), 4, temperature=0, make_trip=make_trip)   # All of the text is read.
     assert torch.equal(best(out[:, :-1])[:, 9:], out[:, 10:])
     assert make(block_size=1).generate(ids(2, 5), 3).shape == (2, 8)
-    runners = [runner for _, runner in M.new_tokens(model, ids(2, 5), 12, decider=decider)]
-    assert len(runners) == 12 and all(runner.answers[2] is M.REMOVED for runner in runners)
+    trips = [trip for _, trip in M.new_tokens(model, ids(2, 5), 12, make_trip=make_trip)]
+    assert len(trips) == 12 and all(trip.answers[2] is False for trip in trips)
     model.n_vocab = 9   # as train.open_run sets it
     draws = [generate(12, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
@@ -544,13 +568,15 @@ def test_generate():
     with pytest.raises(ValueError, match="no token to go on from"):
         model.generate(ids(1, 0), 4)
 
-def test_a_token_is_picked_by_its_probability():
+def test_a_token_is_drawn_by_its_probability():
     """Of the top_k best alone, and more evenly the higher the temperature"""
-    many, rng = torch.tensor([3.0, 1.0, 2.0, 0.0]).expand(20000, 4), torch.Generator().manual_seed(0)
-    for temperature, top_k, right in ((1.0, 99, [3.0, 1.0, 2.0, 0.0]), (2.0, None, [1.5, 0.5, 1.0, 0.0]),
-                                      (2.0, 2, [1.5, -math.inf, 1.0, -math.inf])):
-        share = M.pick(many, temperature, top_k, rng).flatten().bincount(minlength=4) / len(many)
-        same(share, torch.tensor(right).softmax(0), 0.02)
+    model, many = make(n_layer=1, vocab_size=4, block_size=2), torch.zeros(20000, 1, dtype=torch.long)
+    exact = logits(model, many[:1])[0, -1]
+    for temperature, top_k in (1.0, 99), (2.0, None), (2.0, 2):
+        drawn = model.generate(many, 1, temperature=temperature, top_k=top_k, generator=torch.Generator().manual_seed(0))
+        least = exact.sort().values[-(top_k or 4):][0]
+        right = (exact / temperature).masked_fill(exact < least, -math.inf).softmax(0)
+        same(drawn[:, 1].bincount(minlength=4) / len(many), right.float(), 0.02)
 
 @pytest.mark.parametrize("residual", M.RESIDUALS)
 def test_no_tensor_is_on_the_wrong_device(residual):

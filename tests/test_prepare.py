@@ -1,9 +1,10 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import contextlib, fcntl, hashlib, json, os, re, resource, shlex, signal, stat, sys, types
+import contextlib, fcntl, hashlib, importlib, json, os, re, resource, shlex, signal, stat, sys, types
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch
 from conftest import refused
+from flags import Mistake
 from prepare import fingerprint, hold_out, load_meta, locked, open_split, whole_file
 
 PROSE = "".join(f"{i}. It's a naïve  line — {'字' * (i % 7)}\tof text,\n\n   {i * i} "
@@ -60,24 +61,35 @@ def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------- documents
 
 LINE, BOOK = "one line\n", "a line of a book\n" * 400
-@pytest.mark.parametrize("documents, train, val, long", [
-    ([LINE] * 60, 57, 3, 0), ([LINE] * 1500, 1425, 75, 0), ([LINE] * 21, 19, 2, 0),
-    ([LINE] * 20, 19, 1, 0), ([LINE] * 2, 1, 1, 0), ([BOOK], 0, 0, 1), ([BOOK] * 5, 0, 0, 5),
-    (["x" * 998] * 2, 1, 1, 0),   # with their numbers 1,000 characters, which is short
-    ([BOOK + "x" * 9000], 0, 0, 1),
-    ([BOOK] * 100, 95, 5, 0), ([LINE] * 3 + [BOOK], 2, 1, 1), ([BOOK] + [LINE] * 50, 47, 3, 1)])
-def test_short_documents_stay_whole(documents, train, val, long):
+@pytest.mark.parametrize("documents, n_short, n_long", [
+    ([LINE] * 60, 60, 0), ([LINE] * 1500, 1500, 0), ([LINE] * 2, 2, 0), ([BOOK], 0, 1), ([BOOK] * 5, 0, 5),
+    (["x" * 998] * 2, 2, 0),   # with their numbers 1,000 characters, which is short
+    ([BOOK + "x" * 9000], 0, 1), ([BOOK] * 100, 100, 0), ([LINE] * 3 + [BOOK], 3, 1), ([BOOK] + [LINE] * 50, 50, 1)])
+def test_short_documents_stay_whole(documents, n_short, n_long):
+    """Of a long one the last 5 % are for validation; of the short ones about 5 %, and at least one."""
     documents = [f"{i} {document}" for i, document in enumerate(documents)]
     trained, held_out = hold_out(documents)
-    assert (len(trained), len(held_out)) == (train + long, val + long)
-    cut = [head + tail for head, tail in zip(trained[train:], held_out[val:])]
-    assert sorted(trained[:train] + held_out[:val] + cut) == sorted(documents)
-    assert all(0.04 < len(tail) / len(whole) < 0.07 for tail, whole in zip(held_out[val:], cut))
-    assert all(head.endswith("\n") or "x" in head for head in trained[train:])
+    train, val = trained[:len(trained) - n_long], held_out[:len(held_out) - n_long]
+    assert len(train) + len(val) == n_short and (n_short == 0 or train and 1 <= len(val) <= 1 + 0.08 * n_short)
+    cut = [head + tail for head, tail in zip(trained[len(train):], held_out[len(val):])]
+    assert sorted(train + val + cut) == sorted(documents)
+    assert train == [each for each in documents if each in train]   # They keep their order.
+    assert all(0.04 < len(tail) / len(whole) < 0.07 for tail, whole in zip(held_out[len(val):], cut))
+    assert all(head.endswith("\n") or "x" in head for head in trained[len(train):])
+
+def test_a_text_says_itself_on_which_side_it_is(capsys):
+    """So kinds that come in turn are on both sides, copies on one, and no text changes sides when others come."""
+    documents = [f"{'ABCDEFGHIJKLMNOPQRST'[i % 20]}: this is {i}" for i in range(400)]
+    train, val = hold_out(documents + documents[:50])
+    assert len({text[0] for text in train}) == 20 and len({text[0] for text in val}) > 8
+    assert not {*train} & {*val} and {*train} | {*val} == {*documents}
+    assert "50 are copies" in capsys.readouterr().out
+    again = hold_out([f"something else, {i}" for i in range(99)] + documents)
+    assert {*train} <= {*again[0]} and {*val} <= {*again[1]}
 
 def test_lines_in_files_or_in_one(tmp_path, capsys):
-    """60 questions, each in a file of its own, and as lines of JSON in one. All but three are
-    trained on, to their ends; and that is said."""
+    """60 questions, each in a file of its own, and as lines of JSON in one. They are trained on to their ends; and
+    it is said how many are not."""
     lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
     objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2)
                for i, line in enumerate(lines)]
@@ -87,10 +99,17 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
         write(tmp_path / "files" / f"{i:02}.txt", line)
     for flags in f"--input {tmp_path}/files", f"--input {tmp_path}/lines.jsonl --jsonl body":
         run(f"text --out {tmp_path}/data {flags}")
-        assert "documents: 57 for training, 3 for validation, 0 cut" in capsys.readouterr().out
         train, val = (side(tmp_path / "data", split) for split in ("train", "val"))
-        assert sorted(train + val) == sorted(line.encode() for line in lines)
-        assert val == [lines[i].encode() for i in (0, 20, 40)]
+        assert sorted(train + val) == sorted(line.encode() for line in lines) and 1 <= len(val) <= 7
+        said = f"documents: {len(train)} for training, {len(val)} for validation, 0 cut at 95 % for both; 0 are copies"
+        assert said in capsys.readouterr().out
+
+def test_half_a_surrogate_pair(tmp_path):
+    """JSON can write one, and UTF-8 can't."""
+    objects = [r'{"text": "a pair: \ud83d\udc4d"}', r'{"text": "half a pair: \ud83d and on"}']
+    run(f"text --input {write(tmp_path / 'x.jsonl', chr(10).join(objects))} --jsonl text --out {tmp_path}/out")
+    assert {*side(tmp_path / "out", "train"), *side(tmp_path / "out", "val")} == {
+        "a pair: 👍".encode(), "half a pair: \ufffd and on".encode()}
 
 def test_what_is_wrong_in_a_line(tmp_path):
     path = tmp_path / "wrong.jsonl"
@@ -98,7 +117,10 @@ def test_what_is_wrong_in_a_line(tmp_path):
         write(path, '{"body": "x"}\n' * (number - 1) + wrong + "\n")
         said = refused(run, f"text --input {path} --jsonl body")
         assert f"wrong.jsonl, line {number}: " in said and "'body'" in said
-    assert "--jsonl FIELD" in refused(run, f"text --input {path}")
+    for name in "wrong.jsonl", "some.ndjson":   # Nobody wants to learn braces.
+        write(tmp_path / name, '{"text": "x"}\n' * 99)
+        assert "--jsonl FIELD" in refused(run, f"text --input {tmp_path / name}")
+        assert "--jsonl FIELD" in refused(run, f"text --input {tmp_path}")
 
 def test_what_is_no_text_is_passed_over_in_a_folder_only(tmp_path, capsys):
     mixed, flags = tmp_path / "mixed", f"text --out {tmp_path}/data --input {tmp_path}/mixed"
@@ -139,7 +161,7 @@ def test_stdlib(tmp_path):
     link.symlink_to(out)
     run(f"stdlib --out {link}")
     assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
-    assert load_meta(out) == dict(name="stdlib", tokenizer="bytes", vocab_size=257)
+    assert load_meta(out).items() >= dict(name="stdlib", tokenizer="bytes", vocab_size=257).items()
     train, val = (tokens(out, split) for split in ("train", "val"))
     assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
     train, val = (side[side < 256].astype("u1").tobytes() for side in (train, val))
@@ -240,7 +262,7 @@ def test_meta(tmp_path):
     for name in "llm.c", "fineweb":   # Neither llm.c nor modded-nanogpt write a meta.json.
         for i in (2, 1):
             write(tmp_path / name / f"{name.replace('.', '')}_train_{i:06d}.bin", shard([i]))
-        expected = dict(name=name, tokenizer="gpt2", vocab_size=50257)
+        expected = dict(tokenizer="gpt2", vocab_size=50257)
         assert load_meta(str(tmp_path / name)) == expected
         assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
     for content in "{", "", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}':
@@ -253,27 +275,32 @@ def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
     """More shards are written. If less text comes later, the old ones go."""
     monkeypatch.setattr(prepare, "MOST_TOKENS", 4)
     for n, names in (9, ["train_000000.bin", "train_000001.bin", "train_000002.bin"]), (3, ["train_000000.bin"]):
-        prepare.write_data_set(tmp_path, dict(tokenizer="bytes"), range(n), range(2))
+        prepare.write_data_set(tmp_path, dict(tokenizer="bytes"), range(n), range(2), overwrite=True)
         assert sorted(os.listdir(tmp_path)) == ["meta.json", *names, "val_000000.bin"]
         assert np.concatenate(prepare.open_split(tmp_path, "train")).tolist() == [*range(n)]
 
 def test_fingerprint(tmp_path):
-    """It sees names, sizes, meta.json, and some of the content of each shard."""
+    """It sees meta.json, which has a hash of all tokens, and every byte of a shard of up to 32 MB; of a larger one
+    the size, and some of the content."""
     array = np.zeros(400_000, "<u2")
     def found():
         write(tmp_path / "train_000000.bin", shard(array))
-        return fingerprint(tmp_path), fingerprint(str(tmp_path), content=False)
+        return fingerprint(str(tmp_path))
     write(tmp_path / "val_000000.bin", shard([1, 2]))
-    write(tmp_path / "meta.json", '{"tokenizer": "bytes", "name": "x"}')
-    new, old = found()
-    by_hand = [dict(name="x", tokenizer="bytes", vocab_size=257),   # as the fourth edition had it
-               [("train_000000.bin", 801_024), ("val_000000.bin", 1028)]]
-    by_hand = json.dumps(by_hand, sort_keys=True).encode()
-    assert old == hashlib.sha256(by_hand).hexdigest() != new and found() == (new, old)
-    for place in 5, 200_005, 399_999:   # at the beginning, in the middle, at the end
+    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')
+    assert found() == found()
+    seen = [found()]
+    for place in 5, 123_456, 399_999:
         array[place] = 1
-        assert found()[0] != new and found()[1] == old
-        array[place] = 0
+        seen.append(found())
+    write(tmp_path / "meta.json", '{"tokenizer": "bytes", "sha256": {}}')
+    array = np.zeros(20_000_000, "<u2")
+    seen.append(found())
+    array[-1] = 1
+    assert len({*seen, found()}) == 6
+    prepare.write_data_set(tmp_path, dict(tokenizer="bytes"), [1, 2], [3], overwrite=True)
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("*.bin")}
+    assert load_meta(tmp_path)["sha256"] == hashes and len(hashes) == 2
 
 # ------------------------------------------------------------------------- files that others write
 
@@ -331,76 +358,91 @@ def test_locked(tmp_path):
 
 # ------------------------------------------------------------------- what can go wrong meanwhile
 
-def killed(line, at):
-    """A prepare.py that gets kill -9 before its `at`-th file gets another name: three files become
-    whole in a folder of their own, and then they move to --out."""
-    replace, left = os.replace, list(range(at + 1))
+def killed(line, function, at):
+    """A prepare.py that gets kill -9 before its call number `at` of os.fsync or os.replace"""
+    usual, left = getattr(os, function), list(range(at + 1))
     if os.fork() == 0:
-        os.replace = lambda *given: replace(*given) if left.pop() else os.kill(os.getpid(), 9)
+        setattr(os, function, lambda *given: usual(*given) if left.pop() else os.kill(os.getpid(), 9))
         try:
             run(line)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
 
-@pytest.mark.parametrize("at", range(6))
-def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, at):
-    """... and what else it leaves is cleared up by the next prepare.py."""
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+@pytest.mark.parametrize("at", range(3))
+def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, function, at):
+    """Three files become whole, one by one, and then all of them move to --out. What a kill leaves unfinished is
+    cleared up by the next prepare.py."""
     out = tmp_path / "out"
     line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
-    killed(line, at)   # No data set is there yet.
+    killed(line, function, at)   # No data set is there yet.
     refused(open_split, out, "val")
     run(line)
     before = contents(out)
     write(tmp_path / "a.txt", PROSE[::-1])
-    killed(line, at)
-    if at < 3:   # The new one wasn't whole.
+    killed(f"{line} --overwrite", function, at)
+    if function == "fsync":   # The new one wasn't whole.
         assert before.items() < contents(out).items()
+        assert "--overwrite" in refused(run, line)
     else:
         assert "isn't whole" in refused(open_split, out, "val")
-    run(line)
+    run(f"{line} --overwrite" if function == "fsync" else line)
     assert contents(out) != before and contents(out).keys() == before.keys()
     assert sorted(os.listdir(out)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
 def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
-    """Another prepare.py, a full disk, Ctrl-C, a folder of another data set"""
+    """Another text or source, another prepare.py, a full disk, Ctrl-C, a folder of others"""
     out = tmp_path / "out"
     line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
     run(line)
+    run(line)   # Nobody minds the same data.
     write(tmp_path / "a.txt", PROSE[::-1])
     write(out / "notes.txt", "mine")
     write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
     write(tmp_path / "run" / "ckpt.pt", "weights")
     before = contents(tmp_path)
-    for command in (f"stdlib --out {out}", f"fineweb --out {out}", f"{line} --tokenizer gpt2",
-                    f"{line} --out {tmp_path}/theirs"):
-        assert "another data set" in refused(run, command)
+    for command in f"stdlib --out {out}", f"{line} --tokenizer gpt2":
+        assert "another data set" in (said := refused(run, command)) and "--overwrite" in said
+    for command in f"fineweb --overwrite --out {out}", f"{line} --overwrite --out {tmp_path}/theirs":
+        assert "another data set" in (said := refused(run, command)) and "--overwrite" not in said
+    assert "other tokens; --overwrite" in refused(run, line)
+    line = f"{line} --overwrite"
     assert "is a run" in refused(run, f"{line} --out {tmp_path}/run")
     with locked(out):
         assert "another process" in refused(run, line)
     with on_a_disk_of(20_000):
         said = refused(run, line)
-    assert "train_000000.bin: can't be written" in said and "File too large" in said
+    assert f"{out}: can't be written" in said and "File too large" in said
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prepare, "write_shard", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
         run(line)
     assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
     run(line)   # Now nothing is in its way.
     assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
 
+def test_without_fcntl(tmp_path, monkeypatch):
+    """as on Windows: nothing is locked, and so what may be another process's is left alone."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    spec = importlib.util.spec_from_file_location("elsewhere", prepare.__file__)
+    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(elsewhere)
+    write(tmp_path / "out" / ".unfinished-x" / "val_000000.bin", "half")
+    elsewhere.main(["text", "--input", str(write(tmp_path / "a.txt", PROSE)), "--out", str(tmp_path / "out")])
+    assert sorted(os.listdir(tmp_path / "out")) == [".unfinished-x", "meta.json", "train_000000.bin", "val_000000.bin"]
+
 REFUSED = {   # a command line -> words of its sentence
     "texts": "'stdlib'", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
-    "text --input one": "too little", "text --input good latin": "latin",
+    "text --input one": "too little", "text --input good latin": "latin", "text --input one one.txt": "that differ",
     "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
+    "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
     "text --input ''": "--input '': no such file", "text --input good no": "--input no: no such",
-    "fineweb --tokenizer bytes": "leave it out", "stdlib --input good": "for text only",
-    "steps --jsonl text": "for text only", "text": "--input", "steps --symbols 11": "--symbols",
+    "fineweb --tokenizer bytes": "leave it out", "steps --jsonl text": "for text only", "text": "needs --input",
+    "text good": "flags begin with --",
     "steps --shards 5": "--shards: is for", "stdlib --shards 1": "--shards: is for fineweb",
-    "text --table_seed 1 --input one": "is for steps", "steps --symbols 1": "--symbols",
-    "steps --rows 3": "--rows", "steps --most 26": "--most", "steps --cells 1": "--cells",
-    "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards",
-    "--shards 1": "required: name; put it first", "steps --out ''": "--out", "steps --out good/x": "good/"}
+    "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards 104: must be from 1 to 103",
+    "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/"}
 
 def test_bad_input(tmp_path, monkeypatch):
     """One sentence; and no folder has been made."""
@@ -408,7 +450,9 @@ def test_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare, "SPLITS", dict(train=(1, 5), val=(1, 3)))
     os.mkfifo(tmp_path / "fifo")
     os.mkdir(tmp_path / "empty")
-    for name, content in ("latin", b"\xe9" * 99), ("one", "a"), ("good", PROSE):
+    files = dict(latin=b"\xe9" * 99, one="a", good=PROSE)
+    files |= {"one.txt": "a", "x.gz": b"\x1f\x8b", "x.parquet": b"PAR1\0"}
+    for name, content in files.items():
         write(tmp_path / name, content)
     before = sorted(os.listdir())
     for line, words in REFUSED.items():
@@ -419,7 +463,7 @@ def test_bad_input(tmp_path, monkeypatch):
 def test_the_source_at_the_head_of_the_file(tmp_path, monkeypatch, capsys):
     """What the comment says is enough for one of your own, and --help knows whose flag is whose."""
     source = prepare.Path(prepare.__file__).read_text()
-    example, name = re.search(r"file:\n#\n((?:#(?:     .*)?\n)+)# Add (\S+) to", source).groups()
+    example, name = re.search(r"file:\n#\n((?:#(?:     .*)?\n)+)# Put it .* add (\S+) to", source).groups()
     example = re.sub("^#     |^#", "", example, flags=re.M)
     mine = types.ModuleType("mine")
     monkeypatch.setitem(sys.modules, "mine", mine)   # A dataclass asks for its module.
@@ -436,4 +480,23 @@ def test_the_source_at_the_head_of_the_file(tmp_path, monkeypatch, capsys):
     assert "for songs only" in refused(mine.main, ["stdlib", "--songs", "x"])
     pytest.raises(SystemExit, mine.main, ["--help"])
     found = re.findall(r"^(\w+) only:\n  --(\w+)", capsys.readouterr().out, re.M)
-    assert dict(found) == dict(songs="songs", steps="symbols", fineweb="shards", text="input")
+    assert dict(found) == dict(songs="songs", fineweb="shards", text="input")
+
+def test_a_source_of_yours_hears_of_mistakes(tmp_path, monkeypatch, capsys):
+    """A text is not taken for a list of its letters, and so on. And what is on both sides is told."""
+    pytest.raises(Mistake, hold_out, "a text")
+    class Mine(prepare.DataSource):
+        def texts(self, out):
+            return returned
+    for returned, said in [
+            (("a text", "another"), "brackets"), (None, "must return two lists"), (["a", "b", "c"], "two lists"),
+            ((["a", 5], ["b"]), "no list of texts"), ((["a"], [b"b"]), "no list of texts")]:
+        with pytest.raises(Mistake, match=said):
+            Mine().write(tmp_path, dict(name="mine", tokenizer="bytes"), False)
+        assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patch, pytest.raises(Mistake, match="Mine must be a @dataclass"):
+        patch.setitem(prepare.SOURCES, "mine", Mine)
+        run("steps")
+    returned = ["a", "b", "c"], ["c", "d"]
+    Mine().write(tmp_path, dict(name="mine", tokenizer="bytes"), False)
+    assert "texts for validation that are for training, too: 1;" in capsys.readouterr().out

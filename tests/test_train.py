@@ -341,10 +341,9 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     assert metrics(tmp_path / "new")[4] == metrics(copy)[4]
 
 def test_a_run_of_the_fourth_edition(data, copy):
-    """Its checkpoint has no settings, and a fingerprint without content. Its log has what was changed."""
+    """Its checkpoint has no settings. Its log has what was changed."""
     def as_then(ckpt):
         del ckpt["settings"]
-        ckpt["data"] = prepare.fingerprint(data, content=False)
         ckpt["model_config"]["tie"] = False
     edited(as_then)(copy / "ckpt.pt")
     edited(lambda config: config.update(tie=False))(copy / "config.json")
@@ -815,10 +814,10 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--no-lr", "unrecognized arguments: --no-lr"), ("--vocab_size 5", "the data say it"),
     ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "--max_iters 0: must be from 1"),
     ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no settings there"),
-    ("--out ''", "argument --out: is empty"), ("--out file", "is a file"), ("--out {long}", "too long"),
+    ("--out ''", "--out '': is empty"), ("--out file", "is a file"), ("--out {long}", "too long"),
     ("--grad_accum 4 --batch_size 6", "multiple of grad_accum x processes, 4 x 1"),
-    ("config=x.py", "flags begin with --"), ("file", "is it for --data or --out or --config?"), ("my run", "quote names"),
-    ("--lr", "--lr=-VALUE"), ("--or_resume", "give --out"), ("--or_resume --overwrite --out {run}", "contradict"),
+    ("config=x.py", "flags begin with --"), ("my run", "need quotes"),
+    ("--lr", "=-VALUE"), ("--or_resume", "give --out"), ("--or_resume --overwrite --out {run}", "contradict"),
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"),
     ("--resume --init_from {run} --out {run}", "--init_from"),
     ("--resume --overwrite --out {run}", "contradict"),
