@@ -39,8 +39,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (SHARPNESS, ByGain, Decider, Norm, Trip, call_residual, flops_per_token,
-                   map_stream, num_params, places_of, unit)
+from model import (ByGain, Decider, Norm, Trip, attend, call_residual, flops_per_token, map_stream,
+                   num_params, places_of, unit)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
@@ -399,9 +399,9 @@ def magnitudes(run):
     falls = sum(after < 0.8 * before for before, after in itertools.pairwise(sums))
     first, second = np.array_split(turned, 2)
     return panels, (f"From the first block to the last, what is read grows {growth(read)}, and "
-                    f"updates {growth(update)}. Their sum grows {growth(sums)}; {falls} times, it "
-                    f"falls by more than a fifth. A sublayer turns what is read by "
-                    f"{first.mean():.0f}° in the first half, and by {second.mean():.0f}° later.")
+                    f"updates {growth(update)}. Their sum grows {growth(sums)}, with {falls} falls "
+                    f"by more than a fifth. A sublayer turns what is read by {first.mean():.0f}° "
+                    f"in the first half, and by {second.mean():.0f}° later.")
 
 @stat("Who reads whom", draw="heat", x="writer", y="reader", square=True, power=0.6, largest=1,
       label="part of what is read that is gone without the writer")
@@ -438,9 +438,9 @@ def attention_to_first(attn, rotation, x):
     mean over heads. x (B, T, C): what it reads"""
     q, k, _ = attn.c_attn(x).chunk(3, dim=-1)
     q, k = attn.turned(q, rotation), attn.turned(k, rotation)
-    scores = torch.einsum("bqhc,bkhc->bhqk", q, k) * SHARPNESS / q.shape[-1]
-    later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
-    return scores.masked_fill(later, -math.inf).softmax(-1)[:, :, x.shape[1] // 2:, 0].mean()
+    values = torch.zeros_like(q)   # The first token has a 1, so the mean of the values is its share.
+    values[:, 0] = 1
+    return attend(q, k, values)[:, x.shape[1] // 2:].mean()
 
 @stat("Attention sinks and heavy tails", x="sublayer", ylim=(0, None))
 def sinks(run):
@@ -492,8 +492,8 @@ def rounding(run):
     finally:
         for matrix, original in zip(matrices, originals):
             matrix.copy_(original)
-    return {"": {"rounded": [*rises.items()]}}, (
-        ", ".join(f"{round(rise, 3) + 0.0:+.3f} nats at {bits} bits" for bits, rise in rises.items()) + ".")
+    said = [f"{rise:+.3f} nats at {bits} bits" for bits, rise in rises.items()]
+    return {"": {"rounded": [*rises.items()]}}, f"The loss rises by {', '.join(said)}."
 
 @stat("What the head can read after each block", x="blocks run", y="loss (nats)", first_x=0)
 def logit_lens(run):
@@ -984,7 +984,8 @@ def patched(run):
     texts = [f"{chr(ord('a') + k)}{spelled(line)}\na{spelled(answer[:-1])}"
              for line, answer in zip(digits, right)]
     idx = torch.tensor([list(text.encode()) for text in texts], device=model.device)
-    right, begin = right.to(model.device) + ord("0"), cells + 2   # the column of the answer's letter
+    right = right.to(model.device) + ord("0")
+    begin = cells + 2   # of the answer: the column of its letter
     panels = {}
     for where, columns in [("where the line stands", slice(0, begin)),
                            ("where the answer is predicted", slice(begin, None))]:
@@ -1019,9 +1020,10 @@ def gain_by_steps(run):
     more = max((row[run.k] - row[0] for row in rows), key=abs)
     place = 1 + [row[run.k] - row[0] for row in rows].index(more)
     return {"": rows}, (
-        f"Sublayer {place} differs most: it turns digits after {in_words(run.k)} by {abs(more):.0f}° "
-        f"{'more' if more > 0 else 'less'} than copies. A copied digit runs {n_run[0]:.1f} of "
-        f"{len(rows)} sublayers, and one after {in_words(run.k)} {n_run[run.k]:.1f}.")
+        f"Sublayer {place} differs most: it turns digits after {in_words(run.k)} by "
+        f"{abs(more):.0f}° {'more' if more > 0 else 'less'} than copies. A copied digit runs "
+        f"{n_run[0]:.1f} of {len(rows)} sublayers, and one after {in_words(run.k)} "
+        f"{n_run[run.k]:.1f}.")
 
 # ================================================================================= part 6: drawings
 
@@ -1291,8 +1293,8 @@ def show(name, runs, about):
             png, width = as_png(statistic, drawable, colors, columns)
             pictures.append(dict(png=base64.b64encode(png).decode(), width=96 * width))
     except Exception as error:   # What it got has some other form.
-        why = (f"it can't be drawn ({in_a_line(error, name)}); lines are {{panel: {{name: line}}}}, and "
-               f"heat maps {{panel: matrix}}")
+        why = (f"it can't be drawn ({in_a_line(error, name)}); lines are {{panel: {{name: line}}}}, "
+               f"and heat maps {{panel: matrix}}")
         missing |= dict.fromkeys(results, why)
         results, sentences, pictures = {}, {}, []
     for run_name, why in missing.items():

@@ -177,16 +177,16 @@ def test_magnitudes_by_hand():
 
 @torch.no_grad()
 def test_sinks_against_attention():
-    """A value of 1 at the first token, and 0 elsewhere: then an attention returns what it gives to that."""
     run = run_of()
     idx = torch.cat([idx for idx, _ in run.quarter])
     attn, x = run.model.blocks[0].attn, Pass(run.model, idx).reads[0]
     q, k, _ = attn.c_attn(x).chunk(3, dim=-1)
     q, k = attn.turned(q, run.model.rotation[:12]), attn.turned(k, run.model.rotation[:12])
-    first = torch.zeros_like(q).index_fill(1, torch.tensor([0]), 1.0)
+    scores = torch.einsum("bqhc,bkhc->bhqk", q, k) * 128 ** 0.5 / 8   # heads of 8
+    weights = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
     panels, _ = analyze.sinks(run)
     [_, share], *_ = panels["attention to the first token"]["measured"]
-    assert share == pytest.approx(M.attend(q, k, first)[:, 6:].mean().item())
+    assert share == pytest.approx(weights[:, :, 6:, 0].mean().item())
     raw = run.model.wte(idx)
     assert panels["largest channel / rms"]["measured"][0] == pytest.approx((raw.abs().amax(-1) / rms(raw)).mean().item())
 
