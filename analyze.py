@@ -438,7 +438,7 @@ def attention_to_first(attn, rotation, x):
     mean over heads. x (B, T, C): what it reads"""
     q, k, _ = attn.c_attn(x).chunk(3, dim=-1)
     q, k = attn.turned(q, rotation), attn.turned(k, rotation)
-    values = torch.zeros_like(q)   # The first token has a 1, so the mean of the values is its share.
+    values = torch.zeros_like(q)   # The first token has a 1: a mean of the values is its share.
     values[:, 0] = 1
     return attend(q, k, values)[:, x.shape[1] // 2:].mean()
 
@@ -664,36 +664,32 @@ def skip_curve(run):
 
     By gain: one threshold for all sublayers, that of the lowest 10, 25, 40 and 50 % of all gains.
     Fixed set: those sublayers whose removal costs the least loss, on other windows (see fixed_sets
-    in analyze.py). Coins: of each sublayer, as many random tokens skip as by gain (without gains:
-    of all sublayers as many). As trained: as --mod says; it was trained for none of the others."""
+    in analyze.py). Coins: of each sublayer, as many random tokens skip as by gain. As trained: as
+    --mod says; it was trained for none of the others."""
     model, what, batches, value_of = run.model, "rise of the loss", run.quarter, run.loss_rise
     if run.puzzle:
         what, batches, value_of = "steps learned", run.batches, run.steps_with
     refuse_routers(model, "by its weights: without them, it is another model")
-    n, if_all_run, shares = 2 * len(model.order), value_of(ALL_RUN), [0.1, 0.25, 0.4, 0.5]
-    begin = [[0.0, if_all_run]]
-    lines = {"by gain": [], "a fixed set": [], "coins": []}
-    wanted = [torch.full((n,), 1 - share, device=model.device) for share in shares]   # run it
+    n, if_all_run, most = 2 * len(model.order), value_of(ALL_RUN), 0.5
+    begin, lines = [[0.0, if_all_run]], {"by gain": [], "a fixed set": [], "coins": []}
     if model.ends.knows_gain:
         found = Pass(model, run.other_quarter[0][0], ALL_RUN)
         gains = torch.stack([residual.gain(stream).abs() for residual, stream
                              in zip(found.residuals[:-1], found.streams)])
-        deciders = [ByGain(model.config, below=max(1e-9, np.quantile(gains.cpu(), share)))
-                    for share in shares]
-        wanted = [run.share_that_ran(decider, batches) for decider in deciders]
-        shares = [1 - each.mean().item() for each in wanted]
-        lines["by gain"] = begin + [[100 * share, value_of(decider)]
-                                    for share, decider in zip(shares, deciders)]
-    if model.ends.can_skip:
-        lines["coins"] = begin + [[100 * share, value_of(coins(each))]
-                                  for share, each in zip(shares, wanted)]
-    sets = fixed_sets(run, min(n - 1, math.ceil(n * max(shares))))
+        for share in 0.1, 0.25, 0.4, 0.5:
+            decider = ByGain(model.config, below=max(1e-9, np.quantile(gains.cpu(), share)))
+            who_ran = run.share_that_ran(decider, batches)
+            most = 1 - who_ran.mean().item()   # It isn't quite the share.
+            lines["by gain"].append([100 * most, value_of(decider)])
+            lines["coins"].append([100 * most, value_of(coins(who_ran))])
+        lines["by gain"], lines["coins"] = begin + lines["by gain"], begin + lines["coins"]
+    sets = fixed_sets(run, min(n - 1, math.ceil(n * most)))
     lines["a fixed set"] = begin + [[100 * len(places) / n, value_of(ALL_RUN, places)]
                                     for places in sets]
     if model.config.mod != "all":
         share = 1 - run.share_that_ran(model.decider, batches).mean().item()
         lines["as trained"] = [[100 * share, value_of(model.decider)]]
-    at = 100 * min(shares, key=lambda share: abs(share - 0.25))
+    at = min([x for x, _ in lines["by gain"]] or [25], key=lambda x: abs(x - 25))
     values = [f"{np.interp(at, *zip(*line)):.2f} ({name})" for name, line in lines.items()
               if len(line) > 1]
     free = max(x for x, value in lines["a fixed set"] if abs(value - if_all_run) <= 0.05)
@@ -1242,24 +1238,23 @@ def about_runs(runs):
             flops=flops_per_token(run.model))
     return about
 
-def as_drawn(returned, draw):
+FORM = ("what is drawn must be {panel: {name: line}}, or, for a heat map, {panel: matrix}, of "
+        "lists, arrays, tensors and numbers")
+
+def as_drawn(returned):
     """What a statistic has returned -> what is drawn, as numbers.json has it: lists for tensors and
     arrays, and None for what is no number; and its sentence. NotHere if it has another form"""
-    drawn, sentence = returned if isinstance(returned, tuple) and len(returned) == 2 else (
-        returned, "")
-    form = "{panel: {name: line}}" if draw == "lines" else "{panel: matrix}"
+    drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
     if drawn is None:
         raise NotHere("it returned None; is a return missing?")
-    if not isinstance(drawn, dict) or draw == "lines" and not all(
-            isinstance(lines, dict) for name, lines in drawn.items() if name != "table"):
-        raise NotHere(f"it must return {form}, and a sentence, and it returned {drawn!r:.60}")
+    if not isinstance(drawn, dict):
+        raise NotHere(f"it returned {drawn!r:.40}, and {FORM}")
     if not isinstance(sentence, str):
         raise NotHere(f"its sentence is {sentence!r:.60}; make a text of it, as f\"...\" does")
     try:
         text = json.dumps(drawn, default=lambda value: value.tolist())
     except (AttributeError, TypeError, ValueError) as error:   # such as a set, or a tuple as a key
-        raise NotHere(f"what it returned has no form in numbers.json ({error}); use dicts, lists, "
-                      f"arrays, tensors, numbers and texts")
+        raise NotHere(f"what it returned has no form in numbers.json ({error}); {FORM}")
     return json.loads(text, parse_constant=lambda nan: None), sentence
 
 def show(name, runs, about):
@@ -1277,8 +1272,7 @@ def show(name, runs, about):
         try:
             if statistic.needs_puzzle and not run.puzzle:
                 raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
-            returned = as_drawn(statistic.measure(run), statistic.draw)
-            results[run_name], sentences[run_name] = returned
+            results[run_name], sentences[run_name] = as_drawn(statistic.measure(run))
         except NotHere as why:
             missing[run_name] = str(why)
         except (Exception, SystemExit) as error:   # A statistic of your own may raise any.
@@ -1293,8 +1287,7 @@ def show(name, runs, about):
             png, width = as_png(statistic, drawable, colors, columns)
             pictures.append(dict(png=base64.b64encode(png).decode(), width=96 * width))
     except Exception as error:   # What it got has some other form.
-        why = (f"it can't be drawn ({in_a_line(error, name)}); lines are {{panel: {{name: line}}}}, "
-               f"and heat maps {{panel: matrix}}")
+        why = f"it can't be drawn ({in_a_line(error, name)}); {FORM}"
         missing |= dict.fromkeys(results, why)
         results, sentences, pictures = {}, {}, []
     for run_name, why in missing.items():

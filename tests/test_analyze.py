@@ -408,9 +408,9 @@ def test_mistakes_in_a_statistic_of_your_own(no_stats):
              "heat": lambda run: {"a": [[1, 2]], "b": [[3, None]]}}
     wrong = {"divides": (lambda run: {"share": {"x": [each / 0 for each in run.worth]}}, "ended with ZeroDivisionError"),
              "forgets": (lambda run: None, "is a return missing"),
-             "x_and_y": (lambda run: (list(range(4)), run.worth), r"must return {panel: {name: line}}"),
+             "x_and_y": (lambda run: (list(range(4)), run.worth), "must be {panel: {name: line}}"),
              "number": (lambda run: ({"loss": {"x": run.worth}}, max(run.worth)), "its sentence is"),
-             "no_line": (lambda run: {"a panel": [1.0]}, "must return"),
+             "no_line": (lambda run: {"a panel": [1.0]}, "can't be drawn"),
              "no_matrix": (lambda run: {"": [[1, 2], [3]]}, "can't be drawn"),
              "a_set": (lambda run: {"a panel": {"line": {1, 2}}}, "no form in numbers.json"),
              "pairs": (lambda run: {(1, 2): {"line": [1]}}, "no form in numbers.json"),
@@ -427,7 +427,7 @@ def test_mistakes_in_a_statistic_of_your_own(no_stats):
     assert found["x"]["results"]["a"]["a panel"] == dict(lacks=[None, 1], empty=[])
     for name, (_, sentence) in wrong.items():
         assert sentence in found[name]["missing"]["a"] and not found[name]["pictures"] and not found[name]["results"], name
-        assert re.fullmatch("[^\n]{20,300}", found[name]["missing"]["a"])
+        assert re.fullmatch("[^\n]{20,400}", found[name]["missing"]["a"])
 
 # ---------------------------------------------------------------------------------- the page
 
