@@ -248,7 +248,8 @@ def test_who_turns_by_steps(run):
         gain = residual.gain(before).abs()[..., 0]
         assert row == means(run, lambda *_: torch.where(gain >= 0.3, gain.atan().rad2deg(), 0))
     n_run = means(run, lambda *_: trip.who_ran().sum(0)).expected   # Sublayers that a digit runs
-    assert sentence.endswith(f"A copied digit runs {n_run[0]:.1f} of 6 sublayers, and one after one step {n_run[1]:.1f}.")
+    words = f"A copied digit runs {n_run[0]:.1f} of 6 sublayers, and one after one step {n_run[1]:.1f}."
+    assert sentence.endswith(words)
     more = [row[1] - row[0] for row in panels[""]]
     assert sentence.startswith(f"Sublayer {1 + np.argmax(np.abs(more))} differs most")
 
@@ -306,7 +307,7 @@ def test_page_of_the_steps_text(page, data, text):
     assert line == "b3141" and name == "the answer" and right == solve(line, text)[-1] and len(rows) == 3
     assert "a probe reads up to step" in (page / "index.html").read_text()
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="there is no chromium here: the page was not seen in a browser")
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium here: the page was not seen in a browser")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_it(page, width):
     """In a window of this width"""
