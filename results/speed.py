@@ -70,7 +70,7 @@ def ours(residual, size, device="cpu", optimizer="adamw", lr=1e-3, seed=1, **opt
     model = GPT(GPTConfig(residual, size.n_layer, size.n_head, size.n_embd, size.T,
                           size.vocab_size, seed=seed, **options))
     config = TrainConfig(optimizer=optimizer, lr=lr, compile=device == "cuda")
-    call = make_ready(model, config, device)
+    _, call = make_ready(model, config, device)
     return SimpleNamespace(module=model, loss=lambda x, y: call(x, y)[1],
                            optimizers=make_optimizers(model, config))
 
