@@ -39,8 +39,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (ByGain, Decider, Norm, Trip, attend, call_residual, flops_per_token, map_stream,
-                   num_params, places_of, unit)
+from model import (ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream, num_params,
+                   places_of, unit)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
@@ -287,9 +287,13 @@ class Pass:
         self.model, self.embedding = model, model.wte(idx)
         self.updates = [torch.zeros_like(self.embedding) for _ in range(2 * len(model.order))]
         self.places = []   # those that were asked for an update
-        trip = Trip(model, decider, without, call=self.note)
-        self.trip = trip
-        self.streams = model.walk(idx, trip)
+        self.trip = trip = Trip(model, decider, without)
+        hooks = [residual.register_forward_pre_hook(self.note) for residual in model.residuals()]
+        try:
+            self.streams = model.walk(idx, trip)
+        finally:
+            for hook in hooks:
+                hook.remove()
         self.ran = trip.who_ran()
         if len(self.places) > len({*self.places}):
             raise NotHere("its residual runs a sublayer twice, so there is no one update")
@@ -299,20 +303,22 @@ class Pass:
         rules = zip(self.residuals, self.streams, [*self.updates, None])
         self.reads, self.raws, _ = zip(*(run_rule(*each) for each in rules))
 
-    def note(self, residual, stream, f, gain=None):
-        """The trip calls it in place of a residual, for the tokens that run."""
+    def note(self, residual, arguments):
+        """Called before each residual, for the tokens that run -> its arguments, with an f that
+        notes what it returns"""
+        stream, f, *gain = arguments
         place, answer = self.trip.place, self.trip.answers[-1]
 
         def noting(x):
-            self.places.append(place)
             update = f(x)   # (B, T, C), or, if some tokens skip, (N, C)
             if answer is True:
                 self.updates[place - 1] = update
             else:
                 self.updates[place - 1][answer] = update.flatten(0, -2)
+            self.places.append(place)
             return update
 
-        return call_residual(residual, stream, noting, gain)
+        return stream, noting, *gain
 
     def degrees(self):
         """By how much what is read turns, from each sublayer to the next reader: (2L, B, T)"""
