@@ -104,7 +104,7 @@ def inspect(folder, n_windows=512):
 def columns_of(folder, inspected):
     """Run folder -> the columns of runs.csv that are not in its plan"""
     model, config = inspected.model, inspected.config
-    ran = inspected.mean(lambda idx: inspected.forward(idx)[1].float().mean()).item()
+    ran = inspected.share_that_ran(model.decider).mean().item()
     ckpt = read_checkpoint(folder)   # The last log may be from some iterations before.
     tokens = ckpt["step"] * config["batch_size"] * config["block_size"]
     speeds = [entry["tok_s"] for entry in read_metrics(folder).values() if "tok_s" in entry]
