@@ -22,8 +22,6 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
 import atexit
 import contextlib
-import dataclasses
-import datetime
 import difflib
 import json
 import linecache
@@ -31,15 +29,12 @@ import math
 import os
 import random
 import re
-import shlex
 import signal
-import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 from unittest import mock
 
@@ -126,24 +121,21 @@ class TrainConfig:
     compile: bool = flag(False, "torch.compile; good on a GPU, after a minute or so")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
-    def problems(self):
-        """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
+    def problems(self):   # make_configs refuses with these sentences.
+        n_parts = self.grad_accum * N_PROCESSES
         if self.overwrite and (self.resume or self.or_resume):
             yield "--overwrite: contradicts --resume and --or_resume; give one of them"
         if self.remove and not self.init_from:
             yield "--remove: is for the blocks of an earlier run; add --init_from RUN"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
-        if self.batch_size % (self.grad_accum * N_PROCESSES):
-            yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes, "
-                   f"{self.grad_accum} x {N_PROCESSES}")
+        if self.batch_size % n_parts:
+            yield f"--batch_size {self.batch_size}: must be a multiple of {n_parts}, its parts"
         if self.equalize_grads and self.optimizer != "sgd":
             yield f"--equalize_grads: {self.optimizer} hardly sees a gradient's size; use sgd"
 
 CONFIGS = [GPTConfig, TrainConfig]
-
-# The usual learning rates, good ones for small models
-RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
+RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)   # the usual --lr, good ones for small models
 
 # --------------------------------------------------------------------------------------------- data
 
@@ -200,23 +192,19 @@ def evaluate(model, x, y, token_bytes):
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
-def other_loss(run, loss, before, dtype):
-    """A sentence if a checkpoint has another loss than when it was saved, before, else "". That is
-    None if a signal has stopped the run; dtype: in which it was computed then, as text"""
-    tolerance = 2e-2 if dtype == "bfloat16" else 2e-3
-    if before is None or abs(loss - before) <= tolerance * before:
+def other_loss(run, loss, before):
+    """-> a sentence if a checkpoint's loss isn't that which it was saved with, else "". before: that
+    one, or None if a signal had stopped the run. (bfloat16 makes less of a difference than 1 %.)"""
+    if before is None or abs(loss - before) <= 0.01 * before:
         return ""
     return (f"{run}: has the validation loss {loss:.4f} now, and had {before:.4f} when it was "
             f"saved: this is other code, or other data, than in the training")
 
 def refuse_if_not_finite(what, number, step, out):
     """Ends the run before it saves weights that are good for nothing."""
-    if math.isfinite(number):
-        return
-    remedy = "look at the model"   # It has not trained yet.
-    if step > 0:
-        remedy = f"go on from {out}/ckpt.pt, which is older, with --resume and a lower --lr"
-    refuse(f"iteration {step}: the {what} is not finite; {remedy}")
+    if not math.isfinite(number):
+        refuse(f"iteration {step}: the {what} is not finite; with a lower --lr, --resume can go on "
+               f"from {out}/ckpt.pt, if there is one")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 
@@ -253,9 +241,7 @@ def norms_of_blocks(model, equalizes):
 
 class Muon(torch.optim.Optimizer):
     """For matrices (Jordan et al. 2024): the momentum of the gradient is made orthogonal, so that a
-    step is equally large in every direction, not just where gradients are large. On a GPU this is
-    computed in bfloat16. If a gradient has few directions, as where nearly all tokens skip, much of
-    such a step is rounding noise."""
+    step is equally large in every direction, not just where gradients are large."""
     def __init__(self, groups, lr, momentum=0.95):
         super().__init__(groups, dict(lr=lr, momentum=momentum))
 
@@ -283,17 +269,26 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(x):
     """Matrices x (n, rows, columns) -> such with the same directions, whose singular values are
-    about 1 (0.7 to 1.2, or less if they were far below the others). Five steps of a polynomial
-    bring them there (Newton-Schulz). It is fast, and need not be exact."""
-    is_tall = x.shape[1] > x.shape[2]
-    x = x.mT if is_tall else x   # x @ x.mT is then the smaller one of two products.
-    if x.is_cuda:
-        x = x.bfloat16()
+    about 1 (0.7 to 1.2, or less if they were far below the others). Five steps bring them there,
+    each x <- x P with P = a + b x'x + c x'x x'x (Newton-Schulz). All is in float32: in bfloat16, a
+    gradient of few directions, as where nearly all tokens skip, would become rounding noise."""
+    if x.shape[1] < x.shape[2]:   # x'x is then the smaller one of two products.
+        return orthogonal(x.mT).mT
+    a, b, c = 3.4445, -4.7750, 2.0315
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    if x.shape[1] == x.shape[2]:
+        for _ in range(5):
+            gram = x.mT @ x
+            x = a * x + x @ (b * gram + c * gram @ gram)
+        return x
+    # A long x is multiplied only twice. In between, its small x'x tells all: it becomes P x'x P.
+    gram = x.mT @ x
+    product = identity = torch.eye(x.shape[2], device=x.device)
     for _ in range(5):
-        square = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    return x.mT if is_tall else x
+        P = a * identity + b * gram + c * gram @ gram
+        product = P @ product
+        gram = P @ (P @ gram)
+    return x @ product
 
 def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
@@ -342,7 +337,11 @@ def make_ready(model, config, device):
     if config.dtype == "bfloat16" or config.dtype == "auto" and has_bfloat16:
         model.compute_in(torch.bfloat16)   # its products, as with autocast
     if config.compile:
-        try_to_compile(device)
+        try:   # Without a C++ compiler, torch would say so in a hundred lines, and late.
+            torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+        except Exception as error:
+            refuse(f"--compile: doesn't work here; install a C++ compiler, or leave it out "
+                   f"({' '.join(str(error).split())[:200]})")
     wrapped = model
     if N_PROCESSES > 1:
         # Where tokens skip, it may be that a sublayer is run by no token of this process.
@@ -355,20 +354,19 @@ def train(model_config, config, ckpt, data, device, signals):
     with, or None; signals: a list, empty until Ctrl-C or a kill comes"""
     out, model = Path(config.out), make_model(model_config)
     step, flops, seconds = 0, 0.0, 0.0   # seconds: of training, without evaluations
-    if config.resume:
-        load_weights(model, ckpt, config.out)
-        step, flops, seconds = ckpt["step"], ckpt["flops"], ckpt["seconds"]
-    elif ckpt:
-        load_weights(model, ckpt, config.init_from, config.remove)
+    if ckpt:
+        load_weights(model, ckpt, config.out if config.resume else config.init_from)
     wrapped, call = make_ready(model, config, device)
-    dtype = "bfloat16" if model.lm_head.dtype == torch.bfloat16 else "float32"
     optimizers = make_optimizers(model, config)
-    settings = of_the_run(asdict(model_config) | asdict(config))
-    settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
+    settings = without(asdict(model_config) | asdict(config), HOW_IT_STARTS)
+    settings["tokenizer"] = data.tokenizer
     if config.resume:
-        load_moments(optimizers, ckpt)
+        step, flops, seconds = ckpt["step"], ckpt["flops"], ckpt["seconds"]
+        for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
+            # Rates and decay stay as the flags say.
+            optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
         loss, _, _ = evaluate(model, *data.val, data.token_bytes)
-        if warning := other_loss(out, loss, ckpt["val_loss"], ckpt["dtype"]):
+        if warning := other_loss(out, loss, ckpt["val_loss"]):
             say(warning)
     if step > 0:
         continue_run(out, settings, ckpt)
@@ -378,9 +376,8 @@ def train(model_config, config, ckpt, data, device, signals):
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
-    dense_flops = flops_per_token(model)
     began = time.perf_counter()
-    last = dict(step=step, flops=flops, seconds=seconds)   # when the last status line came
+    last_step, last_seconds = step, seconds   # when the last status line came
 
     while True:
         # If any process has got a signal, all of them stop at this step.
@@ -407,8 +404,7 @@ def train(model_config, config, ckpt, data, device, signals):
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
                                       flops=flops, seconds=seconds, optimizers=moments,
-                                      val_loss=found["val_loss"], dtype=dtype,
-                                      data=data.fingerprint))
+                                      val_loss=found["val_loss"], data=data.fingerprint))
             if step == 0:
                 begin_run(out, settings)   # Only now, an older run is replaced as a whole.
             if not is_stopped:
@@ -439,8 +435,7 @@ def train(model_config, config, ckpt, data, device, signals):
                 if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
                     record["mean_gain"] = gain.detach()
             records.append(record)
-            part_flops = flops_per_token(model, trip) if trip else dense_flops
-            token_flops += part_flops / config.grad_accum
+            token_flops += flops_per_token(model, trip) / config.grad_accum
         model.decider.after_iteration(trips, mean_of_all)   # --mod gain:rate moves its threshold.
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
@@ -465,49 +460,26 @@ def train(model_config, config, ckpt, data, device, signals):
             for name in records[0]:
                 mean = sum(record[name] for record in records) / len(records)
                 means[name] = mean_of_all(float(mean))   # that of this process, and that of all
-            now = dict(step=step, flops=flops, seconds=seconds + time.perf_counter() - began)
-            steps, new_flops, passed = (now[name] - last[name] for name in now)
-            progress, before = (progress_of(config, each["step"], each["flops"])
-                                for each in (now, last))
-            last, lr, tok_s = now, config.lr * factor, steps * tokens_per_step / passed
-            left = max(0.0, 1 - progress) / (progress - before) * passed
-            write_log(out, **now, lr=lr, grad_norm=norm.item(), grad_norms=block_norms.tolist(),
-                      tokens=step * tokens_per_step, tok_s=tok_s, **means)
+            seconds += time.perf_counter() - began
+            began = time.perf_counter()
+            tok_s = (step - last_step) * tokens_per_step / (seconds - last_seconds)
+            last_step, last_seconds = step, seconds
+            progress, lr = progress_of(config, step, flops), config.lr * factor
+            minutes_left = max(0.0, 1 - progress) / progress * seconds / 60
+            write_log(out, step=step, flops=flops, seconds=seconds, lr=lr, grad_norm=norm.item(),
+                      grad_norms=block_norms.tolist(), tokens=step * tokens_per_step, tok_s=tok_s,
+                      **means)
             gain = f"mean gain {means['mean_gain']:.3f} | " if "mean_gain" in means else ""
             say(f"iter {step:5d} | loss {means['loss']:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
-                f"{gain}{means['skip_rate']:.1%} skipped | {tok_s:,.0f} tokens/s, "
-                f"{new_flops / passed / 1e9:,.0f} GFLOP/s"
-                f"{share_of_peak(new_flops / passed, model.device)} | "
-                f"{datetime.timedelta(seconds=round(left))} left")
+                f"{gain}{means['skip_rate']:.1%} skipped | {tok_s:,.0f} tokens/s | "
+                f"{minutes_left:.1f} minutes left")
 
     mean_of_all(0)   # Nobody leaves while another one is still writing.
-    folder = shlex.quote(config.out)
     if is_stopped:
-        say(f"stopped at iteration {step}, all is saved; go on with: "
-            f"python train.py --out {folder} --resume")
+        say(f"stopped at iteration {step}, all is saved; go on with --out {out} --resume")
         return 1
-    say_if_it_was_better(out, step)
-    say(f"done: {folder} holds the run\n"
-        f"next: python sample.py {folder}   or: python analyze.py {folder}")
+    say(f"done; next: python sample.py {out}   or: python analyze.py {out}")
     return 0
-
-# FLOP/s of a GPU in dense bfloat16 products, as its maker says
-PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
-
-def share_of_peak(flop_s, device):
-    """FLOP/s of all processes -> the share of what their GPUs could do, in words, if it is known"""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    shares = [flop_s / peak / N_PROCESSES for name, peak in PEAKS.items() if name in gpu]
-    return f" ({shares[0]:.0%} of the peak)" if shares else ""
-
-def say_if_it_was_better(out, last):
-    """last: the last iteration, with whose weights the run ends"""
-    losses = {step: entry["val_loss"] for step, entry in read_metrics(out).items()
-              if "val_loss" in entry}
-    best = min(losses, key=losses.get, default=last)
-    if best != last and losses[best] < losses.get(last, -math.inf):
-        say(f"the validation loss was lower at iteration {best}: {losses[best]:.4f}; only the last "
-            f"weights are kept")
 
 # --------------------------------------------------------------------------------------------- main
 
@@ -515,7 +487,7 @@ def main(argv=None):
     """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
     typed = read_flags(argv)
     # Nobody else, nor prepare.py, writes to that folder from here on.
-    with locked(typed["out"]) if RANK == 0 else contextlib.nullcontext(), memory_errors_told():
+    with locked(typed["out"]) if RANK == 0 else contextlib.nullcontext():
         if typed.get("or_resume") and Path(typed["out"], "ckpt.pt").exists():
             typed["resume"] = True
         model_config, config, ckpt = gather_settings(typed)
@@ -542,14 +514,14 @@ def read_flags(argv=None):
     typed = read_command_line(CONFIGS, argv, __doc__, epilog=residuals_in_words())
     if "vocab_size" in typed:   # `main` sets it.
         refuse("--vocab_size: the data say it; leave it out")
-    for name in "resume", "or_resume":
-        if typed.get(name) and "out" not in typed:
-            refuse(f"--{name}: continues the run in --out; give --out, too")
-    for name in typed.keys() & {"config", "init_from", "remove"} if typed.get("resume") else ():
-        refuse(f"--{name}: is for new runs, and --resume continues one; leave it out")
+    for name in "config", "init_from", "remove":
+        if typed.get("resume") and name in typed:
+            refuse(f"--{name}: is for new runs, and --resume continues one; leave it out")
     if "out" not in typed:   # That of attnres:group=4 is runs/attnres-group4.
-        residual = find_settings(typed)[0]["residual"]
-        typed["out"] = "runs/" + re.sub(r"[^\w.-]+", "-", str(residual).replace("=", ""))
+        if typed.get("resume") or typed.get("or_resume"):
+            refuse("--resume, --or_resume: continue the run in --out; give --out, too")
+        residual = typed.get("residual") or gather_settings(typed)[0].residual
+        typed["out"] = "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
     return typed
 
 def residuals_in_words():
@@ -561,70 +533,62 @@ def residuals_in_words():
 
 # What is typed counts. A flag that isn't typed gets its value from the first of these that has it:
 #
-#     --resume, --or_resume   all settings of the run in --out, as its checkpoint has them
-#     --config RUN or FILE    those with which that run began, or those of a file
-#     --init_from RUN         the model of that run
-#     the defaults
+#                            what it gives                                  what it fixes
+#     --resume, --or_resume  all settings, as the checkpoint has them       FIXED_IN_A_RUN
+#     --config RUN or FILE   all with which that run began, or of a file    nothing
+#     --init_from RUN        its model                                      FIXED_BY_WEIGHTS
+#     the defaults           all the others                                 nothing
 
 DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
-THIS_START = "out", "config", "resume", "or_resume", "overwrite"   # have to be typed
-FROM_DATA = "tokenizer", "vocab_size"
-
-# What a run that goes on can't change: all of its model (but kernels only say how it is computed),
-# and what the order of its data, its moments, or the comparison of its losses depend on
-MODEL = [name for name in asdict(GPTConfig()) if name not in ("kernels", "vocab_size")]
-FIXED = *MODEL, "batch_size", "optimizer", "eval_windows"
-# With these, weights can train on in a new run, by --init_from.
-FREE = "seed", "block_size", "repeat", "deep_supervision", "mod", "gain_cost"
-
-def find_settings(typed):
-    """What is typed, a dict -> all settings, a dict; the checkpoint to begin with, or None; and a
-    dict of those settings that have to be as they were"""
-    if typed.get("resume"):
-        ckpt = read_checkpoint(typed["out"])
-        earlier = of_the_run(ckpt["settings"])
-        # With --or_resume, --init_from may be typed. It says how the run began, and that is over.
-        typed = typed | dict(init_from=earlier["init_from"], remove=earlier["remove"])
-        return DEFAULTS | earlier | typed, ckpt, {name: earlier[name] for name in FIXED}
-    earlier, ckpt, fixed = {}, None, {}
-    if "config" in typed:
-        earlier = read_settings(typed["config"])
-        if typed.get("optimizer", earlier.get("optimizer")) != earlier.get("optimizer"):
-            earlier.pop("lr", None)   # It was for another optimizer.
-    source = typed.get("init_from", earlier.get("init_from"))
-    if source:
-        ckpt = read_checkpoint(str(source))
-        model = {name: ckpt["settings"][name] for name in MODEL}
-        blocks = typed.get("remove", earlier.get("remove"))
-        if blocks and model["repeat"]:
-            refuse(f"--remove: would change what --repeat {model['repeat']} of {source} means")
-        model["n_layer"] -= len(read_blocks(blocks, model["n_layer"]))
-        fixed = {name: model[name] for name in model if name not in FREE}
-        earlier = model | earlier
-    return DEFAULTS | earlier | typed, ckpt, fixed
+HOW_IT_STARTS = {"out", "config", "resume", "or_resume", "overwrite"}   # is typed, and never saved
+MODEL = {*asdict(GPTConfig())} - {"vocab_size", "kernels"}   # Kernels only say how it is computed.
+FIXED_BY_WEIGHTS = MODEL - {"seed", "block_size", "repeat", "deep_supervision", "mod", "gain_cost"}
+# Also what its moments, the order of its data, and the comparison of its losses depend on
+FIXED_IN_A_RUN = MODEL | {"optimizer", "batch_size", "eval_windows"}
 
 def gather_settings(typed):
     """What is typed, a dict -> model_config, config, and the checkpoint to begin with, or None.
     SystemExit or Mistake, with a sentence, if a value is impossible"""
-    settings, ckpt, fixed = find_settings(typed)
+    earlier, fixed, ckpt = {}, set(), None
+    if typed.get("resume"):
+        source = typed["out"]
+        ckpt = read_checkpoint(source)
+        earlier, fixed = ckpt["settings"], FIXED_IN_A_RUN
+        # With --or_resume, they may be typed. They say how the run began, and that is over.
+        typed = without(typed, {"config", "init_from", "remove"})
+    elif "config" in typed:
+        earlier = read_settings(typed["config"])
+        if typed.get("optimizer", earlier.get("optimizer")) != earlier.get("optimizer"):
+            earlier.pop("lr", None)   # It was for another optimizer.
+    asked = earlier | typed
+    if ckpt is None and asked.get("init_from"):
+        source = str(asked["init_from"])
+        ckpt = read_checkpoint(source)
+        remove_blocks(ckpt, asked.get("remove"))
+        asked = {name: ckpt["settings"][name] for name in MODEL} | asked
+        fixed = FIXED_BY_WEIGHTS
+    settings = without(DEFAULTS | asked, {"tokenizer"})   # The data say that.
     rule = class_named(settings["residual"], RESIDUALS, Residual)
     class_named(settings["mod"], DECIDERS, Decider)
-    with errors_named(rule):   # A config makes one of each, to see what they can do.
+    with errors_named(rule.__name__):   # A config makes one of each, to see what they can do.
         model_config, config = make_configs(CONFIGS, settings)
     if "gate_lr" in typed and not rule.own_lr:
-        refuse(f"--gate_lr: nothing in --residual {settings['residual']} trains with it")
+        refuse(f"--gate_lr: nothing in --residual {model_config.residual} trains with it")
     model_config.residual = with_options(model_config.residual, RESIDUALS)
     model_config.mod = with_options(model_config.mod, DECIDERS)
     config.lr = config.lr or RATES[config.optimizer]
-    settings |= asdict(model_config)
-    for name, before in fixed.items():
+    settings = asdict(model_config) | asdict(config)
+    for name in sorted(fixed):
+        before = ckpt["settings"][name]
         if settings[name] != before:
-            run = config.out if config.resume else config.init_from
-            refuse(f"--{name} {settings[name]}: {run} has {before or 'none'}, and can't change it; "
-                   f"leave it out, or start a new run")
+            refuse(f"--{name} {settings[name]}: {source} has {before or 'none'}, and can't change "
+                   f"it; leave it out, or start a new run")
     if config.resume and config.max_iters < ckpt["step"] and not config.max_flops:
-        refuse(f"--max_iters {config.max_iters}: {config.out} has {ckpt['step']} already")
+        refuse(f"--max_iters {config.max_iters}: {source} has {ckpt['step']} already")
     return model_config, config, ckpt
+
+def without(settings, names):
+    return {name: value for name, value in settings.items() if name not in names}
 
 def with_options(text, registry):
     """("nag", RESIDUALS) -> "nag:directions=32,power=0.5". Runs are saved so: who edits a default
@@ -636,10 +600,6 @@ def with_options(text, registry):
                      if type(value) in TYPE_NAMES)   # These can be typed.
     return f"{name}:{words}" if words else name
 
-def of_the_run(settings):
-    return {name: value for name, value in settings.items()
-            if name not in (*THIS_START, *FROM_DATA)}
-
 def read_settings(path):
     """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
     file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
@@ -647,10 +607,9 @@ def read_settings(path):
         settings = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError) as error:
         refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
-    for name in THIS_START:
-        if name in settings:
-            refuse(f"{file}: {name!r} says how a run is started; take it out, and type --{name}")
-    return of_the_run(settings)
+    for name in HOW_IT_STARTS & settings.keys():
+        refuse(f"{file}: {name!r} says how a run is started; take it out, and type --{name}")
+    return settings
 
 def read_blocks(text, n_blocks):
     """Of --remove: "9,10" -> [8, 9], as blocks are numbered in the code; "" or None -> []"""
@@ -660,18 +619,32 @@ def read_blocks(text, n_blocks):
         refuse(f"--remove {text}: name some, not all, of the blocks 1 to {n_blocks}, as in 1,2")
     return sorted({int(word) - 1 for word in words})
 
+def remove_blocks(ckpt, text):
+    """Takes blocks out of a checkpoint, as --remove says. Those behind them get lower numbers."""
+    settings, weights = ckpt["settings"], {}
+    removed = read_blocks(text, settings["n_layer"])
+    if removed and settings["repeat"]:
+        refuse(f"--remove: would change what --repeat {settings['repeat']} of that run means")
+    kept = [block for block in range(settings["n_layer"]) if block not in removed]
+    for name, weight in ckpt["model"].items():
+        words = name.split(".")
+        if words[0] == "blocks":   # such as blocks.3.attn.c_proj.weight
+            if int(words[1]) in removed:
+                continue
+            words[1] = str(kept.index(int(words[1])))
+        weights[".".join(words)] = weight
+    ckpt["model"], settings["n_layer"] = weights, len(kept)
+
 # --------------------------------------------------------------------------------------- run folder
 
-# A run is a folder:
+# A run is a folder. People pass them on, so no code in one is run.
 #
 #     config.json      the settings it began with: the flags, and the tokenizer
 #     metrics.jsonl    a JSON object a line. What --resume has changed is here, too, with its flag:
 #                      {"step": 200, "--lr": 0.01}
 #     ckpt.pt          the last checkpoint, which is enough by itself: model (weights), settings
-#                      (those in force now), optimizers (moments), step, flops, seconds, val_loss
-#                      and the dtype in which it was computed, data (a fingerprint)
-#
-# People pass such folders on, so no code in one is run.
+#                      (those in force now), optimizers (moments), step, flops, seconds, val_loss,
+#                      data (a fingerprint)
 
 def read_metrics(run):
     """-> {step: all that metrics.jsonl says about it}"""
@@ -685,32 +658,20 @@ def read_metrics(run):
 def read_checkpoint(run):
     """-> what a run's ckpt.pt holds, a dict. A flag that is younger than it has its default."""
     path = Path(run) / "ckpt.pt"
-    if Path(run).is_file():
-        refuse(f"{run}: is a file; name the folder of a run")
     if not path.exists():
-        refuse(f"{path}: no checkpoint there, seen from {os.getcwd()}; name a run of train.py")
+        refuse(f"{path}: no checkpoint there, seen from {os.getcwd()}; name the folder of a run")
     try:
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        ckpt["settings"] = of_the_run(DEFAULTS) | ckpt["settings"]
+        ckpt["settings"] = without(DEFAULTS, HOW_IT_STARTS) | ckpt["settings"]
         return {name: ckpt[name] for name in ("model", "settings", "optimizers", "step", "flops",
-                                              "seconds", "val_loss", "dtype", "data")}
+                                              "seconds", "val_loss", "data")}
     except Exception as error:   # There are many ways in which a file can be broken.
         what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
         refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what[:200]})")
 
-def load_weights(model, ckpt, run, remove=""):
-    """remove: blocks to leave out, as that flag says; those behind them get lower numbers"""
-    removed, n_layer = read_blocks(remove, ckpt["settings"]["n_layer"]), ckpt["settings"]["n_layer"]
-    kept = [block for block in range(n_layer) if block not in removed]
-    weights = {}
-    for name, weight in ckpt["model"].items():
-        words = name.split(".")
-        if words[0] != "blocks":
-            weights[name] = weight
-        elif int(words[1]) in kept:
-            words[1] = str(kept.index(int(words[1])))
-            weights[".".join(words)] = weight
+def load_weights(model, ckpt, run):
+    weights = ckpt["model"]
     if ckpt["settings"]["mod"] != model.config.mod:   # Another decider has all to learn.
         weights = {name: w for name, w in weights.items() if not name.startswith("decider.")}
         weights |= {f"decider.{name}": w for name, w in model.decider.state_dict().items()}
@@ -721,15 +682,10 @@ def load_weights(model, ckpt, run, remove=""):
         refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
                f"was trained ({what})")
 
-def load_moments(optimizers, ckpt):
-    for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
-        # Rates and decay stay as the flags say.
-        optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
-
 def open_run(run, device="auto"):
     """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
-    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss, its dtype, and
-    fingerprint of the data. Nothing is written. device: as that flag. SystemExit if it can't be"""
+    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss, and fingerprint
+    of the data. Nothing is written. device: as that flag. SystemExit if it can't be"""
     ckpt = read_checkpoint(run)
     # --kernels on was right for the machine that trained. Without Triton, it would be refused.
     settings = ckpt["settings"] | dict(kernels="auto")
@@ -742,16 +698,13 @@ def open_run(run, device="auto"):
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
     return model, settings | dict(step=ckpt["step"], val_loss=ckpt["val_loss"],
-                                  val_dtype=ckpt["dtype"], fingerprint=ckpt["data"])
+                                  fingerprint=ckpt["data"])
 
 def data_of_run(run, settings, data="", model=None):
     """-> the folder of the data on which a run was trained, and a sentence if they have changed
     since, or, with its model, if its loss has; else "". settings: as open_run returns them; data:
     where they are now, if they moved"""
     folder = data or settings["data"]
-    if not Path(folder).exists():
-        refuse(f"{run}: was trained on {settings['data']}, and {folder} is not here; say where "
-               f"these data are, with --data")
     tokenizer = prepare.load_meta(folder)["tokenizer"]
     if tokenizer != settings["tokenizer"]:
         refuse(f"{run}: its tokens are those of {settings['tokenizer']}; {folder} has {tokenizer}")
@@ -761,23 +714,19 @@ def data_of_run(run, settings, data="", model=None):
         return folder, ""
     x, y = prepare.windows_of(folder, "val", settings["block_size"], settings["eval_windows"])
     loss, _, _ = evaluate(model, x, y, prepare.token_bytes(tokenizer, settings["vocab_size"]))
-    return folder, other_loss(run, loss, settings["val_loss"], settings["val_dtype"])
+    return folder, other_loss(run, loss, settings["val_loss"])
 
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
-    if (out / "meta.json").exists():
-        refuse(f"--out {out}: is a data set; take another --out")
+    config = out / "config.json"
     found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
-    try:   # Other programs have a config.json or a ckpt.pt, too. That of a run has a residual.
-        is_run = "residual" in json.loads((out / "config.json").read_text())
-    except (OSError, TypeError, ValueError):
-        is_run = False
-    if found and not is_run:
-        refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
+    # Other programs have a config.json or a ckpt.pt, too. That of a run has a residual.
+    is_run = config.exists() and '"residual"' in config.read_text(errors="replace")
+    if (out / "meta.json").exists() or found and not is_run:
+        refuse(f"--out {out}: holds a data set, or files of another program; take another --out")
     if found and not overwrite:
         how = "--resume continues it" if "ckpt.pt" in found else "its ckpt.pt is gone"
-        refuse(f"--out {out}: holds a run already; {how}, --overwrite replaces it, another --out "
-               f"keeps it")
+        refuse(f"--out {out}: holds a run; {how}, --overwrite replaces it, another --out keeps it")
 
 def write_log(out, **values):
     """Adds a line to metrics.jsonl."""
@@ -809,9 +758,6 @@ def continue_run(out, settings, ckpt):
     if changed:
         entries.append(dict(step=ckpt["step"]) | changed)
         words = " ".join(f"{name} {value}" for name, value in changed.items())
-        rates = [f"{rate_of(each, ckpt):.2e}" for each in (before, settings)]
-        if rates[0] != rates[1]:   # A longer run lets it rise again, say.
-            words += f"; so the learning rate goes from {rates[0]} to {rates[1]}"
         say(f"from iteration {ckpt['step']} on: {words}")
     if RANK == 0:
         with whole_file(out / "metrics.jsonl") as file:
@@ -819,12 +765,7 @@ def continue_run(out, settings, ckpt):
     if changed:
         save_checkpoint(out, ckpt | dict(settings=settings))
 
-def rate_of(settings, ckpt):
-    """The learning rate that these settings, a dict, have at the iteration of a checkpoint"""
-    config = SimpleNamespace(**settings)
-    return config.lr * lr_factor(config, progress_of(config, ckpt["step"], ckpt["flops"]))
-
-# --------------------------------------------------------------- device, processes, signals, errors
+# ----------------------------------------------------------------------- device, processes, signals
 
 def set_up_device(name, n_embd):
     """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
@@ -839,15 +780,6 @@ def set_up_device(name, n_embd):
     if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
         torch.set_num_threads(1)
     return "cpu"
-
-def try_to_compile(device):
-    """Without a C++ compiler, torch says so in a hundred lines, and late. One is better, now."""
-    try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
-    except Exception as error:   # of many kinds
-        what = " ".join(str(error).split())[:200]
-        refuse(f"--compile: torch can't compile on this machine; install a C++ compiler, such as "
-               f"g++, or leave it out ({what})")
 
 def join_processes(device):
     """If there are several, they can exchange numbers and gradients from then on."""
@@ -873,7 +805,7 @@ def noted_signals():
         signals.append(number)
         signal.signal(number, usual[number])
 
-    if threading.current_thread() is threading.main_thread():   # No other one gets signals.
+    with contextlib.suppress(ValueError):   # from a thread that isn't the main one, and gets none
         for name in "SIGINT", "SIGTERM", "SIGHUP":
             number = getattr(signal, name, None)   # Windows has no SIGHUP.
             if number and signal.getsignal(number) is not signal.SIG_IGN:   # nohup ignores SIGHUP.
@@ -884,40 +816,31 @@ def noted_signals():
         for number, handler in usual.items():
             signal.signal(number, handler)
 
-@contextlib.contextmanager
-def memory_errors_told():
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if "allocate" not in str(error) and not isinstance(error, MemoryError):
-            raise
-        refuse(f"out of memory: a larger --grad_accum, a smaller --batch_size or model, or "
-               f"--checkpoint_blocks needs less ({' '.join(str(error).split())[:150]})")
-
-# ----------------------------------------------------------------- a trial of your own classes
+# ------------------------------------------------------------------- a trial of your own classes
 
 # A mistake in a class of yours is to cost you seconds, and not an hour. So, first of all, train.py
 # lets a few tokens pass the residual and the decider of a config, forward and backward, as in a
-# training. (tests/test_model.py -k NAME takes longer, and finds more.)
+# training. A Mistake says what was seen, and what to do. (pytest tests/test_model.py -k NAME takes
+# longer, and finds more.)
 
 def look_for_mistakes(config):
     """Mistake, with a sentence, if the class that --residual or --mod names has one"""
     rule = class_named(config.residual, RESIDUALS, Residual)
     decider = class_named(config.mod, DECIDERS, Decider)
     # The depth and the width are yours, and all else is small.
-    small = dataclasses.replace(config, block_size=4, vocab_size=8, mlp_ratio=0.1, kernels="off")
-    with errors_named(rule):
-        look_at_first_weights(lambda: make_residual(small, 1))
+    small = replace(config, block_size=4, vocab_size=8, mlp_ratio=0.1, kernels="off")
+    with errors_named(rule.__name__):
+        look_at_linears(rule.__name__, lambda: make_residual(small, 1))
         model = make_model(small)
-        look_at_parts(model, rule.__name__)
-        look_at_passes(model, rule.__name__, Decider(), model.residuals())   # All tokens run.
+        look_at_parts(rule.__name__, model)
+        look_at_passes(rule.__name__, model, Decider(), model.residuals())   # All tokens run.
     if model.ends.can_skip:
-        with errors_named(rule, " where some tokens skip (can_skip = False says that none can)"):
-            look_at_gradients(model.train(), rule.__name__, Coins(small, rate=0.5))
+        with errors_named(f"{rule.__name__}, where some tokens skip (can_skip = False forbids it),"):
+            look_at_gradients(rule.__name__, model.train(), Coins(small, rate=0.5))
     if decider is not Decider:
-        with errors_named(decider):
-            look_at_first_weights(lambda: make_decider(small))
-            look_at_passes(model, decider.__name__, model.decider, [model.decider])
+        with errors_named(decider.__name__):
+            look_at_linears(decider.__name__, lambda: make_decider(small))
+            look_at_passes(decider.__name__, model, model.decider, [model.decider])
             _, _, trip = one_pass(model, model.decider, targets=IDX)
             model.decider.after_iteration([trip], mean_of_all=float)
 
@@ -928,61 +851,55 @@ def class_named(text, registry, base):
         return base   # A config's `problems` will say so.
     kind = partial(registry[name]).func   # the class, of a partial, too
     if not isinstance(kind, type) or not issubclass(kind, base):
-        raise Mistake(f"{name} must be a class that is derived from {base.__name__}")
+        raise Mistake(f"{name} is no class that is derived from {base.__name__}; write one")
     known = {*dir(kind.__mro__[1])} - {*dir(torch.nn.Module)} | {"forward"}
     for written in vars(kind):
         near = difflib.get_close_matches(written, known, 1, 0.85)
         if near and written not in known and not written.startswith(near[0]):
             raise Mistake(f"{kind.__name__} has a {written}; did you mean {near[0]}?")
-    replaced = [each for each in known if getattr(kind, each) is not getattr(base, each, None)
-                and callable(getattr(kind, each))]
-    if kind is not base and not replaced and (base is Decider or "__init__" not in vars(kind)):
+    changes = vars(kind).keys() & (known if base is Decider else {*known, "__init__"})
+    if kind is not base and not changes:
         raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its forward")
-    if isinstance(getattr(kind, "own_lr", ()), str):
-        raise Mistake(f'{kind.__name__}.own_lr must be a tuple; that of one name is ("NAME",)')
-    if getattr(kind, "knows_gain", False) and "gain" not in option_defaults(kind.forward):
-        raise Mistake(f"{kind.__name__} knows gains; write forward(self, stream, f, gain=None)")
     return kind
 
 @contextlib.contextmanager
-def errors_named(kind, where=""):
+def errors_named(who):
     """An error in a residual or a decider becomes a Mistake, a sentence, with its line of code."""
     try:
         yield
     except Mistake:
         raise
     except Exception as error:
-        lines, torchs = [], os.path.dirname(torch.__file__)
+        where = ""
         for frame, line in traceback.walk_tb(error.__traceback__):
-            file, is_of = frame.f_code.co_filename, frame.f_locals.get("self")
-            if isinstance(is_of, (Residual, Decider)) and not file.startswith(torchs):
-                lines.append((file, line))
-        for file, line in lines[-1:]:
-            where += f", in line {line} of {file}, {linecache.getline(file, line).strip()!r}"
+            file = frame.f_code.co_filename
+            is_own = isinstance(frame.f_locals.get("self"), (Residual, Decider))
+            if is_own and "torch" not in Path(file).parts:
+                where = f" in line {line} of {file}, {linecache.getline(file, line).strip()!r}"
         what = " ".join(str(error).split())[:200]
-        raise Mistake(f"{kind.__name__} fails{where}: {what}") from error
+        raise Mistake(f"{who} fails{where}: {what}") from error
 
-def look_at_first_weights(make):
+def look_at_linears(name, make):
     """GPT draws the weight of each nn.Linear anew, whatever a class has set it to."""
     def set_to_a_number(linear):
         torch.nn.init.constant_(linear.weight, 0.125)
 
     with mock.patch.object(torch.nn.Linear, "reset_parameters", set_to_a_number):
-        made = make()
-    for name, module in made.named_modules():
+        modules = make().named_modules()
+    for key, module in modules:
         if isinstance(module, torch.nn.Linear) and (module.weight != 0.125).any():
-            raise Mistake(f"{type(made).__name__} sets {name}.weight, which GPT draws anew, as "
-                          f"each nn.Linear's; use nn.Parameter, which stays as it is")
+            raise Mistake(f"{name} sets {key}.weight, which GPT draws anew, as each nn.Linear's; "
+                          f"use nn.Parameter, which stays as it is")
 
-def look_at_parts(model, name):
+def look_at_parts(name, model):
     known = {key for residual in model.residuals() for key, _ in residual.named_parameters()}
     for key in model.ends.own_lr:
         if key not in known:
-            raise Mistake(f"{name}.own_lr names {key!r}, and its parameters are "
-                          f"{', '.join(sorted(known)) or 'none'}")
+            raise Mistake(f"{name}.own_lr names {key!r}; it must be a tuple of some of "
+                          f"{sorted(known)}")
     if not model.ends.as_tensor(model.ends.start(model.wte(IDX))).any():
-        raise Mistake(f"{name}: as_tensor of the first stream is all zeros; of a stream of several "
-                      f"parts, it takes the first one, unless you write an as_tensor")
+        raise Mistake(f"{name}.as_tensor of the first stream is all zeros; write one that returns "
+                      f"what the head is to read")
 
 def watched(residual, stream, f, gain=None):
     """residual(stream, f, gain), and a look at what it does"""
@@ -995,8 +912,8 @@ def watched(residual, stream, f, gain=None):
     after = call_residual(residual, stream, noted, gain)
     if not all(x.isfinite().all() for x in tensors(after)):
         raise Mistake(f"{name} returns numbers that are not finite, before any training")
-    same = [torch.equal(x, old) for x, old in zip(tensors(stream), before)]
-    if len(tensors(stream)) != len(before) or not all(same):
+    now = tensors(stream)
+    if len(now) != len(before) or not all(map(torch.equal, now, before)):
         raise Mistake(f"{name} changes its stream in place; write x = x + u, not x += u")
     # If it draws whether it calls f at all, it may do so in training.
     if len(inputs) > 1 or not inputs and not residual.training:
@@ -1026,34 +943,28 @@ def one_pass(model, decider, idx=IDX, targets=None, cache=None, seed=0, call=wat
     logits, loss = model(idx, targets, cache, trip)
     return logits, loss, trip
 
-def look_at_passes(model, name, decider, modules):
-    look_at_draws(model.train(), name, decider)
-    look_at_other_tokens(model.eval(), name, decider)
-    look_at_flops(model.eval(), name, decider)
-    look_at_gradients(model.train(), name, decider, modules)
+def look_at_passes(name, model, decider, modules):
+    look_at_gradients(name, model.train(), decider, modules)
+    look_at_other_tokens(name, model.eval(), decider)
+    look_at_flops(name, model, decider)
 
-def look_at_draws(model, name, decider):
-    elsewhere = random.getstate(), np.random.get_state()[2]
-    losses = [one_pass(model, decider, targets=IDX)[1] for _ in range(2)]
-    if losses[0] != losses[1] or elsewhere != (random.getstate(), np.random.get_state()[2]):
-        raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw them by torch.rand")
-
-def look_at_gradients(model, name, decider, modules=()):
+def look_at_gradients(name, model, decider, modules=()):
     """modules: those whose parameters must get one"""
     for seed in range(10):   # A class may draw which parameters are used.
-        one_pass(model, decider, targets=IDX, seed=seed)[1].backward()
-        missing = [(module, key) for module in modules for key, p in module.named_parameters()
+        elsewhere = random.getstate(), np.random.get_state()[2]
+        losses = [one_pass(model, decider, targets=IDX, seed=seed)[1] for _ in range(2)]
+        if losses[0] != losses[1] or elsewhere != (random.getstate(), np.random.get_state()[2]):
+            raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw by torch.rand")
+        losses[0].backward()
+        missing = [key for module in modules for key, p in module.named_parameters()
                    if p.requires_grad and p.grad is None]
         if not missing:
             return
-    module, key = missing[0]
-    if module is model.ends:
-        key += " of model.ends, which has no sublayer (if self.has_sublayer: ..),"
-    raise Mistake(f"{name}: {key} gets no gradient, so it never learns. Comparisons, .item() and "
-                  f".detach() pass none on")
+    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns. Comparisons, .item() "
+                  f"and .detach() pass none on; and `ends` has no sublayer (if self.has_sublayer: ..)")
 
 @torch.no_grad()
-def look_at_other_tokens(model, name, decider):
+def look_at_other_tokens(name, model, decider):
     """Three tokens keep their logits if a later one changes, or another sequence, or if they come
     one by one, as in sampling."""
     def logits(idx, seed=0, cache=None):
@@ -1071,7 +982,7 @@ def look_at_other_tokens(model, name, decider):
         if (usual - those)[:, :3].abs().max() > 3e-5 * max(1.0, usual.abs().max().item()):
             raise Mistake(f"{name} looks at {what}; only f may look at other tokens")
 
-def look_at_flops(model, name, decider):
+def look_at_flops(name, model, decider):
     """Compares what is counted with what torch has seen. It overlooks products with a vector, which
     deciders may have, and the usual attention of CPUs, so that is written out."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
