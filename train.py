@@ -14,8 +14,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 #
 #     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
 #     decider     says which tokens skip which sublayers (model.py, part 3)
-#     Trip        one pass in which tokens may skip. It notes what happened: who skipped, the loss,
-#                 the gains (how much sublayers change a token; some residuals know it)
+#     Trip        one pass in which tokens may skip. It notes who skipped, the loss, and the gains
+#     gain        how much a sublayer changes a token; some residuals know it
 #     gate        a parameter that trains with --gate_lr. Residuals list theirs in own_lr.
 #     part        a batch has grad_accum x processes parts. Each process takes its own in turn.
 #                 (A part is what nanoGPT calls its batch: its batch_size is that of a part.)
@@ -24,7 +24,6 @@ import atexit
 import contextlib
 import difflib
 import json
-import linecache
 import math
 import os
 import random
@@ -52,7 +51,6 @@ from flags import (TYPE_NAMES, Mistake, flag, make_configs, mute, option_default
 from model import (DECIDERS, GPT, Coins, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Trip,
                    call_residual, flops_per_token, for_training, make_decider, make_residual,
                    needed_trip, num_params)
-from prepare import locked, whole_file
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
 RANK = int(os.environ.get("RANK", 0))
@@ -67,26 +65,23 @@ def say(text):
 
 def mean_of_all(number):
     """Each process gives a number, such as a loss -> their mean. All wait here for each other."""
-    if N_PROCESSES == 1:
-        return number
     total = torch.tensor(number, dtype=torch.float64)
-    dist.all_reduce(total)
+    if N_PROCESSES > 1:
+        dist.all_reduce(total)
     return total.item() / N_PROCESSES
 
 # ----------------------------------------------------------------------------------------- settings
 
 @dataclass
 class TrainConfig:
-    """Each field is a flag: flag(default, help, lowest, highest). With a `group`, --help begins a
-    new section. The model's size and the seed are in GPTConfig, in model.py."""
+    """flag(default, help, lowest, highest). The model's flags, and the seed, are in GPTConfig."""
     data: str = flag("data/stdlib", "folder of token shards, made by prepare.py", group="run")
     out: str = flag("", "run folder; without it runs/RESIDUAL")
     config: str = flag("", "a run, or a file such as configs/gpt2.json, whose settings to take")
     init_from: str = flag("", "an earlier run, whose model and weights to begin with")
     remove: str = flag("", "blocks of --init_from to do without, from 1: 2 or 9,10")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
-    or_resume: bool = flag(False, "begin, or go on if --out has a checkpoint; for torchrun's "
-                                 "--max_restarts")
+    or_resume: bool = flag(False, "go on if --out has a checkpoint, else begin (torchrun restarts)")
     overwrite: bool = flag(False, "replace the run in --out, when the new one has a checkpoint")
 
     max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
@@ -95,13 +90,11 @@ class TrainConfig:
     eval_windows: int = flag(128, "fixed validation windows of block_size tokens", 1, 1e5)
     log_interval: int = flag(20, "iterations between status lines", 1, 1e9)
 
-    batch_size: int = flag(16, "sequences per iteration, of all processes together", 1, 1e6,
-                           group="optimizer")
+    batch_size: int = flag(16, "sequences per iteration, in all", 1, 1e6, group="optimizer")
     grad_accum: int = flag(1, "parts of a batch that each process takes in turn", 1, 1e6)
     optimizer: Literal["adamw", "sgd", "muon"] = flag(
         "muon", "muon: for the matrices of blocks, and adamw for the rest; sgd has momentum beta1")
-    lr: float = flag(0.0, "peak learning rate; 0: 0.02 for muon, 0.006 for adamw, 0.1 for sgd",
-                     0, 1e3)
+    lr: float = flag(0.0, "its peak; 0: 0.02 for muon, 0.006 for adamw, 0.1 for sgd", 0, 1e3)
     gate_lr: float = flag(1e-3, "that of gates: parameters that a residual lists in own_lr", 0, 1e3)
     min_lr: float = flag(0.1, "final learning rate / peak", 0, 1)
     warmup: float = flag(0.05, "share of the run with a rising learning rate", 0, 1)
@@ -113,11 +106,9 @@ class TrainConfig:
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
     equalize_grads: bool = flag(False, "for sgd: give the gradients of all blocks the same norm")
 
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
-                                                  group="machine")
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda where it is", group="machine")
     dtype: Literal["auto", "float32", "bfloat16"] = flag(
-        "auto", "of matrix products; auto: bfloat16 on GPUs that have it. Weights and the stream "
-                "are always float32")
+        "auto", "of matrix products; auto: bfloat16 on GPUs since Ampere. All else is float32")
     compile: bool = flag(False, "torch.compile; good on a GPU, after a minute or so")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
@@ -144,7 +135,6 @@ class Data:
     def __init__(self, config, block_size):
         folder = config.data
         if RANK == 0 and folder == TrainConfig.data and not prepare.shard_paths(folder):
-            say(f"{folder} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", folder])
         mean_of_all(0)   # The first process may still be writing.
         meta = prepare.load_meta(folder)
@@ -157,9 +147,8 @@ class Data:
         self.fingerprint = prepare.fingerprint(folder)   # --resume wants the same data.
 
 def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="cpu"):
-    """One of the n_parts of a batch: x, y (batch_size / n_parts, T). The batch depends on seed,
-    step and batch_size only, so there is no random state to save: any number of processes, and a
-    run that is resumed, see the same batches."""
+    """One of the n_parts of a batch: x, y (batch_size / n_parts, T). It depends on seed, step and
+    batch_size only, so any number of processes, and a run that is resumed, see the same batches."""
     T = model_config.block_size
     n_windows = sum(len(shard) - T for shard in data.shards)   # numbered through all shards
     starts = np.random.default_rng((model_config.seed, step)).integers(0, n_windows, batch_size)
@@ -170,19 +159,16 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 
 # --------------------------------------------------------------------------------------- evaluation
 
-AT_A_TIME = 8   # windows
-
 @torch.no_grad()
 def evaluate(model, x, y, token_bytes):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that was
-    skipped. token_bytes (V,): how many bytes each token is. No batch size is asked for, and draws
-    belong to the windows: so a checkpoint has one loss, whoever evaluates it."""
+    skipped. token_bytes (V,): how many bytes each token is. A checkpoint has one loss, whoever
+    evaluates it: eight windows at a time, and their own draws."""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
     with torch.random.fork_rng(devices=[]):   # In a notebook, its own draws go on as before.
-        for begin in range(0, len(x), AT_A_TIME):
-            xi, yi = x[begin:begin + AT_A_TIME], y[begin:begin + AT_A_TIME]
-            torch.manual_seed(begin)   # --mod coins draws who skips.
+        for seed, (xi, yi) in enumerate(zip(x.split(8), y.split(8))):
+            torch.manual_seed(8 * seed)   # --mod coins draws who skips.
             trip = needed_trip(model)
             _, loss = model(xi.to(model.device), yi.to(model.device), trip=trip)
             share = len(xi) / len(x)
@@ -193,9 +179,8 @@ def evaluate(model, x, y, token_bytes):
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
 def other_loss(run, loss, before):
-    """-> a sentence if a checkpoint's loss isn't that which it was saved with, else "". before: that
-    one, or None if a signal had stopped the run. (bfloat16 makes less of a difference than 1 %.)"""
-    if before is None or abs(loss - before) <= 0.01 * before:
+    """-> a sentence if a checkpoint's loss isn't what it was when it was saved, before, else "" """
+    if abs(loss - before) <= 0.01 * before:   # bfloat16 makes less of a difference.
         return ""
     return (f"{run}: has the validation loss {loss:.4f} now, and had {before:.4f} when it was "
             f"saved: this is other code, or other data, than in the training")
@@ -213,8 +198,7 @@ def progress_of(config, step, flops):
     return flops / config.max_flops if config.max_flops else step / config.max_iters
 
 def lr_factor(config, progress):
-    """Learning rate / its peak: it rises to 1, then falls to min_lr, as a cosine or at the end only
-    (wsd). progress: see progress_of"""
+    """Learning rate / its peak: it rises to 1, then falls to min_lr. progress: see progress_of"""
     progress = min(1.0, progress)
     if progress < config.warmup:
         return progress / config.warmup
@@ -226,8 +210,7 @@ def lr_factor(config, progress):
     return 1 - (1 - config.min_lr) * fallen
 
 def norms_of_blocks(model, equalizes):
-    """-> the norm of each block's gradients, (L,). equalizes: scales those of each block, so that
-    all get the same norm: the root mean square of what they have had"""
+    """-> the norm of each block's gradients, (L,). equalizes: scales them to their mean square"""
     grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
     norms = torch.stack([get_total_norm(each).to(model.device) for each in grads])   # 0 of none
     if equalizes:
@@ -249,17 +232,13 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             momentum, together = group["momentum"], {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
+            for p in [p for p in group["params"] if p.grad is not None]:
                 if p not in self.state:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
                 ahead = p.grad.lerp(mean, momentum)   # one iteration ahead: Nesterov's way
-                # A GPU takes all matrices of a shape at once, because one is too small for it. A
-                # CPU takes one by one, because one fits into its cache.
-                key = p.shape if p.is_cuda else p
-                together.setdefault(key, []).append((p, ahead))
+                # A GPU takes all of a shape at once; a CPU takes one, which fits into its cache.
+                together.setdefault(p.shape if p.is_cuda else p, []).append((p, ahead))
             for pairs in together.values():
                 updates = orthogonal(torch.stack([ahead for _, ahead in pairs]))
                 for (p, _), update in zip(pairs, updates):
@@ -293,8 +272,7 @@ def orthogonal(x):
 def make_optimizers(model, config):
     """-> a list of optimizers: AdamW or SGD; with --optimizer muon AdamW, and Muon for the matrices
     of blocks. Only matrices have weight decay. One --lr is for all: with muon, AdamW has 0.02, too.
-    One of your own needs a name in --optimizer, a rate in RATES, and lines here. A resumed run gets
-    back what it has in self.state[p]."""
+    One of your own needs a name in --optimizer, a rate in RATES, and lines here."""
     in_own_lr = {p for residual in model.residuals() for name, p in residual.named_parameters()
                  if name in residual.own_lr}
     in_blocks = set(model.blocks.parameters())
@@ -308,17 +286,17 @@ def make_optimizers(model, config):
             for_muon.append(p)
         else:
             matrices.append(p)
-    betas, gate_betas = (config.beta1, config.beta2), (config.gate_beta1, config.beta2)
     # peak_lr is a key of ours: before each step, `train` sets lr = peak_lr * lr_factor.
-    groups = [dict(params=matrices, peak_lr=config.lr, weight_decay=config.weight_decay),
+    usual = dict(peak_lr=config.lr, weight_decay=config.weight_decay)
+    groups = [dict(params=matrices) | usual,
               dict(params=vectors, peak_lr=config.lr, weight_decay=0.0),
-              dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0, betas=gate_betas)]
-    if config.optimizer == "sgd":   # It has one momentum for all, and no use for betas.
+              dict(params=gates, peak_lr=config.gate_lr, weight_decay=0.0,
+                   betas=(config.gate_beta1, config.beta2))]   # SGD has no use for betas.
+    if config.optimizer == "sgd":
         return [torch.optim.SGD(groups, config.lr, momentum=config.beta1)]
-    optimizers = [torch.optim.AdamW(groups, config.lr, betas, fused=True)]
+    optimizers = [torch.optim.AdamW(groups, config.lr, (config.beta1, config.beta2), fused=True)]
     if for_muon:
-        groups = [dict(params=for_muon, peak_lr=config.lr, weight_decay=config.weight_decay)]
-        optimizers.append(Muon(groups, config.lr))
+        optimizers.append(Muon([dict(params=for_muon) | usual], config.lr))
     return optimizers
 
 # ----------------------------------------------------------------------------------------- the loop
@@ -373,9 +351,8 @@ def train(model_config, config, ckpt, data, device, signals):
     n_parts = config.grad_accum * N_PROCESSES
     tokens_per_step = config.batch_size * model_config.block_size
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
-    say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
-        f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
-        f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
+    say(f"{model_config.residual}: {num_params(model) / 1e6:.2f}M parameters; iterations {step} to "
+        f"{goal} of {tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
     began = time.perf_counter()
     last_step, last_seconds = step, seconds   # when the last status line came
 
@@ -391,24 +368,23 @@ def train(model_config, config, ckpt, data, device, signals):
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
             seconds += time.perf_counter() - began   # Meanwhile, the clock stands still.
-            found = dict(val_loss=None)
-            if not is_stopped:
-                loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
-                refuse_if_not_finite("validation loss", loss, step, out)
-                found = dict(val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
-                say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
-                    f"{skipped:.1%} skipped")
+            loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
+            say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
+                f"{skipped:.1%} skipped")
+            refuse_if_not_finite("validation loss", loss, step, out)
             weight_norm = get_total_norm(model.parameters()).item()
             refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
                                       flops=flops, seconds=seconds, optimizers=moments,
-                                      val_loss=found["val_loss"], data=data.fingerprint))
-            if step == 0:
-                begin_run(out, settings)   # Only now, an older run is replaced as a whole.
-            if not is_stopped:
-                write_log(out, step=step, seconds=seconds, **found)
+                                      val_loss=loss, data=data.fingerprint))
+            if step == 0:   # Only now, an older run is replaced as a whole.
+                write_whole(out / "config.json", json.dumps(settings, indent=2))
+                write_whole(out / "metrics.jsonl", "")
+            if not is_stopped:   # Who goes on logs what a run logs that wasn't stopped.
+                write_log(out, step=step, seconds=seconds, val_loss=loss, val_bpb=bits,
+                          val_skip_rate=skipped)
             began = time.perf_counter()
         if is_last:
             break
@@ -487,7 +463,7 @@ def main(argv=None):
     """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
     typed = read_flags(argv)
     # Nobody else, nor prepare.py, writes to that folder from here on.
-    with locked(typed["out"]) if RANK == 0 else contextlib.nullcontext():
+    with prepare.locked(typed["out"]) if RANK == 0 else contextlib.nullcontext():
         if typed.get("or_resume") and Path(typed["out"], "ckpt.pt").exists():
             typed["resume"] = True
         model_config, config, ckpt = gather_settings(typed)
@@ -499,11 +475,10 @@ def main(argv=None):
         join_processes(device)
         data = Data(config, model_config.block_size)
         if config.resume and data.fingerprint != ckpt["data"]:
-            refuse(f"{config.out}: is of other data than --data has now; put it back, or start a "
-                   f"new run")
+            refuse(f"{config.out}: is of other data than --data has now; put those back")
         if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
-            refuse(f"--init_from {config.init_from}: its tokens are those of "
-                   f"{ckpt['settings']['tokenizer']}, and {config.data} has {data.tokenizer}")
+            refuse(f"--data {config.data}: needs the tokenizer of the weights of --init_from, "
+                   f"{ckpt['settings']['tokenizer']}, and has {data.tokenizer}")
         # The rows of embedding and head: multiples of 64 are fast.
         model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
         with noted_signals() as signals, torch.random.fork_rng(devices=[]):
@@ -512,8 +487,6 @@ def main(argv=None):
 def read_flags(argv=None):
     """The command line -> what is typed, a dict. `out` is always in it."""
     typed = read_command_line(CONFIGS, argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `main` sets it.
-        refuse("--vocab_size: the data say it; leave it out")
     for name in "config", "init_from", "remove":
         if typed.get("resume") and name in typed:
             refuse(f"--{name}: is for new runs, and --resume continues one; leave it out")
@@ -524,8 +497,7 @@ def read_flags(argv=None):
         typed["out"] = "runs/" + re.sub(r"[^\w.-]+", "-", residual.replace("=", ""))
     return typed
 
-def residuals_in_words():
-    """For --help"""
+def residuals_in_words():   # for --help
     names = [with_options(name, RESIDUALS) for name in RESIDUALS]
     return "residuals, with their options:\n  " + "\n  ".join(names)
 
@@ -621,19 +593,17 @@ def read_blocks(text, n_blocks):
 
 def remove_blocks(ckpt, text):
     """Takes blocks out of a checkpoint, as --remove says. Those behind them get lower numbers."""
-    settings, weights = ckpt["settings"], {}
+    settings, weights = ckpt["settings"], ckpt["model"]
     removed = read_blocks(text, settings["n_layer"])
     if removed and settings["repeat"]:
         refuse(f"--remove: would change what --repeat {settings['repeat']} of that run means")
-    kept = [block for block in range(settings["n_layer"]) if block not in removed]
-    for name, weight in ckpt["model"].items():
-        words = name.split(".")
-        if words[0] == "blocks":   # such as blocks.3.attn.c_proj.weight
-            if int(words[1]) in removed:
-                continue
-            words[1] = str(kept.index(int(words[1])))
-        weights[".".join(words)] = weight
-    ckpt["model"], settings["n_layer"] = weights, len(kept)
+    kept = [number for number in range(settings["n_layer"]) if number not in removed]
+    ckpt["model"] = {name: w for name, w in weights.items() if not name.startswith("blocks.")}
+    for new, old in enumerate(kept):
+        for name, weight in weights.items():
+            if name.startswith(f"blocks.{old}."):
+                ckpt["model"][name.replace(f".{old}.", f".{new}.", 1)] = weight
+    settings["n_layer"] = len(kept)
 
 # --------------------------------------------------------------------------------------- run folder
 
@@ -679,21 +649,17 @@ def load_weights(model, ckpt, run):
         model.load_state_dict(weights)
     except RuntimeError as error:
         what = " ".join(str(error).split())[:300]
-        refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
-               f"was trained ({what})")
+        refuse(f"{run}: its weights do not fit; use the model.py of its training ({what})")
 
 def open_run(run, device="auto"):
     """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
-    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss, and fingerprint
-    of the data. Nothing is written. device: as that flag. SystemExit if it can't be"""
+    settings, a dict: the flags, tokenizer, step, val_loss, and fingerprint of the data. device: as
+    that flag. Nothing is written."""
     ckpt = read_checkpoint(run)
     # --kernels on was right for the machine that trained. Without Triton, it would be refused.
     settings = ckpt["settings"] | dict(kernels="auto")
-    config = GPTConfig(**{name: settings[name] for name in asdict(GPTConfig())})
-    try:
-        model = make_model(config)
-    except ValueError as problem:
-        refuse(f"{run}: {problem}. (Is a class of yours gone from model.py?)")
+    [config] = make_configs([GPTConfig], {name: settings[name] for name in asdict(GPTConfig())})
+    model = make_model(config)
     model.n_vocab = prepare.VOCABULARIES[settings["tokenizer"]]
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
@@ -701,9 +667,8 @@ def open_run(run, device="auto"):
                                   fingerprint=ckpt["data"])
 
 def data_of_run(run, settings, data="", model=None):
-    """-> the folder of the data on which a run was trained, and a sentence if they have changed
-    since, or, with its model, if its loss has; else "". settings: as open_run returns them; data:
-    where they are now, if they moved"""
+    """-> the folder of a run's data, or `data` if they have moved; and a sentence if they have
+    changed, or, with its model, if its loss has, else "". settings: as open_run returns them"""
     folder = data or settings["data"]
     tokenizer = prepare.load_meta(folder)["tokenizer"]
     if tokenizer != settings["tokenizer"]:
@@ -728,8 +693,7 @@ def refuse_if_taken(out, overwrite):
         how = "--resume continues it" if "ckpt.pt" in found else "its ckpt.pt is gone"
         refuse(f"--out {out}: holds a run; {how}, --overwrite replaces it, another --out keeps it")
 
-def write_log(out, **values):
-    """Adds a line to metrics.jsonl."""
+def write_log(out, **values):   # a line of metrics.jsonl
     if RANK == 0:
         with open(out / "metrics.jsonl", "a") as file:
             file.write(json.dumps(values) + "\n")
@@ -737,17 +701,13 @@ def write_log(out, **values):
 def save_checkpoint(out, state):
     """state: what ckpt.pt is to hold, a dict. A kill, or a full disk, leaves the older one."""
     if RANK == 0:
-        with whole_file(out / "ckpt.pt") as file:
+        with prepare.whole_file(out / "ckpt.pt") as file:
             torch.save(state, file)
 
-def begin_run(out, settings):
-    """The other files of a new run, when it has its first checkpoint. (Whoever is killed here comes
-    here again by --resume, because that checkpoint is of iteration 0.)"""
+def write_whole(path, text):
     if RANK == 0:
-        with whole_file(out / "config.json") as file:
-            file.write(json.dumps(settings, indent=2).encode())
-        with whole_file(out / "metrics.jsonl"):
-            pass   # It is empty.
+        with prepare.whole_file(path) as file:
+            file.write(text.encode())
 
 def continue_run(out, settings, ckpt):
     """What was logged after the checkpoint goes: the run takes those steps again. What this start
@@ -757,11 +717,8 @@ def continue_run(out, settings, ckpt):
     changed = {f"--{name}": value for name, value in settings.items() if value != before[name]}
     if changed:
         entries.append(dict(step=ckpt["step"]) | changed)
-        words = " ".join(f"{name} {value}" for name, value in changed.items())
-        say(f"from iteration {ckpt['step']} on: {words}")
-    if RANK == 0:
-        with whole_file(out / "metrics.jsonl") as file:
-            file.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
+        say(f"from iteration {ckpt['step']} on: {changed}")
+    write_whole(out / "metrics.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries))
     if changed:
         save_checkpoint(out, ckpt | dict(settings=settings))
 
@@ -775,8 +732,7 @@ def set_up_device(name, n_embd):
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"   # torchrun sets it.
         torch.cuda.set_device(device)
         return device
-    # Small models are faster with one thread of the CPU, much so if other programs are busy.
-    # OMP_NUM_THREADS, if it is set, decides instead. (torchrun sets it.)
+    # Small models are faster with one thread, much so if other programs are busy.
     if "OMP_NUM_THREADS" not in os.environ and n_embd < 512:
         torch.set_num_threads(1)
     return "cpu"
@@ -833,16 +789,17 @@ def look_for_mistakes(config):
         look_at_linears(rule.__name__, lambda: make_residual(small, 1))
         model = make_model(small)
         look_at_parts(rule.__name__, model)
-        look_at_passes(rule.__name__, model, Decider(), model.residuals())   # All tokens run.
+        try_training(rule.__name__, model, Decider(), model.residuals())   # All tokens run.
+        try_reading(rule.__name__, model, Decider())
     if model.ends.can_skip:
-        with errors_named(f"{rule.__name__}, where some tokens skip (can_skip = False forbids it),"):
-            look_at_gradients(rule.__name__, model.train(), Coins(small, rate=0.5))
+        with errors_named(f"{rule.__name__}, where some tokens skip (can_skip = False says no),"):
+            try_training(rule.__name__, model, Coins(small, rate=0.5))
     if decider is not Decider:
         with errors_named(decider.__name__):
             look_at_linears(decider.__name__, lambda: make_decider(small))
-            look_at_passes(decider.__name__, model, model.decider, [model.decider])
-            _, _, trip = one_pass(model, model.decider, targets=IDX)
-            model.decider.after_iteration([trip], mean_of_all=float)
+            try_training(decider.__name__, model, model.decider, [model.decider])
+            try_reading(decider.__name__, model, model.decider)
+            model.decider.after_iteration([one_pass(model, model.decider)[2]], mean_of_all=float)
 
 def class_named(text, registry, base):
     """("nag:power=1", RESIDUALS, Residual) -> NAG. Mistake if it has a misspelt method, say"""
@@ -851,14 +808,14 @@ def class_named(text, registry, base):
         return base   # A config's `problems` will say so.
     kind = partial(registry[name]).func   # the class, of a partial, too
     if not isinstance(kind, type) or not issubclass(kind, base):
-        raise Mistake(f"{name} is no class that is derived from {base.__name__}; write one")
+        raise Mistake(f"{name} must be a class that is derived from {base.__name__}")
     known = {*dir(kind.__mro__[1])} - {*dir(torch.nn.Module)} | {"forward"}
     for written in vars(kind):
         near = difflib.get_close_matches(written, known, 1, 0.85)
         if near and written not in known and not written.startswith(near[0]):
             raise Mistake(f"{kind.__name__} has a {written}; did you mean {near[0]}?")
-    changes = vars(kind).keys() & (known if base is Decider else {*known, "__init__"})
-    if kind is not base and not changes:
+    useful = known if base is Decider else {*known, "__init__"}   # It may choose another norm.
+    if kind is not base and not useful & vars(kind).keys():
         raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its forward")
     return kind
 
@@ -870,23 +827,18 @@ def errors_named(who):
     except Mistake:
         raise
     except Exception as error:
-        where = ""
-        for frame, line in traceback.walk_tb(error.__traceback__):
-            file = frame.f_code.co_filename
-            is_own = isinstance(frame.f_locals.get("self"), (Residual, Decider))
-            if is_own and "torch" not in Path(file).parts:
-                where = f" in line {line} of {file}, {linecache.getline(file, line).strip()!r}"
+        frames = traceback.extract_tb(error.__traceback__)
+        last = [frame for frame in frames if "torch" not in Path(frame.filename).parts][-1]
         what = " ".join(str(error).split())[:200]
-        raise Mistake(f"{who} fails{where}: {what}") from error
+        raise Mistake(f"{who} fails in line {last.lineno} of {last.filename}, {last.line!r}: "
+                      f"{what}") from error
 
 def look_at_linears(name, make):
     """GPT draws the weight of each nn.Linear anew, whatever a class has set it to."""
-    def set_to_a_number(linear):
-        torch.nn.init.constant_(linear.weight, 0.125)
-
-    with mock.patch.object(torch.nn.Linear, "reset_parameters", set_to_a_number):
-        modules = make().named_modules()
-    for key, module in modules:
+    with mock.patch("torch.nn.Linear.reset_parameters",
+                    lambda linear: torch.nn.init.constant_(linear.weight, 0.125)):
+        made = make()
+    for key, module in made.named_modules():
         if isinstance(module, torch.nn.Linear) and (module.weight != 0.125).any():
             raise Mistake(f"{name} sets {key}.weight, which GPT draws anew, as each nn.Linear's; "
                           f"use nn.Parameter, which stays as it is")
@@ -895,10 +847,10 @@ def look_at_parts(name, model):
     known = {key for residual in model.residuals() for key, _ in residual.named_parameters()}
     for key in model.ends.own_lr:
         if key not in known:
-            raise Mistake(f"{name}.own_lr names {key!r}; it must be a tuple of some of "
+            raise Mistake(f"{name}.own_lr names {key!r}; it must be a tuple, of some of "
                           f"{sorted(known)}")
     if not model.ends.as_tensor(model.ends.start(model.wte(IDX))).any():
-        raise Mistake(f"{name}.as_tensor of the first stream is all zeros; write one that returns "
+        raise Mistake(f"{name}.as_tensor of the first stream is all zeros; write one that takes "
                       f"what the head is to read")
 
 def watched(residual, stream, f, gain=None):
@@ -910,81 +862,71 @@ def watched(residual, stream, f, gain=None):
         return f(x)
 
     after = call_residual(residual, stream, noted, gain)
+    now = tensors(stream)
     if not all(x.isfinite().all() for x in tensors(after)):
         raise Mistake(f"{name} returns numbers that are not finite, before any training")
-    now = tensors(stream)
     if len(now) != len(before) or not all(map(torch.equal, now, before)):
         raise Mistake(f"{name} changes its stream in place; write x = x + u, not x += u")
     # If it draws whether it calls f at all, it may do so in training.
     if len(inputs) > 1 or not inputs and not residual.training:
         raise Mistake(f"{name} calls f {len(inputs)} times; sampling and FLOPs rely on one call")
-    got, made = ([tuple(x.shape) for x in tensors(each)] for each in (stream, after))
+    got, made = ([tuple(x.shape) for x in each] for each in (now, tensors(after)))
     if got != made and not residual.stream_grows:
-        raise Mistake(f"{name}.forward got a stream of the shapes {got} and returned {made}. Is a "
-                      f"return missing? (A stream of its own form needs a method start, too.)")
+        raise Mistake(f"{name} got a stream of the shapes {got} and returned {made}. Is a return "
+                      f"missing? (A stream of its own form needs a method start, too.)")
     return after
 
-def tensors(stream):
-    """A list of all that are in it"""
-    if torch.is_tensor(stream):
-        return [stream]
-    if not isinstance(stream, (dict, list, tuple)):
-        return []
-    parts = stream.values() if isinstance(stream, dict) else stream
-    return [x for part in parts for x in tensors(part)]
+def tensors(stream):   # a list of all that are in it
+    if isinstance(stream, dict):
+        stream = [*stream.values()]
+    if isinstance(stream, (list, tuple)):
+        return [x for part in stream for x in tensors(part)]
+    return [stream] if torch.is_tensor(stream) else []
 
 IDX = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
 
-def one_pass(model, decider, idx=IDX, targets=None, cache=None, seed=0, call=watched):
+def one_pass(model, decider, idx=IDX, seed=0, cache=None, call=watched):
     """-> logits, loss, and the trip. In training, gains are asked for, if there are any."""
     torch.manual_seed(seed)
     trip = Trip(model, decider, call=call)
     trip.pays = model.training and model.ends.knows_gain
-    logits, loss = model(idx, targets, cache, trip)
-    return logits, loss, trip
+    return *model(idx, idx if model.training else None, cache, trip), trip
 
-def look_at_passes(name, model, decider, modules):
-    look_at_gradients(name, model.train(), decider, modules)
-    look_at_other_tokens(name, model.eval(), decider)
-    look_at_flops(name, model, decider)
-
-def look_at_gradients(name, model, decider, modules=()):
-    """modules: those whose parameters must get one"""
-    for seed in range(10):   # A class may draw which parameters are used.
+def try_training(name, model, decider, modules=()):
+    """modules: those whose parameters must all get a gradient"""
+    model.train()
+    for seed in range(10):   # A class may draw which of them are used.
         elsewhere = random.getstate(), np.random.get_state()[2]
-        losses = [one_pass(model, decider, targets=IDX, seed=seed)[1] for _ in range(2)]
+        losses = [one_pass(model, decider, seed=seed)[1] for _ in range(2)]
         if losses[0] != losses[1] or elsewhere != (random.getstate(), np.random.get_state()[2]):
-            raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw by torch.rand")
+            raise Mistake(f"{name} draws numbers that --seed doesn't reach; use torch.rand")
         losses[0].backward()
         missing = [key for module in modules for key, p in module.named_parameters()
                    if p.requires_grad and p.grad is None]
         if not missing:
             return
-    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns. Comparisons, .item() "
-                  f"and .detach() pass none on; and `ends` has no sublayer (if self.has_sublayer: ..)")
+    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns; call f, use no .item() "
+                  f"nor comparison, and make it if self.has_sublayer only: model.ends has none")
 
 @torch.no_grad()
-def look_at_other_tokens(name, model, decider):
+def try_reading(name, model, decider):
     """Three tokens keep their logits if a later one changes, or another sequence, or if they come
-    one by one, as in sampling."""
-    def logits(idx, seed=0, cache=None):
-        return one_pass(model, decider, torch.tensor(idx), cache=cache, seed=seed)[0][:1]
+    one by one, as in sampling. (A class that draws numbers draws others then.)"""
+    def logits(idx=IDX, **options):
+        return one_pass(model, decider, idx, **options)[0]
 
-    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
-    found = {"later tokens": logits([[0, 1, 2, 7], [4, 5, 6, 7]]),
-             "other sequences": logits([[0, 1, 2, 3], [7, 6, 5, 4]])}
-    if torch.equal(usual, logits([[0, 1, 2, 3], [4, 5, 6, 7]], seed=1)):   # It draws nothing.
+    model.eval()
+    usual, later, other = logits(), IDX.clone(), IDX.clone()
+    later[0, 3], other[1] = 7, IDX[1].flip(0)
+    found = {"later tokens": logits(later), "other sequences": logits(other)}
+    if torch.equal(usual, logits(seed=1)):
         cache = KVCache(4)
-        one_by_one = [logits([[token]], cache=cache) for token in range(4)]
-        found["earlier tokens (so sampling, where they come one by one, differs)"] = torch.cat(
-            one_by_one, dim=1)
+        one_by_one = [logits(idx, cache=cache) for idx in IDX.split(1, dim=1)]
+        found["earlier tokens, so sampling differs"] = torch.cat(one_by_one, dim=1)
     for what, those in found.items():
-        if (usual - those)[:, :3].abs().max() > 3e-5 * max(1.0, usual.abs().max().item()):
+        if (usual - those)[0, :3].abs().max() > 3e-5 * usual.abs().max().clamp_min(1):
             raise Mistake(f"{name} looks at {what}; only f may look at other tokens")
-
-def look_at_flops(name, model, decider):
-    """Compares what is counted with what torch has seen. It overlooks products with a vector, which
-    deciders may have, and the usual attention of CPUs, so that is written out."""
+    # torch's counter overlooks products with a vector, and the usual attention of CPUs.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         _, _, trip = one_pass(model, decider, call=call_residual)
     said, ran = flops_per_token(model, trip), counter.get_total_flops() / IDX.numel()
