@@ -905,8 +905,8 @@ def try_training(name, model, decider, modules=()):
                    if p.requires_grad and p.grad is None]
         if not missing:
             return
-    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns; call f, use no .item() "
-                  f"nor comparison, and make it if self.has_sublayer only: model.ends has none")
+    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns; call f, and use no "
+                  f".item(); in model.ends, which has no sublayer, it may have no use")
 
 @torch.no_grad()
 def try_reading(name, model, decider):
