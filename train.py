@@ -258,15 +258,14 @@ def orthogonal(x):
     if x.shape[1] == x.shape[2]:
         for _ in range(5):
             gram = x.mT @ x
-            x = a * x + x @ (b * gram + c * gram @ gram)
+            x = a * x + x @ torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         return x
     # A long x is multiplied only twice. In between, its small x'x tells all: it becomes P x'x P.
-    gram = x.mT @ x
-    product = identity = torch.eye(x.shape[2], device=x.device)
-    for _ in range(5):
-        P = a * identity + b * gram + c * gram @ gram
-        product = P @ product
-        gram = P @ (P @ gram)
+    for step in range(5):
+        gram = P @ (P @ gram) if step > 0 else x.mT @ x
+        P = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        P.diagonal(dim1=1, dim2=2).add_(a)
+        product = P @ product if step > 0 else P
     return x @ product
 
 def make_optimizers(model, config):

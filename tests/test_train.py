@@ -292,12 +292,9 @@ def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch, capsys):
 
 def test_configs():
     """Typed, then --config, then defaults. A file may say some settings only."""
-    gpt, config = parsed(f"--config {ROOT}/configs/gpt2.json --n_layer 6")
-    assert [gpt.n_layer, gpt.n_embd, config.batch_size, config.lr] == [6, 768, 512, 1e-2]
-    assert config.min_lr == train.TrainConfig.min_lr and config.compile
-    assert not parsed(f"--config {ROOT}/configs/gpt2.json --no-compile")[1].compile
-    gpt, config = parsed("--n_layer 6")
-    assert [gpt.n_layer, gpt.n_embd, config.optimizer, config.lr] == [6, 128, "muon", 0.02]
+    gpt, config = parsed(f"--config {ROOT}/configs/gpt2.json --n_layer 6 --no-compile")
+    assert [gpt.n_layer, gpt.n_embd, config.batch_size, config.compile] == [6, 768, 512, False]
+    assert config.min_lr == train.TrainConfig.min_lr and config.lr == 1e-2
 
 @pytest.mark.parametrize("text, flags, rate", [
     ('{"optimizer": "adamw", "lr": 1e-3}', "--optimizer adamw", 1e-3), ('{"lr": 3e-2}', "", 3e-2),
@@ -458,24 +455,20 @@ def test_optimizer_groups(residual):
     model = GPT(GPTConfig(**TINY, residual=residual))
     # A residual of one's own may have a parameter of three dimensions.
     model.blocks[0].register_parameter("own", torch.nn.Parameter(torch.randn(2, 3, 4)))
-    names = {p: name for name, p in model.named_parameters()}
-    own = {id(getattr(r, name)) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
-    assert own or residual not in ("nag", "attnres")
+    gates = {getattr(r, name) for r in model.residuals() for name in r.own_lr if hasattr(r, name)}
+    assert gates or residual not in ("nag", "attnres")
     for optimizer in "adamw", "sgd", "muon":
         config = train.TrainConfig(optimizer=optimizer, lr=0.02, gate_lr=5e-4, gate_beta1=0.5, beta1=0.7)
         made = train.make_optimizers(model, config)
-        groups = [group for each in made for group in each.param_groups]
-        for group in groups:
-            for p in group["params"]:
-                decays = p.dim() >= 2 and id(p) not in own
-                assert group["weight_decay"] == (0.1 if decays else 0), names[p]
-                assert group["peak_lr"] == (5e-4 if id(p) in own else 2e-2)
-                if optimizer == "adamw":
-                    assert group["betas"] == (0.5 if id(p) in own else 0.7, 0.95)
-    by_muon = made[1].param_groups[0]["params"]
-    taken = {names[p] for p in by_muon}
-    assert all(p.dim() == 2 for p in by_muon) and all(name.startswith("blocks.") for name in taken)
-    assert taken >= {name for name in names.values() if re.search("c_(attn|fc|proj).weight$", name)}
+        groups = {p: group for each in made for group in each.param_groups for p in group["params"]}
+        for name, p in model.named_parameters():
+            assert groups[p]["weight_decay"] == (0.1 if p.dim() >= 2 and p not in gates else 0), name
+            assert groups[p]["peak_lr"] == (5e-4 if p in gates else 2e-2)
+            if optimizer == "adamw":
+                assert groups[p]["betas"] == (0.5 if p in gates else 0.7, 0.95)
+    by_muon = {name for name, p in model.named_parameters() if groups[p] is made[1].param_groups[0]}
+    assert all(re.match(r"blocks\.", name) and groups for name in by_muon) and "blocks.0.own" not in by_muon
+    assert by_muon >= {name for name, _ in model.named_parameters() if re.search("c_(attn|fc|proj).weight$", name)}
 
 needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
 
@@ -673,12 +666,6 @@ def test_two_runs_in_one_folder(data, copy):
     assert go(data, copy, "--overwrite --max_iters 3") == 0   # The folder is free again.
     assert list(metrics(copy)) == [0, 3] and load(copy)["step"] == 3
 
-def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(finished, data, copy, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        go(data, copy, "--overwrite")
-    assert content(copy) == content(finished)
-
 def test_what_a_new_run_may_find(data, finished, tmp_path):
     """A folder that holds a run is refused, and one of another program. Notes are no obstacle.
     --overwrite replaces a run, and nothing else."""
@@ -750,8 +737,6 @@ def test_a_dead_stdout_ends_no_run(data, tmp_path):
 
 def test_signals():
     """The first one is noted, the second one does what it always does, and nohup is heard."""
-    with pytest.raises(SystemExit, match="^130$"):
-        command_line.start(lambda: signal.raise_signal(signal.SIGINT))
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)   # nohup
     with train.noted_signals() as signals:
@@ -767,21 +752,13 @@ def test_main_in_another_thread(data, tmp_path):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         assert pool.submit(go, data, tmp_path, "--max_iters 1").result() == 0
 
-def test_threads(monkeypatch):
-    """One for a small model, unless the user says otherwise. For a large one, torch chooses."""
-    for n_embd, environment, chosen in (128, {}, 1), (128, {"OMP_NUM_THREADS": "4"}, None), (768, {}, None):
-        found = [None]
-        monkeypatch.setattr(os, "environ", environment)
-        monkeypatch.setattr(torch, "set_num_threads", found.append)
-        assert train.set_up_device("cpu", n_embd) == "cpu" and found[-1] == chosen
-
 @pytest.mark.parametrize("error, words", [
-    (OSError(28, "No space left on device"), "No space left"), (command_line.Mistake("Mine forgets"), "Mine forgets"),
+    (OSError(28, "No space left on device"), "No space left"), (KeyboardInterrupt(), "130"), (command_line.Mistake("Mine forgets"), "Mine forgets"),
     (RuntimeError("in /usr/lib/python3/dist-packages/torch/nn.py"), None)])
 def test_what_a_user_can_mend_is_one_sentence(error, words):
     with pytest.raises(SystemExit if words else RuntimeError) as end:
         command_line.start(Mock(side_effect=error))
-    assert end.value is error or words in end.value.code and "\n" not in end.value.code
+    assert end.value is error or words in str(end.value) and "\n" not in str(end.value)
 
 # ---------------------------------------------------------------------------- several processes
 
@@ -809,7 +786,7 @@ def test_two_processes_train_as_one(data, tmp_path, flags, tolerance):
 
 def test_processes_stop_together(data, tmp_path):
     """A signal to one of them: both leave after the same step, all is saved, one speaks."""
-    out, killed = tmp_path / "run", tmp_path / "killed"
+    out = tmp_path / "run"
     def said():
         return [(tmp_path / f"process{rank}.err").read_text() for rank in range(2)]
     two = start_two(tmp_path, f"--data {data} {SIZE} --out {out} {LONG}")
@@ -820,16 +797,12 @@ def test_processes_stop_together(data, tmp_path):
     assert "--resume" in (tmp_path / "process0.out").read_text()
     begun = load(out)["step"]
     assert resume(out, f"--max_iters {begun + 2}") == 0 and max(metrics(out)) == begun + 2
-    # So do they if one is refused, or killed, or if the loss isn't finite.
+    # So do they if one is refused, or if the loss isn't finite.
     with prepare.locked(out):
         two = start_two(tmp_path, f"--out {out} --resume")
         two[0].join(60)
         two[1].kill()   # as torchrun does
     assert two[0].exitcode == 1 and re.fullmatch(".*another process is writing there.*\n", said()[0])
-    two = start_two(tmp_path, f"--data {data} {SIZE} --out {killed} {LONG}")
-    wait_for(killed / "ckpt.pt", two[0])
-    two[1].kill()
-    assert wait(*two) == [1, -signal.SIGKILL]
     wild = "--lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0 --log_interval 1"
     two = start_two(tmp_path, f"--out {out} --resume --max_iters {begun + 50} {wild}")
     assert wait(*two) == [1, 1] and load(out)["step"] == begun + 2
@@ -862,7 +835,8 @@ def test_torchrun(data, tmp_path):
 
 REFUSED = [   # a command line, perhaps after a variable, and the words that its sentence must have
     ("--n_head 2 --n_lay=3", "unrecognized arguments: --n_lay=3"), ("--residual x", "choose from"),
-    ("--no-lr", "unrecognized arguments: --no-lr"), ("--min_lr 6e-5", "share of --lr"), ("--max_iters 0", "--max_iters 0: must be from 1"),
+    ("--no-lr", "unrecognized arguments: --no-lr"), ("--min_lr 6e-5", "share of --lr"),
+    ("--max_iters 0", "--max_iters 0: must be from 1"),
     ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no settings there"),
     ("--out ''", "--out '': is empty"), ("--out file", "is a file"), ("--out {long}", "too long"),
     ("--grad_accum 4 --batch_size 6", "multiple of 4, its parts"),

@@ -53,13 +53,10 @@ class ZeroGate(Good):
     def forward(self, x, f):
         return x + self.b * self.gate(x).sigmoid() * f(self.norm(x))
 
-class OfEnds(M.Residual):
+class OfEnds(Good):
     def __init__(self, config, l):
         super().__init__(config, l)
         self.b = nn.Parameter(torch.ones(config.n_embd))
-
-    def forward(self, x, f):
-        return x + self.b * f(self.norm(x))
 
 class Table(Good):   # It has two dimensions, and is no matrix.
     def __init__(self, config, l):
@@ -82,44 +79,45 @@ def unpacks(self, x, f):
     B, T, C = x.shape
     return Good.forward(self, x, f)
 
+def good(name, forward=None, **methods):
+    """A class like Good, but for these methods. forward(x, update): of the stream, and of Good's next one"""
+    if forward:
+        methods["forward"] = lambda self, x, f: forward(x, Good.forward(self, x, f))
+    return like(Good, name, **methods)
+
 @pytest.mark.parametrize("kind, says", [
     (like(M.Residual, "NoForward"), "NoForward changes nothing of Residual; write its forward"),
     (like(M.Residual, "Misspelt", foward=Good.forward), "did you mean forward?"),
-    (like(Good, "Alowed", alowed=dict(b=(0, 1))), "did you mean allowed?"),
+    (good("Alowed", alowed=dict(b=(0, 1))), "did you mean allowed?"),
     (type("NotDerived", (nn.Module,), {}), "must be a class that is derived from Residual"),
-    (NoSuper, "NoSuper fails, in line"), (NoSuper, "cannot assign parameters before Module.__init__"),
-    (like(Good, "Forgets", forward=lambda self, x, f: None if f(self.norm(x)) is None else None), "Is a return missing?"),
+    (NoSuper, "NoSuper fails in line"), (NoSuper, "cannot assign parameters before Module.__init__"),
+    (good("Forgets", lambda x, new: None), "Forgets got a stream of the shapes [(2, 4, 16)] and returned []. Is a return"),
     (like(Good, "InPlace", forward=in_place), "InPlace changes its stream in place"),
-    (like(Good, "Never", forward=lambda self, x, f: x * self.b), "Never calls f 0 times"),
+    (like(Good, "Never", forward=lambda self, x, f: x * self.b), "Never: norm.weight gets no gradient"),
+    (like(M.Residual, "Flat", has_norm=False, forward=lambda self, x, f: 2 * x), "Flat calls f 0 times"),
     (like(Good, "Twice", forward=twice), "Twice calls f 2 times"),
-    (like(Good, "Breaks", forward=lambda self, x, f: x + self.beta * f(self.norm(x))), "'return x"[:3]),
-    (like(Good, "Mixes", forward=lambda self, x, f: Good.forward(self, x, f) - 0.1 * x.mean(0, keepdim=True)),
-     "Mixes looks at other sequences"),
-    (like(Good, "Ahead", forward=lambda self, x, f: Good.forward(self, x, f) + 1e-3 * x.roll(-1, dims=1)),
-     "Ahead looks at later tokens"),
-    (like(Good, "Earlier", can_skip=False,
-          forward=lambda self, x, f: Good.forward(self, x, f) + 1e-2 * F.pad(x, (0, 0, 1, -1))),
-     "Earlier looks at earlier tokens"),
-    (like(Good, "NoStart", forward=lambda self, x, f: (x, f(x))), "needs a method start, too"),
+    (good("Breaks", lambda x, new: x.beta), "Breaks fails in line"),
+    (good("Mixes", lambda x, new: new - 0.1 * x.mean(0, keepdim=True)), "Mixes looks at other sequences"),
+    (good("Ahead", lambda x, new: new + 1e-3 * x.roll(-1, dims=1)), "Ahead looks at later tokens"),
+    (good("Earlier", lambda x, new: new + 1e-2 * F.pad(x, (0, 0, 1, -1)), can_skip=False), "Earlier looks at earlier tokens"),
+    (good("NoStart", lambda x, new: (x, new)), "needs a method start, too"),
     (like(Good, "Pair", start=lambda self, x: (x, x.mean(-1, keepdim=True)),
           forward=lambda self, stream, f: (Good.forward(self, stream[0], f), sum(stream))),
-     "Pair.forward got a stream of the shapes [(2, 4, 16), (2, 4, 1)] and returned [(2, 4, 16), (2, 4, 16)]"),
-    (like(Good, "Unpacks", forward=unpacks), "Unpacks fails where some tokens skip (can_skip = False"),
-    (like(Good, "WrongGate", own_lr=("gaet",)), "own_lr names 'gaet', and its parameters are b, norm.weight"),
-    (like(Good, "TextGate", own_lr="b"), "TextGate.own_lr must be a tuple"),
+     "Pair got a stream of the shapes [(2, 4, 16), (2, 4, 1)] and returned [(2, 4, 16), (2, 4, 16)]"),
+    (like(Good, "Unpacks", forward=unpacks), "Unpacks, where some tokens skip (can_skip = False says no), fails"),
+    (good("WrongGate", own_lr=("gaet",)), "own_lr names 'gaet'; it must be a tuple, of some of ['b', 'norm.weight']"),
+    (good("TextGate", own_lr="norm.weight"), "own_lr names 'n'; it must be a tuple"),
     (like(Good, "Item", forward=lambda self, x, f: x + self.b.item() * f(self.norm(x))), "Item: b gets no gradient"),
     (like(Good, "Swapped", start=lambda self, x: (torch.zeros_like(x), x), forward=lambda self, stream, f: (
         stream[0], Good.forward(self, stream[1], f))), "as_tensor of the first stream is all zeros"),
     (like(Good, "Counts", start=lambda self, x: (x, 0), forward=lambda self, stream, f: (
-        Good.forward(self, stream[0], f), stream[1] + 1)), "Counts fails where some tokens skip"),
-    (like(Good, "Infinite", forward=lambda self, x, f: x / 0 * f(self.norm(x))), "numbers that are not finite"),
-    (OfEnds, "OfEnds: b of model.ends, which has no sublayer"),
+        Good.forward(self, stream[0], f), stream[1] + 1)), "Counts, where some tokens skip"),
+    (good("Infinite", lambda x, new: x / 0 + new), "numbers that are not finite"),
+    (OfEnds, "OfEnds: b gets no gradient"), (OfEnds, "in model.ends, which has no sublayer"),
     (ZeroGate, "ZeroGate sets gate.weight"), (partial(ZeroGate, set_weight=partial(nn.init.normal_, std=0.01)), "sets gate"),
-    (Table, "Table: "), (Table, "FLOPs per token ran"),
-    (like(Good, "Numpy", forward=lambda self, x, f: Good.forward(self, x, f) * np.random.normal()), "that --seed doesn't reach"),
-    (like(Good, "Generator", forward=lambda self, x, f: Good.forward(self, x, f) * np.random.default_rng().normal()),
-     "that --seed doesn't reach"),
-    (like(M.NAG, "NoGain", forward=lambda self, stream, f: M.NAG.forward(self, stream, f)), "forward(self, stream, f, gain=None)"),
+    (Table, "FLOPs per token ran"), (good("Numpy", lambda x, new: new * np.random.normal()), "that --seed doesn't reach"),
+    (good("Generator", lambda x, new: new * np.random.default_rng().normal()), "that --seed doesn't reach"),
+    (like(M.NAG, "NoGain", forward=lambda self, stream, f: M.NAG.forward(self, stream, f)), "3 positional arguments but 4"),
     (like(M.NAG, "FlatGain", gain=lambda self, stream: M.NAG.gain(self, stream).squeeze(-1)), "FlatGain"),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_a_mistake_in_a_residual_is_told(monkeypatch, kind, says):
@@ -137,23 +135,19 @@ class DictStream(M.Residual):
         x, v = momentum(stream["x"], stream["v"], f(self.norm(self.as_tensor(stream))))
         return {"x": x, "v": v}
 
-class ListStream(M.Residual):
-    def start(self, x):
-        return [x, torch.zeros_like(x)]
-
-    def forward(self, stream, f):
-        return [*momentum(*stream, f(self.norm(self.as_tensor(stream))))]
-
 class Two(NamedTuple):
     x: torch.Tensor
     v: torch.Tensor
 
-class NamedStream(ListStream):
+class NamedStream(M.Residual):
     def start(self, x):
         return Two(x, torch.zeros_like(x))
 
     def forward(self, stream, f):
         return Two(*momentum(*stream, f(self.norm(stream.x))))
+
+ListStream = like(NamedStream, "ListStream", start=lambda self, x: [x, torch.zeros_like(x)],
+                  forward=lambda self, stream, f: [*momentum(*stream, f(self.norm(stream[0])))])
 
 class Rates(M.Residual):
     can_skip = False
@@ -234,7 +228,7 @@ def bools(test):
     (like(M.Decider, "OneMoreAxis", forward=bools(lambda x: x[..., :1] > 0)), "returned torch.bool (2, 4, 1)"),
     (like(M.Decider, "NoReturn", forward=lambda self, trip: None), "is a return missing?"),
     (like(M.Decider, "BelowTheLast", forward=bools(lambda x: x[..., 0] < x[:, -1:, 0])), "BelowTheLast looks at later tokens"),
-    (like(M.Decider, "Python", forward=lambda self, trip: random.random() > 0.3), "draw them by torch.rand"),
+    (like(M.Decider, "Python", forward=lambda self, trip: random.random() > 0.3), "use torch.rand"),
     (Learned, "Learned: w gets no gradient"),
     (like(Multiplies, "Uncounted", forward=lambda self, trip: trip.notes.update(
         weight=trip.stream @ self.w.diag() @ self.w) or True), "decider adds its own"),
@@ -249,7 +243,7 @@ def test_a_mistake_in_a_decider_is_told(monkeypatch, kind, says):
 def test_a_decider_that_a_residual_can_not_have(monkeypatch):
     half = like(M.Decider, "Half", forward=lambda self, trip: torch.arange(trip.shape[1]).expand(trip.shape) % 2 > 0)
     assert "Half lets tokens skip, which AttnRes can't" in told(monkeypatch, M.DECIDERS, half, residual="attnres")
-    assert "Takes fails, in line" in told(monkeypatch, M.DECIDERS, like(
+    assert "Takes fails in line" in told(monkeypatch, M.DECIDERS, like(
         M.Decider, "Takes", forward=bools(lambda x: x[..., 0] > -2)), residual="nag")
 
 def test_a_right_decider_passes(monkeypatch):
