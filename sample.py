@@ -1,17 +1,13 @@
 """
-Writes text with a trained run: to stdout, token by token. At the end it says, on stderr, how fast
-that was, and which share of the sublayer runs was skipped. (Reading the prompt doesn't count.)
-Tokens skip as in training, or as a flag says:
+Writes text with a trained run, and says, on stderr, how fast that was, and which share of the
+sublayer runs was skipped. Tokens skip as in training, or as a flag says:
 
     python sample.py runs/code --prompt "def " --temperature 0.6 --top_k 50
     python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
     python sample.py runs/pre --remove 9,10        # all tokens skip the blocks 9 and 10
     python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
     python sample.py runs/nag --speed              # tokens/s as it skips, and with all sublayers
-
-With --inside it samples nothing. On the steps text, it shows what a probe reads after each block:
-
-    python sample.py runs/steps-pre --prompt f314159265358 --inside
+    python sample.py runs/steps-pre --prompt f314159265358 --inside   # what a probe reads inside
 """
 import codecs
 import re
@@ -30,8 +26,7 @@ from train import data_of_run, open_run, read_blocks
 @dataclass
 class SampleConfig:
     run: str = flag("", "run folder, made by train.py")
-    prompt: str = flag("", "text to continue, or a file with one; without it, the start of a "
-                       "document")
+    prompt: str = flag("", "text to continue, or a file; without it, the start of a document")
     max_new_tokens: int = flag(300, "tokens per sample", 1, 1e9)
     num_samples: int = flag(1, "samples, one after the other", 1, 1e9)
     temperature: float = flag(0.8, "0: always the likeliest token", 0, 1e6)
@@ -40,21 +35,14 @@ class SampleConfig:
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
-    remove: str = flag("", "blocks to do without, from 1: 9,10; block 9 is sublayers 17 and 18 of "
-                       "analyze.py's figures")
+    remove: str = flag("", "blocks to do without, from 1: 9,10")
     speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and if none do")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text, in place of samples: what a probe reads in the "
-                        "stream, block by block, before the model answers")
+                        "stream, block by block")
     data: str = flag("", "for --inside: the data set of the run, if it has moved")
-
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
-                                                  group="machine")
-
-    def problems(self):
-        if self.data and not self.inside:
-            yield "--data: only --inside reads a data set; leave it out, or add --inside"
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda where it is", group="machine")
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
@@ -73,7 +61,7 @@ def main(argv=None):
 
 def trips_as_asked(model, config):
     """-> a function that makes a Trip for each pass, in which tokens skip as in training, or as a
-    flag asks for it, and without the blocks of --remove. SystemExit if the model can't do so"""
+    flag asks for it, and without the blocks of --remove"""
     decider, below = model.decider, config.skip_below
     if below >= 0 and type(decider).after is not Decider.after:   # A router's blocks need weights.
         refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
@@ -88,7 +76,6 @@ def trips_as_asked(model, config):
 # ---------------------------------------------------------------------------------------- sampling
 
 def show_samples(model, make_trip, tokenizer, config):
-    """One after the other; and at the end, how fast it was, and how much was skipped"""
     torch.manual_seed(config.seed)   # All draws follow: of tokens, and of --mod coins.
     skipped, begin = [], time.perf_counter()
     for _ in range(config.num_samples):
@@ -116,7 +103,7 @@ def tokens_per_second(model, n, make_trip):
 def sample(model, make_trip, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped. With
     --depth, a token has the colour of the share that ran to predict it: where the token before it
-    was read. So nobody has predicted the first one of a text, or of the end that fits the model."""
+    was read. So the first one, or what the model no longer sees, has none."""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
@@ -162,7 +149,7 @@ def show(text, share=None):
 
 def show_inside(model, make_trip, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
-    folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
+    folder of the steps text; line: such as f314159265358"""
     from analyze import WINDOWS, Inside, NotHere, in_words   # Sampling does without it.
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
@@ -178,7 +165,6 @@ def show_inside(model, make_trip, data, line):
     except NotHere as why:
         refuse(f"--inside: {why}")
     answer, true = example["answer"], example["true"]
-    # Where no step or one is asked for, nothing is between.
     between = " The text never shows what is between." if k > 1 else ""
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}.{between}")
     print("A probe reads in the stream (%: how often it is right, on other lines):\n")
@@ -188,10 +174,10 @@ def show_inside(model, make_trip, data, line):
             digits = marked(row["digits"], row["true"])
             says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
         print(f"  after block {block:<3} {digits} {says}")
-    verdict = f"right, all {len(true)} digits"
-    if answer != true:
-        n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
-        verdict = f"{n_wrong} of {len(true)} digits are wrong"
+    n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
+    verdict = f"{n_wrong} of {len(true)} digits are wrong"
+    if n_wrong == 0:
+        verdict = f"right, all {len(true)} digits"
     print(f"\n  the answer      {marked(answer, true)} {verdict}\n")
 
 def marked(digits, true):
