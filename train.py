@@ -904,8 +904,8 @@ def try_training(name, model, decider, modules=()):
                    if p.requires_grad and p.grad is None]
         if not missing:
             return
-    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns; call f, and use no "
-                  f".item(); in model.ends, which has no sublayer, it may have no use")
+    raise Mistake(f"{name}: {missing[0]} gets no gradient, so it never learns. Is it used? "
+                  f".item() and comparisons pass none on, and model.ends has no sublayer")
 
 @torch.no_grad()
 def try_reading(name, model, decider):

@@ -506,11 +506,6 @@ def test_bfloat16_is_for_products_only(data, tmp_path):
         assert one["skip_rate"] == other["skip_rate"] and one["loss"] == pytest.approx(other["loss"], rel=0.02)
     assert {weight.dtype for weight in load(tmp_path / "bfloat16")["model"].values()} == {torch.float32}
     assert resume(tmp_path / "bfloat16", "--max_iters 7") == 0
-    model = GPT(GPTConfig("nag", **TINY))
-    model.compute_in(torch.bfloat16)
-    assert {part.dtype for stream in model.walk(torch.arange(9)[None]) for part in stream} == {torch.float32}
-    assert model(torch.arange(9)[None])[0].dtype == torch.float32
-    assert model.blocks[0].attn.c_attn(torch.randn(2, 16)).dtype == torch.bfloat16
 
 # -------------------------------------------------------------------------------- resume
 
@@ -546,15 +541,11 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
     assert "--mod" not in flags or reports(tmp_path / "parts")[-1]["skip_rate"] > 0.1
 
 def test_trips_of_a_training_know_its_progress(data, tmp_path, monkeypatch):
-    seen, needed_trip = [], train.needed_trip
-    def spy(model, *progress):   # An evaluation gives none.
-        seen.extend(progress)
-        return needed_trip(model, *progress)
-    monkeypatch.setattr(train, "needed_trip", spy)
-    go(data, tmp_path, "--residual nag --gain_cost 1 --max_iters 2 --grad_accum 2")
+    seen = []   # An evaluation adds nothing.
+    monkeypatch.setattr(train, "needed_trip", lambda model, *progress: seen.extend(progress))
+    go(data, tmp_path, "--max_iters 2 --grad_accum 2")
     resume(tmp_path, "--max_iters 3")
-    resume(tmp_path, f"--max_flops {2 * load(tmp_path)['flops']}")
-    assert seen[:8] == [0, 0, 1/2, 1/2, 2/3, 2/3, 1/2, 1/2]
+    assert seen == [0, 0, 1/2, 1/2, 2/3, 2/3]
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks; see start")
 @pytest.mark.parametrize("n", range(1, 6))
@@ -753,7 +744,8 @@ def test_main_in_another_thread(data, tmp_path):
         assert pool.submit(go, data, tmp_path, "--max_iters 1").result() == 0
 
 @pytest.mark.parametrize("error, words", [
-    (OSError(28, "No space left on device"), "No space left"), (KeyboardInterrupt(), "130"), (command_line.Mistake("Mine forgets"), "Mine forgets"),
+    (OSError(28, "No space left on device"), "No space left"), (KeyboardInterrupt(), "130"),
+    (command_line.Mistake("Mine forgets"), "Mine forgets"),
     (RuntimeError("in /usr/lib/python3/dist-packages/torch/nn.py"), None)])
 def test_what_a_user_can_mend_is_one_sentence(error, words):
     with pytest.raises(SystemExit if words else RuntimeError) as end:

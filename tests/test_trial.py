@@ -99,7 +99,7 @@ def good(name, forward=None, **methods):
     (good("Breaks", lambda x, new: x.beta), "Breaks fails in line"),
     (good("Mixes", lambda x, new: new - 0.1 * x.mean(0, keepdim=True)), "Mixes looks at other sequences"),
     (good("Ahead", lambda x, new: new + 1e-3 * x.roll(-1, dims=1)), "Ahead looks at later tokens"),
-    (good("Earlier", lambda x, new: new + 1e-2 * F.pad(x, (0, 0, 1, -1)), can_skip=False), "Earlier looks at earlier tokens"),
+    (good("Earlier", lambda x, new: new + 1e-2 * F.pad(x, (0, 0, 1, -1)), can_skip=False), "looks at earlier tokens"),
     (good("NoStart", lambda x, new: (x, new)), "needs a method start, too"),
     (like(Good, "Pair", start=lambda self, x: (x, x.mean(-1, keepdim=True)),
           forward=lambda self, stream, f: (Good.forward(self, stream[0], f), sum(stream))),
@@ -113,7 +113,7 @@ def good(name, forward=None, **methods):
     (like(Good, "Counts", start=lambda self, x: (x, 0), forward=lambda self, stream, f: (
         Good.forward(self, stream[0], f), stream[1] + 1)), "Counts, where some tokens skip"),
     (good("Infinite", lambda x, new: x / 0 + new), "numbers that are not finite"),
-    (OfEnds, "OfEnds: b gets no gradient"), (OfEnds, "in model.ends, which has no sublayer"),
+    (OfEnds, "OfEnds: b gets no gradient"), (OfEnds, "model.ends has no sublayer"),
     (ZeroGate, "ZeroGate sets gate.weight"), (partial(ZeroGate, set_weight=partial(nn.init.normal_, std=0.01)), "sets gate"),
     (Table, "FLOPs per token ran"), (good("Numpy", lambda x, new: new * np.random.normal()), "that --seed doesn't reach"),
     (good("Generator", lambda x, new: new * np.random.default_rng().normal()), "that --seed doesn't reach"),
