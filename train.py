@@ -349,9 +349,8 @@ def train(model_config, config, ckpt, data, device, signals):
         continue_run(out, settings, ckpt)
     n_parts = config.grad_accum * N_PROCESSES
     tokens_per_step = config.batch_size * model_config.block_size
-    goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
-    say(f"{model_config.residual}: {num_params(model) / 1e6:.2f}M parameters; iterations {step} to "
-        f"{goal} of {tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
+    say(f"{model_config.residual}: {num_params(model) / 1e6:.2f}M parameters; iterations of "
+        f"{tokens_per_step:,} tokens, from {step} on, on {N_PROCESSES} x {model.device.type}")
     began = time.perf_counter()
     last_step, last_seconds = step, seconds   # when the last status line came
 
@@ -370,9 +369,8 @@ def train(model_config, config, ckpt, data, device, signals):
             loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
             say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
                 f"{skipped:.1%} skipped")
-            refuse_if_not_finite("validation loss", loss, step, out)
             weight_norm = get_total_norm(model.parameters()).item()
-            refuse_if_not_finite("norm of the weights", weight_norm, step, out)
+            refuse_if_not_finite("validation loss, or a weight,", loss + weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
@@ -844,10 +842,8 @@ def look_at_linears(name, make):
 
 def look_at_parts(name, model):
     known = {key for residual in model.residuals() for key, _ in residual.named_parameters()}
-    for key in model.ends.own_lr:
-        if key not in known:
-            raise Mistake(f"{name}.own_lr names {key!r}; it must be a tuple, of some of "
-                          f"{sorted(known)}")
+    if not {*model.ends.own_lr} <= known:
+        raise Mistake(f"{name}.own_lr is {model.ends.own_lr!r}; write a tuple of some of {known}")
     if not model.ends.as_tensor(model.ends.start(model.wte(IDX))).any():
         raise Mistake(f"{name}.as_tensor of the first stream is all zeros; write one that takes "
                       f"what the head is to read")

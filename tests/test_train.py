@@ -616,7 +616,7 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
     stops("gradient", 1, 0, "--log_interval 1")
     monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
-    assert "iteration 0: the validation loss is not finite" in refused(go, data, tmp_path / "new")
+    assert "iteration 0: the validation loss, or a weight, is not finite" in refused(go, data, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 # --------------------------------------------------------------------------------- run folders

@@ -105,8 +105,8 @@ def good(name, forward=None, **methods):
           forward=lambda self, stream, f: (Good.forward(self, stream[0], f), sum(stream))),
      "Pair got a stream of the shapes [(2, 4, 16), (2, 4, 1)] and returned [(2, 4, 16), (2, 4, 16)]"),
     (like(Good, "Unpacks", forward=unpacks), "Unpacks, where some tokens skip (can_skip = False says no), fails"),
-    (good("WrongGate", own_lr=("gaet",)), "own_lr names 'gaet'; it must be a tuple, of some of ['b', 'norm.weight']"),
-    (good("TextGate", own_lr="norm.weight"), "own_lr names 'n'; it must be a tuple"),
+    (good("WrongGate", own_lr=("gaet",)), "WrongGate.own_lr is ('gaet',); write a tuple"),
+    (good("TextGate", own_lr="norm.weight"), "own_lr is 'norm.weight'; write a tuple"),
     (like(Good, "Item", forward=lambda self, x, f: x + self.b.item() * f(self.norm(x))), "Item: b gets no gradient"),
     (like(Good, "Swapped", start=lambda self, x: (torch.zeros_like(x), x), forward=lambda self, stream, f: (
         stream[0], Good.forward(self, stream[1], f))), "as_tensor of the first stream is all zeros"),
