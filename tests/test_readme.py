@@ -55,8 +55,9 @@ def test_command_parses(line, tmp_path, monkeypatch, own):
         assert len(argv) == 2
     else:   # No data set is made here. One is, below.
         assert argv[0] == "prepare.py"
-        for source in prepare.SOURCES.values():
-            monkeypatch.setattr(source, "write", lambda *_: 1 / 0)
+        for source in prepare.SOURCES:
+            monkeypatch.setitem(prepare.SOURCES, source, lambda flags: 1 / 0)
+        monkeypatch.setattr(prepare, "download_fineweb", lambda *_: 1 / 0)
         pytest.raises(ZeroDivisionError, prepare.main, argv[1:])
 
 def test_the_workshops_script(tmp_path):
