@@ -38,25 +38,22 @@ def contents(folder):
 # ------------------------------------------------------------------------------------ what text is
 
 @pytest.mark.parametrize("content, expected", [
-    ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"),   # BOM
-    ("a <|endoftext|>", "a <|endoftext|>"), (" ", " "), ("é".encode("latin1"), "not UTF-8"),
-    ("text".encode("utf-16"), "not UTF-8"), ("text".encode("utf-16-le"), "not UTF-8"),
-    (b"\x89PNG\r\n\x1a\n", "not UTF-8"), ("", "empty"), (b"\xef\xbb\xbf", "empty")])
+    ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"), ("a <|endoftext|>", "a <|endoftext|>"),
+    (" ", " "), ("é".encode("latin1"), None), ("text".encode("utf-16"), None), ("text".encode("utf-16-le"), None),
+    (b"\x89PNG\r\n\x1a\n", None), ("", None), (b"\xef\xbb\xbf", None)])
 def test_one_rule_says_what_text_is(tmp_path, content, expected):
     path = write(tmp_path / "its name.txt", content)
     for read in prepare.read_text, lambda path: prepare.text_or_file(str(path)):
-        if expected in ("not UTF-8", "empty"):
-            said = refused(read, path)
-            assert str(path) in said and expected in said
-        else:
+        if expected:
             assert read(path) == expected
+        else:
+            assert f"{path}: is empty, or not UTF-8 text" in refused(read, path)
 
-def test_a_text_or_the_file_of_that_name(tmp_path, monkeypatch):
-    """What is no file's name is a text."""
+@pytest.mark.parametrize("text", ["", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline"])
+def test_what_is_no_files_name_is_a_text(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    for text in "", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline":
-        assert prepare.text_or_file(text) == text
+    assert prepare.text_or_file(text) == text
 
 # --------------------------------------------------------------------------------------- documents
 
@@ -88,26 +85,21 @@ def test_a_text_says_itself_on_which_side_it_is(capsys):
     assert {*train} <= {*again[0]} and {*val} <= {*again[1]}
 
 def test_lines_in_files_or_in_one(tmp_path, capsys):
-    """60 questions, each in a file of its own, or as lines of JSON in one, are trained on to their ends."""
-    lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(60)]
+    """60 questions, each in a file of its own, or as lines of JSON in one, are trained on to their ends. (JSON can
+    write half of a surrogate pair, which is no letter.)"""
+    lines = [f"Q{i}: what is {i} plus {i}? A: {2 * i}\u2028" for i in range(58)] + ["a pair: 👍", "half of one: \ufffd"]
     objects = [json.dumps(dict(id=i, body=line), ensure_ascii=i % 2) for i, line in enumerate(lines)]
+    objects[-1] = r'{"body": "half of one: \ud83d"}'
     objects[3:3] = ["", json.dumps(dict(body=""))]   # These are no documents.
     write(tmp_path / "lines.jsonl", "\ufeff" + "\r\n".join(objects))
     for i, line in enumerate(lines):
         write(tmp_path / "files" / f"{i:02}.txt", line)
-    for flags in f"--input {tmp_path}/files", f"--input {tmp_path}/lines.jsonl --jsonl body":
+    for flags in f"--input {tmp_path}/files", f"--input {tmp_path}/lines.jsonl --jsonl body --overwrite":
         run(f"text --out {tmp_path}/data {flags}")
         train, val = (side(tmp_path / "data", split) for split in ("train", "val"))
         assert sorted(train + val) == sorted(line.encode() for line in lines) and 1 <= len(val) <= 7
         said = f"documents: {len(train)} for training, {len(val)} for validation, 0 cut at 95 % for both; 0 are copies"
         assert said in capsys.readouterr().out
-
-def test_half_a_surrogate_pair(tmp_path):
-    """JSON can write one, and UTF-8 can't."""
-    objects = [r'{"text": "a pair: \ud83d\udc4d"}', r'{"text": "half a pair: \ud83d and on"}']
-    run(f"text --input {write(tmp_path / 'x.jsonl', chr(10).join(objects))} --jsonl text --out {tmp_path}/out")
-    assert {*side(tmp_path / "out", "train"), *side(tmp_path / "out", "val")} == {
-        "a pair: 👍".encode(), "half a pair: \ufffd and on".encode()}
 
 @pytest.mark.parametrize("wrong", ["{", "5", '{"text": "x"}', '{"body": 5}', '["body"]', "[" * 10**5])
 def test_what_is_wrong_in_a_line(tmp_path, wrong):
@@ -161,10 +153,9 @@ def test_stdlib(tmp_path):
     run(f"stdlib --out {link}")
     assert link.is_symlink() and sorted(os.listdir(tmp_path / "disk")) == ["data"]
     assert load_meta(out).items() >= dict(name="stdlib", tokenizer="bytes", vocab_size=257).items()
-    train, val = (tokens(out, split) for split in ("train", "val"))
-    assert len(train) > 3_000_000 and 0.02 < (val == 256).sum() / (train == 256).sum() < 0.09
-    train, val = (side[side < 256].astype("u1").tobytes() for side in (train, val))
-    for path in sorted(prepare.Path(os.__file__).parent.glob("[a-m]*.py")):   # Sides go by hash.
+    train, val = (side(out, split) for split in ("train", "val"))
+    assert sum(map(len, train)) > 3_000_000 and 0.02 < len(val) / len(train) < 0.09
+    for path in sorted(prepare.Path(os.__file__).parent.glob("[a-m]*.py")):   # Sides go by a hash of the name.
         rank = int.from_bytes(hashlib.sha256(path.name.encode()).digest()[:8], "big")
         assert path.read_bytes() in (val if rank < 0.05 * 2**64 else train)
 
@@ -208,9 +199,9 @@ def test_tokenizers(tmp_path, monkeypatch):
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
     longer = tiktoken.Encoding("longer", pat_str=r"[\s\S]+", mergeable_ranks=ranks,
                                special_tokens={"<|endoftext|>": 258})
-    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: longer)
-    assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "get_tokenizer", lambda name: longer)
+        assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
@@ -255,20 +246,18 @@ def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
     write(tmp_path / "train_of_val.bin", shard([1, 2]))
     assert "rename" in refused(open_split, tmp_path, "val")
 
-def test_meta(tmp_path):
-    for missing in tmp_path / "nowhere", tmp_path:
-        assert "no data set there" in refused(load_meta, missing)
-    for name in "llm.c", "fineweb":   # Neither llm.c nor modded-nanogpt write a meta.json.
-        for i in (2, 1):
-            write(tmp_path / name / f"{name.replace('.', '')}_train_{i:06d}.bin", shard([i]))
-        expected = dict(tokenizer="gpt2", vocab_size=50257)
-        assert load_meta(str(tmp_path / name)) == expected
-        assert tokens(str(tmp_path / name), "train").tolist() == [1, 2]
-    for content in "{", "", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}':
-        write(tmp_path / "meta.json", content)
-        assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
-    write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')   # by hand
-    assert load_meta(tmp_path) == dict(tokenizer="bytes", vocab_size=257)
+def test_neither_llm_c_nor_modded_nanogpt_write_a_meta_json(tmp_path):
+    assert "no data set there" in refused(load_meta, tmp_path / "nowhere")
+    assert "no data set there" in refused(load_meta, tmp_path)
+    for i in 2, 1:
+        write(tmp_path / f"fineweb_train_{i:06d}.bin", shard([i]))
+    assert load_meta(str(tmp_path)) == dict(tokenizer="gpt2", vocab_size=50257)
+    assert tokens(str(tmp_path), "train").tolist() == [1, 2]
+
+@pytest.mark.parametrize("content", ["{", "", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}'])
+def test_a_meta_json_names_a_tokenizer(tmp_path, content):
+    write(tmp_path / "meta.json", content)
+    assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
 
 def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
     """More shards are written. If less text comes later, the old ones go."""
@@ -278,28 +267,22 @@ def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
         assert tokens(tmp_path, "train").tolist() == [*range(n)] and len(list(tmp_path.iterdir())) == shards + 2
 
 def test_fingerprint(tmp_path):
-    """It sees meta.json, which has a hash of all tokens, and every byte of a shard of up to 32 MB; of a larger one
-    the size, and some of the content."""
-    array = np.zeros(400_000, "<u2")
-    def found():
+    """It sees meta.json, which has a hash of all tokens, every byte of a shard of up to 32 MB, and ends of larger ones."""
+    def found(n, *ones):
+        array = np.zeros(n, "<u2")
+        array[[*ones]] = 1
         write(tmp_path / "train_000000.bin", shard(array))
         return fingerprint(str(tmp_path))
-    write(tmp_path / "val_000000.bin", shard([1, 2]))
     write(tmp_path / "meta.json", '{"tokenizer": "bytes"}')
-    assert found() == found()
-    seen = [found()]
-    for place in 5, 123_456, 399_999:
-        array[place] = 1
-        seen.append(found())
+    seen = [found(400_000), found(400_000, 5), found(400_000, 123_456), found(400_000, 399_999), found(400_001)]
+    seen += [found(20_000_000), found(20_000_000, -1)]
     write(tmp_path / "meta.json", '{"tokenizer": "bytes", "sha256": {}}')
-    array = np.zeros(20_000_000, "<u2")
-    seen.append(found())
-    array[-1] = 1
-    assert len({*seen, found()}) == 6
-    (tmp_path / "new").mkdir()
-    prepare.write_data_set(tmp_path / "new", dict(name="mine", tokenizer="bytes"), [1, 2], [3], overwrite=False)
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in (tmp_path / "new").glob("*.bin")}
-    assert load_meta(tmp_path / "new")["sha256"] == hashes and len(hashes) == 2
+    assert len({*seen, found(400_000)}) == 8 and found(400_000) == found(400_000)
+
+def test_meta_json_has_the_sha256_of_each_shard(tmp_path):
+    prepare.write_data_set(tmp_path, dict(name="mine", tokenizer="bytes"), [1, 2], [3], overwrite=False)
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("*.bin")}
+    assert load_meta(tmp_path)["sha256"] == hashes and len(hashes) == 2
 
 # ------------------------------------------------------------------------- files that others write
 
@@ -390,35 +373,46 @@ def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, function, at):
     assert contents(out) != before and contents(out).keys() == before.keys()
     assert sorted(os.listdir(out)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
-def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch):
-    """Another text or source, another prepare.py, a full disk, Ctrl-C, a folder of others"""
-    out = tmp_path / "out"
-    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
+@pytest.fixture
+def old(tmp_path):
+    """A data set at out, and a command that would put another text there"""
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
     run(line)
     run(line)   # Nobody minds the same data.
     write(tmp_path / "a.txt", PROSE[::-1])
-    write(out / "notes.txt", "mine")
+    write(tmp_path / "out" / "notes.txt", "mine")
+    return line
+
+@pytest.mark.parametrize("more, said, may_go", [
+    ("", "sha256", True), ("--tokenizer gpt2", "tokenizer", True), ("--out theirs --overwrite", "name", False),
+    ("--out web --overwrite", "name", False), ("--out run --overwrite", "is a run", False)])
+def test_what_has_to_stay(tmp_path, monkeypatch, old, more, said, may_go):
+    """Other data, unless the user says --overwrite; a run, shards of others, and fineweb in any case"""
+    monkeypatch.chdir(tmp_path)
     write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
+    write(tmp_path / "web" / "meta.json", '{"name": "fineweb", "tokenizer": "gpt2"}')
+    write(tmp_path / "web" / "fineweb_val_000000.bin", shard([1, 2]))
     write(tmp_path / "run" / "ckpt.pt", "weights")
     before = contents(tmp_path)
-    for command in f"stdlib --out {out}", f"{line} --tokenizer gpt2":
-        assert "another data set" in (said := refused(run, command)) and "--overwrite" in said
-    for command in f"fineweb --overwrite --out {out}", f"{line} --overwrite --out {tmp_path}/theirs":
-        assert "another data set" in (said := refused(run, command)) and "--overwrite" not in said
-    assert "differs in sha256" in refused(run, line)
-    line = f"{line} --overwrite"
-    assert "is a run" in refused(run, f"{line} --out {tmp_path}/run")
+    sentence = refused(run, f"{old} {more}")
+    assert said in sentence and ("--overwrite" in sentence) == may_go and contents(tmp_path) == before
+    sentence = refused(run, f"fineweb --overwrite --out {tmp_path}/out")
+    assert "name" in sentence and "--overwrite" not in sentence and contents(tmp_path) == before
+
+def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch, old):
+    """Another prepare.py, a full disk, Ctrl-C"""
+    out, before = tmp_path / "out", contents(tmp_path)
     with locked(out):
-        assert "another process" in refused(run, line)
+        assert "another process" in refused(run, f"{old} --overwrite")
     with on_a_disk_of(20_000):
-        said = refused(run, line)
+        said = refused(run, f"{old} --overwrite")
     assert f"{out}: can't be written" in said and "File too large" in said
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
-        run(line)
+        run(f"{old} --overwrite")
     assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
-    run(line)   # Now nothing is in its way.
+    run(f"{old} --overwrite")   # Now nothing is in its way.
     assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
 
 def test_without_fcntl(tmp_path, monkeypatch):
@@ -432,7 +426,7 @@ def test_without_fcntl(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "out")) == [".unfinished-x", "meta.json", "train_000000.bin", "val_000000.bin"]
 
 REFUSED = {   # a command line -> words of its sentence
-    "texts": "'stdlib'", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
+    "texts": "'stdlib'", "text --input empty/x": "no such", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
     "text --input one": "too little", "text --input good latin": "latin", "text --input one one.txt": "that differ",
     "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
     "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
@@ -442,21 +436,18 @@ REFUSED = {   # a command line -> words of its sentence
     "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards 104: must be from 1 to 103",
     "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/", "steps --out good": "is a file"}
 
-def test_bad_input(tmp_path, monkeypatch):
+@pytest.mark.parametrize("line, words", REFUSED.items())
+def test_bad_input(tmp_path, monkeypatch, line, words):
     """One sentence; and no folder has been made."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(prepare, "SPLITS", dict(train=(1, 5), val=(1, 3)))
     os.mkfifo(tmp_path / "fifo")
     os.mkdir(tmp_path / "empty")
-    files = dict(latin=b"\xe9" * 99, one="a", good=PROSE)
-    files |= {"one.txt": "a", "x.gz": b"\x1f\x8b", "x.parquet": b"PAR1\0"}
+    files = {"latin": b"\xe9" * 99, "one": "a", "one.txt": "a", "good": PROSE, "x.gz": b"\x1f\x8b", "x.parquet": b"PAR1\0"}
     for name, content in files.items():
         write(tmp_path / name, content)
     before = sorted(os.listdir())
-    for line, words in REFUSED.items():
-        assert words in refused(run, line), line
-        assert sorted(os.listdir()) == before
-    assert (tmp_path / "good").read_text() == PROSE
+    assert words in refused(run, line)
+    assert sorted(os.listdir()) == before and (tmp_path / "good").read_text() == PROSE
 
 def test_the_source_at_the_head_of_the_file(tmp_path, monkeypatch):
     """What the comment says is enough for one of your own, which may have each flag."""
