@@ -1,5 +1,5 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import contextlib, fcntl, hashlib, importlib, json, os, re, resource, shlex, signal, stat, sys
+import contextlib, fcntl, hashlib, importlib, json, os, re, resource, shlex, signal
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch
@@ -29,13 +29,11 @@ def side(out, split):
     """The documents of a split, as bytes"""
     found = tokens(out, split)
     assert found[-1] == 256
-    return [bytes(each.astype("u1")).removeprefix(b"\0") for each in
-            np.split(np.where(found == 256, 0, found), np.flatnonzero(found == 256))][:-1]
+    pieces = np.split(found, np.flatnonzero(found == 256) + 1)[:-1]
+    return [bytes(piece[:-1].astype("u1")) for piece in pieces]
 
 def contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-# ------------------------------------------------------------------------------------ what text is
 
 @pytest.mark.parametrize("content, expected", [
     ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"), ("a <|endoftext|>", "a <|endoftext|>"),
@@ -55,8 +53,6 @@ def test_what_is_no_files_name_is_a_text(tmp_path, monkeypatch, text):
     (tmp_path / "folder").mkdir()
     assert prepare.text_or_file(text) == text
 
-# --------------------------------------------------------------------------------------- documents
-
 LINE, BOOK = "one line\n", "a line of a book\n" * 400
 @pytest.mark.parametrize("documents, n_short, n_long", [
     ([LINE] * 60, 60, 0), ([LINE] * 1500, 1500, 0), ([LINE] * 2, 2, 0), ([BOOK], 0, 1), ([BOOK] * 5, 0, 5),
@@ -66,13 +62,12 @@ def test_short_documents_stay_whole(documents, n_short, n_long):
     """Of a long one the last 5 % are for validation; of the short ones about 5 %, and at least one."""
     documents = [f"{i} {document}" for i, document in enumerate(documents)]
     trained, held_out = hold_out(documents)
-    train, val = trained[:len(trained) - n_long], held_out[:len(held_out) - n_long]
+    train, heads = trained[:len(trained) - n_long], trained[len(trained) - n_long:]
+    val, tails = held_out[:len(held_out) - n_long], held_out[len(held_out) - n_long:]
     assert len(train) + len(val) == n_short and (n_short == 0 or train and 1 <= len(val) <= 1 + 0.08 * n_short)
-    cut = [head + tail for head, tail in zip(trained[len(train):], held_out[len(val):])]
-    assert sorted(train + val + cut) == sorted(documents)
-    assert train == [each for each in documents if each in train]   # They keep their order.
-    assert all(0.04 < len(tail) / len(whole) < 0.07 for tail, whole in zip(held_out[len(val):], cut))
-    assert all(head.endswith("\n") or "x" in head for head in trained[len(train):])
+    assert sorted([*train, *val, *map("".join, zip(heads, tails))]) == sorted(documents)
+    assert all(0.04 < len(tail) / len(head + tail) < 0.07 for head, tail in zip(heads, tails))
+    assert all(head.endswith("\n") or "x" in head for head in heads)
 
 def test_a_text_says_itself_on_which_side_it_is(capsys):
     """So kinds that come in turn are on both sides, copies on one, and no text changes sides when others come."""
@@ -107,24 +102,15 @@ def test_what_is_wrong_in_a_line(tmp_path, wrong):
     said = refused(run, f"text --input {path} --jsonl body")
     assert "wrong.jsonl, line 7: " in said and "'body'" in said
 
-@pytest.mark.parametrize("name", ["some.jsonl", "some.ndjson"])
-def test_nobody_wants_to_learn_braces(tmp_path, name):
-    write(tmp_path / name, '{"text": "x"}\n' * 99)
-    assert "--jsonl FIELD" in refused(run, f"text --input {tmp_path / name}")
-    assert "--jsonl FIELD" in refused(run, f"text --input {tmp_path}")
-
 def test_what_is_no_text_is_passed_over_in_a_folder_only(tmp_path, capsys):
     mixed, flags = tmp_path / "mixed", f"text --out {tmp_path}/data --input {tmp_path}/mixed"
     write(mixed / "a.txt", PROSE)
-    wrong = {"picture.png": b"\x89PNG", "sub/empty.txt": "", "sub/utf16.txt": "a".encode("utf-16")}
-    for name, content in wrong.items():
-        write(mixed / name, content)
-        assert name in refused(run, f"{flags}/{name}")
+    for name, content in dict(picture=b"\x89PNG", empty="", utf16="a".encode("utf-16")).items():
+        write(mixed / "sub" / name, content)
+        assert name in refused(run, f"{flags}/sub/{name}")
     (mixed / "link").symlink_to(tmp_path / "nowhere")
     run(flags)
-    said = capsys.readouterr().out
-    assert "documents: 0 for training, 0 for validation, 1 cut" in said
-    assert re.search("passed over.* 3, .*picture.png", said)
+    assert re.search("passed over.* 3, .*/empty\n.*1 cut", capsys.readouterr().out)
     (train,), (val,) = (side(tmp_path / "data", split) for split in ("train", "val"))
     assert train + val == PROSE.encode()
 
@@ -190,18 +176,18 @@ def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert len(tokens(out, "train")) == 90_006 and sorted(os.listdir(tmp_path)) == ["out", "web"]
     assert load_meta(out) == dict(name="fineweb", tokenizer="gpt2", vocab_size=50257)
 
-# ------------------------------------------------------------------------------ tokens, and shards
-
-def test_tokenizers(tmp_path, monkeypatch):
+def test_the_tokenizer_of_bytes():
     tokenizer = prepare.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
     assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
+
+def test_bytes_of_longer_tokens(monkeypatch):
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
-    longer = tiktoken.Encoding("longer", pat_str=r"[\s\S]+", mergeable_ranks=ranks,
-                               special_tokens={"<|endoftext|>": 258})
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "get_tokenizer", lambda name: longer)
-        assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
+    longer = tiktoken.Encoding("longer", pat_str=".+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda name: longer)
+    assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
+
+def test_gpt2_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
@@ -233,9 +219,8 @@ def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
 
 @pytest.mark.parametrize("name, split", [
-    ("festival_train_000000", "train"), ("arrival_val_000000", "val"), ("train", "train"),
-    ("tiny_shakespeare_val", "val"), ("fineweb-val.3", "val"), ("train7", "train"),
-    ("strain_validity_0", None), ("interval", None)])
+    ("festival_train_000000", "train"), ("arrival_val_000000", "val"), ("train7", "train"),
+    ("tiny_shakespeare_val", "val"), ("fineweb-val.3", "val"), ("strain_validity_0", None)])
 def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
     write(tmp_path / f"{name}.bin", shard([1, 2]))
     for asked in "train", "val":
@@ -260,14 +245,16 @@ def test_a_meta_json_names_a_tokenizer(tmp_path, content):
     assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
 
 def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
-    """More shards are written. If less text comes later, the old ones go."""
+    """More shards are written. If less text comes later, the old ones go. meta.json has the sha256 of each."""
     monkeypatch.setattr(prepare, "MOST_TOKENS", 4)
     for n, shards in (9, 3), (3, 1):
         prepare.write_data_set(tmp_path, dict(name="mine", tokenizer="bytes"), range(n), range(2), overwrite=True)
-        assert tokens(tmp_path, "train").tolist() == [*range(n)] and len(list(tmp_path.iterdir())) == shards + 2
+        assert tokens(tmp_path, "train").tolist() == [*range(n)]
+        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("*.bin")}
+        assert load_meta(tmp_path)["sha256"] == hashes and len(hashes) == shards + 1
 
 def test_fingerprint(tmp_path):
-    """It sees meta.json, which has a hash of all tokens, every byte of a shard of up to 32 MB, and ends of larger ones."""
+    """It sees meta.json, every byte of a shard of up to 32 MB, and the ends of a larger one."""
     def found(n, *ones):
         array = np.zeros(n, "<u2")
         array[[*ones]] = 1
@@ -279,38 +266,32 @@ def test_fingerprint(tmp_path):
     write(tmp_path / "meta.json", '{"tokenizer": "bytes", "sha256": {}}')
     assert len({*seen, found(400_000)}) == 8 and found(400_000) == found(400_000)
 
-def test_meta_json_has_the_sha256_of_each_shard(tmp_path):
-    prepare.write_data_set(tmp_path, dict(name="mine", tokenizer="bytes"), [1, 2], [3], overwrite=False)
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in tmp_path.glob("*.bin")}
-    assert load_meta(tmp_path)["sha256"] == hashes and len(hashes) == 2
-
-# ------------------------------------------------------------------------- files that others write
-
-def test_whole_file(tmp_path, monkeypatch):
-    """It has the user's usual permissions. If it can't be written, the old one stays."""
+@pytest.mark.parametrize("fails", ["write", "fsync"])   # A network disk may say only then that it is full.
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("CUDA error"), KeyboardInterrupt()])
+def test_what_cant_be_written_leaves_the_old_file(tmp_path, monkeypatch, error, fails):
     path = write(tmp_path / "file", "old")
-    for error in OSError(28, "No space left"), RuntimeError("CUDA error"), KeyboardInterrupt():
-        for fails in "write", "fsync":   # A network disk may say only then that it is full.
-            with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
-                patch.setattr(os, "fsync", Mock(side_effect=error))
-                with whole_file(path) as file:
-                    file.write(b"half")
-                    if fails == "write":
-                        raise error
-            expected = f"{tmp_path}: can't be written ({error}); make room"
-            assert str(end.value).startswith(expected) or (end.value is error and not isinstance(error, OSError))
-            assert contents(tmp_path) == {str(path): b"old"} and os.listdir(tmp_path) == ["file"]
-    with on_a_disk_of(1_000_000):
-        said = refused(save, path, torch.zeros(10**6))   # torch says RuntimeError.
-    assert "can't be written ([Errno 27] File too large)" in said and path.read_text() == "old"
-    before = os.umask(0o027)
-    save(str(path), "new")
-    os.umask(before)
-    assert torch.load(path) == "new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
+        patch.setattr(os, "fsync", Mock(side_effect=error))
+        with whole_file(path) as file:
+            file.write(b"half")
+            if fails == "write":
+                raise error
+    if isinstance(error, OSError):
+        assert str(end.value).startswith(f"{tmp_path}: can't be written ({error}); make room")
+    else:
+        assert end.value is error
+    assert contents(tmp_path) == {str(path): b"old"} and os.listdir(tmp_path) == ["file"]
 
-def save(path, what):
-    with whole_file(path) as file:
-        torch.save(what, file)
+def test_torch_meets_a_full_disk(tmp_path):
+    """It says RuntimeError."""
+    def save():
+        with whole_file(str(tmp_path / "file")) as file:
+            torch.save(torch.zeros(10**6), file)
+    save()
+    before = contents(tmp_path)
+    with on_a_disk_of(1_000_000):
+        assert "can't be written ([Errno 27] File too large)" in refused(save)
+    assert contents(tmp_path) == before
 
 @contextlib.contextmanager
 def on_a_disk_of(n_bytes):
@@ -332,13 +313,6 @@ def test_locked(tmp_path):
         assert (folder / ".unfinished-x").exists()   # It may be in use.
     with locked(str(folder)):
         assert os.listdir(folder) == [".mine"]
-    os.mkdir(tmp_path / "mine")
-    for empty in "not mine/empty", "mine", "mine/empty/folder":   # What it has made goes again.
-        with locked(tmp_path / empty):
-            assert (tmp_path / empty).is_dir()
-    assert sorted(os.listdir(tmp_path)) == ["mine", "new"] and os.listdir(tmp_path / "mine") == []
-
-# ------------------------------------------------------------------- what can go wrong meanwhile
 
 def killed(line, function, at):
     """A prepare.py that gets kill -9 before its call number `at` of os.fsync or os.replace"""
@@ -356,8 +330,7 @@ def killed(line, function, at):
 def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, function, at):
     """Three files become whole, one by one, and then all of them move to --out. What a kill leaves unfinished is
     cleared up by the next prepare.py."""
-    out = tmp_path / "out"
-    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {out}"
+    out, line = tmp_path / "out", f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
     killed(line, function, at)   # No data set is there yet.
     refused(open_split, out, "val")
     run(line)
@@ -417,24 +390,23 @@ def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch, old):
 
 def test_without_fcntl(tmp_path, monkeypatch):
     """as on Windows: nothing is locked, and so what may be another process's is left alone."""
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    spec = importlib.util.spec_from_file_location("elsewhere", prepare.__file__)
-    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere := importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(elsewhere)
+    monkeypatch.setattr(prepare, "fcntl", None)
     write(tmp_path / "out" / ".unfinished-x" / "val_000000.bin", "half")
-    elsewhere.main(["text", "--input", str(write(tmp_path / "a.txt", PROSE)), "--out", str(tmp_path / "out")])
+    run(f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out")
     assert sorted(os.listdir(tmp_path / "out")) == [".unfinished-x", "meta.json", "train_000000.bin", "val_000000.bin"]
 
 REFUSED = {   # a command line -> words of its sentence
     "texts": "'stdlib'", "text --input empty/x": "no such", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
     "text --input one": "too little", "text --input good latin": "latin", "text --input one one.txt": "that differ",
     "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
+    "text --input x.jsonl": "say --jsonl FIELD", "text --input lines": "say --jsonl FIELD",
     "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
     "text --input ''": "--input '': is empty", "text --input good no": "--input no: no such",
-    "fineweb --tokenizer bytes": "leave it out", "steps --jsonl text": "--jsonl: steps has no use", "text": "needs --input",
+    "fineweb --tokenizer bytes": "leave it out", "steps --jsonl text": "--jsonl: steps has no", "text": "needs --input",
     "text good": "flags begin with --", "stdlib --shards 1": "--shards: stdlib has no use",
     "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards 104: must be from 1 to 103",
-    "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/", "steps --out good": "is a file"}
+    "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/",
+    "steps --out good": "is a file"}
 
 @pytest.mark.parametrize("line, words", REFUSED.items())
 def test_bad_input(tmp_path, monkeypatch, line, words):
@@ -442,7 +414,8 @@ def test_bad_input(tmp_path, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     os.mkfifo(tmp_path / "fifo")
     os.mkdir(tmp_path / "empty")
-    files = {"latin": b"\xe9" * 99, "one": "a", "one.txt": "a", "good": PROSE, "x.gz": b"\x1f\x8b", "x.parquet": b"PAR1\0"}
+    files = {"latin": b"\xe9" * 99, "one": "a", "one.txt": "a", "good": PROSE, "x.gz": b"\x1f\x8b",
+             "x.parquet": b"PAR1\0", "x.jsonl": PROSE, "lines/x.ndjson": PROSE}
     for name, content in files.items():
         write(tmp_path / name, content)
     before = sorted(os.listdir())
