@@ -40,19 +40,17 @@ except ImportError:   # Windows has none. There, don't write to one folder from 
 
 # ================================================================== part 1: where texts come from
 
-# A source is a function: the flags of the command -> two lists of texts, for training and for
+# A source is a function of the command's flags. It returns two lists of texts, for training and for
 # validation. Here is one whose documents are the lines of a file:
 #
 #     def read_songs(flags):
-#         lines = read_text(flags.input[0]).splitlines()
-#         return lines[20:], lines[:20]
+#         return hold_out(read_text(flags.input[0]).splitlines())
 #
 # Put it before part 6, add songs=read_songs to SOURCES there, and type: python prepare.py songs
-# --input FILE. (hold_out(lines) would choose those for validation. PrepareConfig has the flags.)
+# --input FILE
 
 def read_text(path, must_be_text=True):
-    """The text of a file, line ends and all, but without a byte order mark. If it is empty, or not
-    UTF-8 text, SystemExit, or without must_be_text None"""
+    """The text of a file, without a byte order mark. If it is none, SystemExit, or else None"""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -73,9 +71,8 @@ def check_texts(texts):
         raise Mistake(f"{repr(texts)[:40]} is no list of texts; put a single text into brackets")
 
 def place_of(text):
-    """A number from 0 to 1, by a hash: as good as random, and always the same. Up to 0.05 is for
-    validation. So a text stays on its side when others come or go."""
-    # surrogatepass: JSON can write half of a surrogate pair, and this has bytes, too.
+    """A number from 0 to 1, as good as random, and always the same. Up to 0.05: for validation."""
+    # JSON can write half of a surrogate pair, for which there are no bytes without surrogatepass.
     return int(hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(), 16) / 2**256
 
 def cut(text, share):
@@ -87,19 +84,18 @@ def cut(text, share):
 
 def hold_out(documents):
     """Texts -> texts for training, texts for validation. Of a long one, with more than 1,000
-    characters and more than 5 % of all, the last 5 % are held out. Of the short ones about one in
-    20 is, as a whole: its end may be what matters. A hash of the text says which. So copies are on
-    one side, and kinds that come in turn are on both."""
+    characters and more than 5 % of all, the last 5 % are held out. Of the others about one in 20
+    is, as a whole, because its end may be what matters. A hash of the text says which: so it stays
+    on its side when others come, copies are on one side, and kinds that come in turn on both."""
     check_texts(documents)
     limit = max(1000, sum(map(len, documents)) / 20)
     long = [cut(text, 0.05) for text in documents if len(text) > limit]
-    short = [text for text in documents if len(text) <= limit]
-    places = {text: place_of(text) for text in short}
+    places = {text: place_of(text) for text in documents if len(text) <= limit}
     first, last = min(places.values(), default=0), max(places.values(), default=0)
-    train, val = [], []
-    for text in short:   # One at least is for each side.
-        is_val = places[text] <= max(0.05, first) and places[text] != last
-        (val if is_val else train).append(text)
+    held_out = {text for text, place in places.items()   # One at least is for each side.
+                if place <= max(0.05, first) and place != last}
+    train = [text for text in documents if text in places and text not in held_out]
+    val = [text for text in documents if text in held_out]
     print(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
           f"at 95 % for both; {len(documents) - len(set(documents)):,} are copies of others")
     return train + [head for head, tail in long], val + [tail for head, tail in long]
@@ -112,8 +108,7 @@ def read_stdlib(flags):
     for path in sorted(root.rglob("*.py"), key=str):
         below_root = path.relative_to(root)
         if skip.isdisjoint(below_root.parts) and path.stat().st_size:
-            # Its name decides: so it stays on its side in other versions of Python.
-            is_val = place_of(below_root.as_posix()) < 0.05
+            is_val = place_of(below_root.as_posix()) < 0.05   # in each version of Python
             (val if is_val else train).append(read_text(path))
     return train, val
 
@@ -139,14 +134,13 @@ def download_shakespeare(flags):
 FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
 
 def download_fineweb(out, meta, n_shards):
-    """It comes as shards, as modded-nanogpt takes them. What was downloaded before stays. (Nobody
-    has published their sha256, so only their lengths are checked.)"""
+    """It comes as shards, as modded-nanogpt takes them. What was downloaded before stays."""
     for number in range(n_shards + 1):
         name = f"fineweb_train_{number:06d}.bin" if number else "fineweb_val_000000.bin"
         if not (out / name).exists():
             with whole_files(out) as folder:
                 download(FINEWEB_URL + name, folder / name)
-                read_shard(folder / name)   # SystemExit if the download is cut short
+                read_shard(folder / name)   # SystemExit if it is cut short; its sha256 is not known
                 (folder / "meta.json").write_text(json.dumps(meta))
 
 def files_in(path, seen):
@@ -228,13 +222,12 @@ def encode(texts, tokenizer_name):
     return tokens
 
 def token_bytes(tokenizer_name, n_tokens):
-    """How many bytes of text each token stands for, (n_tokens,) int64; end-of-text, and those
-    beyond the tokenizer's, 0. By them train.py makes bits per byte of the losses of any tokens."""
+    """How many bytes of text each token stands for, (n_tokens,) int64, to divide losses by"""
     tokenizer = get_tokenizer(tokenizer_name)
     sizes = torch.zeros(n_tokens, dtype=torch.long)
     for token in range(tokenizer.n_vocab):
         sizes[token] = len(tokenizer.decode_single_token_bytes(token))
-    sizes[tokenizer.eot_token] = 0
+    sizes[tokenizer.eot_token] = 0   # as have those that a model knows beyond the tokenizer's
     return sizes
 
 # ======================================================== part 3: a data set, a folder with shards
@@ -247,20 +240,18 @@ def token_bytes(tokenizer_name, n_tokens):
 # it: 256 int32 (magic, version, number of tokens, zeros), then the tokens as uint16.
 
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER: its bytes
-MOST_TOKENS = 2**30   # in a shard of ours; an int32 counts to nearly 2**31
+MOST_TOKENS = 2**30   # in a shard of ours. (An int32 has no 2**31.)
 
 def shard_paths(data):
     return sorted(Path(data).glob("*.bin"))
-
-# ----------------------------------------------- how files are written whole; train.py does so, too
 
 UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
 
 @contextlib.contextmanager
 def whole_files(parent, old=()):
-    """with whole_files(parent) as folder: files that are written to this new folder move up to
-    `parent`, meta.json first, when all of them are on the disk, and only then `old` files go. So a
-    kill or a full disk leaves what is there as it was. SystemExit if they can't be written"""
+    """with whole_files(parent) as folder: when the block has written files to this new folder, and
+    all are on the disk, `old` ones go, and they move up to `parent`, meta.json first. So a kill or
+    a full disk leaves what is there as it was. SystemExit if they can't be written"""
     try:
         with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
             yield Path(folder)
@@ -315,15 +306,14 @@ def locked(folder):
                 each.rmdir()
 
 def refuse_if_taken(out, meta, overwrite):
-    """SystemExit if the folder holds a run, or a data set whose meta.json says something else than
-    `meta`. With `overwrite` it may go, if prepare.py has made all of its shards."""
+    """SystemExit if the folder holds a run, or a data set whose meta.json differs from `meta` and
+    that must not go. (prepare.py's have a sha256 for each shard. fineweb only adds shards.)"""
     if (out / "ckpt.pt").exists():
         refuse(f"--out {out}: is a run of train.py; choose another folder")
     names = {path.name for path in shard_paths(out)}
     if names or (out / "meta.json").exists():
         there = load_meta(out)
         differ = ", ".join(key for key in meta if there.get(key) != meta[key])
-        # Those that it has made have a sha256 there. Those of fineweb took long to download.
         may_go = meta["name"] != "fineweb" and names <= {*there.get("sha256", [])}
         if differ and not (may_go and overwrite):
             refuse(f"--out {out}: holds another data set (its meta.json differs in {differ}); "
@@ -349,8 +339,7 @@ def write_data_set(out, meta, train, val, overwrite):
             (folder / name).write_bytes(content)
 
 def read_shard(path):
-    """The tokens of a shard, (n,) uint16. They stay on the disk until they are indexed. SystemExit
-    if it has another format, or is cut short"""
+    """The tokens of a shard, (n,) uint16, which stay on the disk until they are indexed"""
     header = np.fromfile(path, "<i4", 3).tolist()
     if len(header) < 3 or header[:2] != [MAGIC, VERSION]:   # nanoGPT's .bin, or llm.c's of Llama 3
         refuse(f"{path}: is no shard of llm.c's version {VERSION}, as part 3 of prepare.py has it")
@@ -360,8 +349,7 @@ def read_shard(path):
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
 
 def load_meta(data):
-    """-> what meta.json says of a data set, and the size of its vocabulary: dict(name=, tokenizer=,
-    vocab_size=). The steps text has steps=, too, the puzzle. SystemExit if none is there"""
+    """-> what meta.json says of a data set, a dict, and vocab_size: how many tokens there may be"""
     path = Path(data, "meta.json")
     if not path.exists() and not shard_paths(data):
         refuse(f"--data {data}: no data set there, seen from {os.getcwd()}; make it by prepare.py")
@@ -427,8 +415,7 @@ def windows_of(data, split, T, n):
 
 # ============================================================================== part 5: the puzzle
 
-# `python prepare.py steps` makes a text in which each line follows from the one before, in none,
-# one, two or more steps.
+# A text in which each line follows from the one before, in none, one, two or more steps:
 #
 #     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
 #     d108515848740     asks for three steps
@@ -440,11 +427,10 @@ def windows_of(data, split, T, n):
 ROWS = [[0, 7, 4, 5, 6, 1, 3, 8, 9, 2],   # what 0, 1, .. 9 become after an even digit
         [9, 8, 1, 4, 7, 2, 6, 5, 0, 3]]   # ... and after an odd one
 
-# So 314159265358 becomes 587723131420, and this becomes 108515848740, the second line: it is the
-# answer to the first. We know how many steps lead to each digit, and so we see how many steps a
-# model has learned. (Each row has each digit once, so nothing is lost. Below one another stand an
-# even digit and an odd one: who doesn't know the neighbour can't even tell which it will be.) The
-# place of a digit in its line is called its cell; the leftmost one is cell 0.
+# So 314159265358 becomes 587723131420, and this 108515848740, the answer to the first line. We know
+# how many steps lead to each digit, and so we see how many a model has learned. (Each row has each
+# digit once, so nothing is lost. Below one another stand an even digit and an odd one: without the
+# neighbour one can't even tell which it will be.) A digit's place is its cell, from the left, 0.
 
 # table[left neighbour][digit]: what it becomes; most: the most steps that a line asks for
 PUZZLE = dict(table=5 * ROWS, cells=12, most=9)
@@ -501,8 +487,8 @@ def texts_of(flags):
         check_texts(texts)
     train, val = found
     if not train or not val:
-        refuse(f"{flags.name}: has too little text (the folder of --out isn't read); needs several "
-               f"documents that differ, or one of more than 1,000 characters")
+        refuse(f"{flags.name}: too little text (of --out none is read); name several documents "
+               f"that differ, or one of more than 1,000 characters")
     in_both = {*train} & {*val}
     if in_both:
         print(f"texts that are on both sides, so that their loss says little: {len(in_both):,}")

@@ -398,7 +398,7 @@ def test_without_fcntl(tmp_path, monkeypatch):
 REFUSED = {   # a command line -> words of its sentence
     "texts": "'stdlib'", "text --input empty/x": "no such", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
     "text --input one": "too little", "text --input good latin": "latin", "text --input one one.txt": "that differ",
-    "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
+    "text --input empty --out empty": "of --out none", "text --input empty": "too little",
     "text --input x.jsonl": "say --jsonl FIELD", "text --input lines": "say --jsonl FIELD",
     "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
     "text --input ''": "--input '': is empty", "text --input good no": "--input no: no such",
@@ -430,13 +430,12 @@ def test_the_source_at_the_head_of_the_file(tmp_path, monkeypatch):
     path, out = write(tmp_path / "mine.py", mine), tmp_path / "out"
     monkeypatch.syspath_prepend(path.parent)
     main = importlib.import_module("mine").main
-    songs = [f"song {i}" for i in range(30)]
     words = ["songs", "--input", str(tmp_path / "my songs"), "--out", str(out)]
-    write(tmp_path / "my songs", "\n".join(songs))
+    write(tmp_path / "my songs", "\n".join(f"song {i}" for i in range(30)))
     main(words)
-    assert [song.decode() for song in side(out, "train") + side(out, "val")] == songs[20:] + songs[:20]
+    assert {*side(out, "train"), *side(out, "val")} == {b"song %d" % i for i in range(30)}
     before = contents(out)
-    write(tmp_path / "my songs", "\n".join(songs[:20]))   # Nothing is left to train on.
+    write(tmp_path / "my songs", "one song")   # Nothing is left to validate with.
     assert "too little" in refused(main, words) and contents(out) == before
 
 @pytest.mark.parametrize("returned, said", [
