@@ -50,7 +50,7 @@ except ImportError:   # Windows has none. There, don't write to one folder from 
 # --input FILE
 
 def read_text(path, must_be_text=True):
-    """The text of a file, without a byte order mark. If it is none, SystemExit, or else None"""
+    """The text of a file. If it is empty, or not UTF-8: SystemExit, or without must_be_text None"""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -272,7 +272,7 @@ def whole_files(parent, old=()):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """with whole_file(path) as file: it is open to write bytes, and becomes whole, or nothing."""
+    """with whole_file(path) as file: it is open to write bytes. (train.py writes so, too.)"""
     path = Path(path)
     with whole_files(path.parent) as folder, open(folder / path.name, "wb") as file:
         yield file
@@ -306,18 +306,23 @@ def locked(folder):
                 each.rmdir()
 
 def refuse_if_taken(out, meta, overwrite):
-    """SystemExit if the folder holds a run, or a data set whose meta.json differs from `meta` and
-    that must not go. (prepare.py's have a sha256 for each shard. fineweb only adds shards.)"""
+    """SystemExit if the folder holds a run, or a data set whose meta.json differs from `meta`. If
+    prepare.py has made all of it, `overwrite` says whether it may go."""
     if (out / "ckpt.pt").exists():
         refuse(f"--out {out}: is a run of train.py; choose another folder")
     names = {path.name for path in shard_paths(out)}
     if names or (out / "meta.json").exists():
         there = load_meta(out)
-        differ = ", ".join(key for key in meta if there.get(key) != meta[key])
-        may_go = meta["name"] != "fineweb" and names <= {*there.get("sha256", [])}
+        differ = [key for key in meta if there.get(key) != meta[key]]
+        is_web = meta["name"] == "fineweb"   # It only adds shards.
+        is_ours = names <= {*there.get("sha256", [])}
+        if not is_web and not is_ours:
+            differ.append("shards that it does not list")
+        may_go = not is_web and is_ours
         if differ and not (may_go and overwrite):
-            refuse(f"--out {out}: holds another data set (its meta.json differs in {differ}); "
-                   f"choose another folder" + (", or say --overwrite" if may_go else ""))
+            refuse(f"--out {out}: holds another data set (meta.json differs in "
+                   f"{', '.join(differ)}); choose another folder"
+                   + (", or say --overwrite" if may_go else ""))
 
 def write_data_set(out, meta, train, val, overwrite):
     """Two sequences of tokens -> a data set in the folder `out`, a Path"""

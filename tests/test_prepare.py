@@ -317,13 +317,14 @@ def test_locked(tmp_path):
 def killed(line, function, at):
     """A prepare.py that gets kill -9 before its call number `at` of os.fsync or os.replace"""
     usual, left = getattr(os, function), list(range(at + 1))
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         setattr(os, function, lambda *given: usual(*given) if left.pop() else os.kill(os.getpid(), 9))
         try:
             run(line)
         finally:
             os._exit(0)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("at", range(3))
@@ -358,11 +359,14 @@ def old(tmp_path):
 
 @pytest.mark.parametrize("more, said, may_go", [
     ("", "sha256", True), ("--tokenizer gpt2", "tokenizer", True), ("--out theirs --overwrite", "name", False),
-    ("--out web --overwrite", "name", False), ("--out run --overwrite", "is a run", False)])
+    ("--out both --overwrite", "does not list", False), ("--out web --overwrite", "name", False),
+    ("--out run --overwrite", "is a run", False)])
 def test_what_has_to_stay(tmp_path, monkeypatch, old, more, said, may_go):
     """Other data, unless the user says --overwrite; a run, shards of others, and fineweb in any case"""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
+    run(f"{old} --out both")
+    write(tmp_path / "both" / "train_000001.bin", shard([1, 2]))
     write(tmp_path / "web" / "meta.json", '{"name": "fineweb", "tokenizer": "gpt2"}')
     write(tmp_path / "web" / "fineweb_val_000000.bin", shard([1, 2]))
     write(tmp_path / "run" / "ckpt.pt", "weights")
