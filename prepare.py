@@ -492,8 +492,8 @@ def texts_of(flags):
         check_texts(texts)
     train, val = found
     if not train or not val:
-        refuse(f"{flags.name}: too little text (of --out none is read); name several documents "
-               f"that differ, or one of more than 1,000 characters")
+        refuse(f"{flags.name}: has too little text (the folder of --out isn't read); name several "
+               f"documents that differ, or one of more than 1,000 characters")
     in_both = {*train} & {*val}
     if in_both:
         print(f"texts that are on both sides, so that their loss says little: {len(in_both):,}")

@@ -402,7 +402,7 @@ def test_without_fcntl(tmp_path, monkeypatch):
 REFUSED = {   # a command line -> words of its sentence
     "texts": "'stdlib'", "text --input empty/x": "no such", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
     "text --input one": "too little", "text --input good latin": "latin", "text --input one one.txt": "that differ",
-    "text --input empty --out empty": "of --out none", "text --input empty": "too little",
+    "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
     "text --input x.jsonl": "say --jsonl FIELD", "text --input lines": "say --jsonl FIELD",
     "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
     "text --input ''": "--input '': is empty", "text --input good no": "--input no: no such",
