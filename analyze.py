@@ -39,8 +39,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (AttnRes, ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream, num_params,
-                   places_of, unit)
+from model import (AttnRes, ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream,
+                   num_params, places_of, unit)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is

@@ -879,10 +879,13 @@ class NAG(Residual):
         write = by_hand or self.write
         return write(direction, log_length, update, gain)
 
-    def write(self, direction, log_length, update, gain):   # -> the next stream
+    def side(self, update, direction):   # the part that is orthogonal to it: eqs. 10, 11
         update = centred(update)
         along = (update * direction).mean(-1, keepdim=True)
-        side = update - direction * along                                     # eqs. 10, 11
+        return update - direction * along
+
+    def write(self, direction, log_length, update, gain):   # -> the next stream
+        side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
         direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
         direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
