@@ -1,37 +1,19 @@
 """
 What each layer of one or several runs does: a page of figures that opens in any browser.
 
-    python analyze.py runs/steps-pre runs/steps-nag --out figures   # then open figures/index.html
-    python analyze.py runs/nag --text "def add(a, b):"              # with a map of your own text
-    python analyze.py runs/nag --only removal,skip_curve            # some statistics
-    python analyze.py --list                                        # their names and titles
+    python analyze.py runs/steps-pre runs/steps-nag --out figures       # open figures/index.html
+    python analyze.py runs/pre runs/attnres --only magnitudes,reads     # some statistics
+    python analyze.py runs/nag --text "def add(a, b):"                  # a map of your own text
+    python analyze.py --list                                            # their names and titles
 
 Writes OUT/index.html, OUT/STATISTIC.png and OUT/numbers.json. Sublayers have the numbers 1 .. 2L (L
-blocks in running order): odd ones are attention, even ones MLP. Windows and loss are those of
-train.py, so a checkpoint has one loss everywhere. Tokens that skip sublayers in a run's training
-(--mod) skip them here, too.
+blocks in running order): odd ones are attention, even ones MLP. Tokens that skip sublayers in a
+run's training (--mod) skip them here, too. Windows and loss are those of train.py, in float32. (A
+training on a GPU computes in bfloat16, so its log may differ in the third decimal.)
 """
-# The parts of this file: what a statistic is (1), the Run that it gets (2), lines and answers of
-# the steps text (3), the statistics of the steps text (4) and of any text (5), the drawings (6),
-# the page and the command (7). Its words:
-#
-#     L         how many blocks run; one that --repeat runs twice counts twice
-#     place     the number of a sublayer, from 1 to 2L
-#     Runner    runs the sublayers of one pass, and notes which tokens ran which
-#     decider   says which tokens run a sublayer; the others skip it. From model.py, part 3:
-#               Decider(None)             all tokens run all sublayers
-#               ByGain(config, below)     a token skips where its gain is lower than that
-#               Without(places, decider)  nobody runs these; of the others, that decider decides
-#               (places_of(model, block) are those of a block: attention, MLP)
-#     gain      the tangent of the angle by which a token's stream is turned: 0.05 is 3 degrees
-#
-# On the steps text, a line asks for the digits after some steps, and the next line has them: so it
-# is the answer, and asks in its turn. Its words:
-#
-#     puzzle    what meta.json says of it: its table of a step, how many cells, the most steps
-#     cell      a digit's place in its line, 0, 1, ..; `cells` is how many a line has
-#     asked     how many steps lead to an answer, as the letter of the line before says
-#     known     at least 90 % of the digits are right
+# The parts of this file: what a statistic is (1), the Run that it gets (2), a pass in which all is
+# noted (3), the statistics of any text (4) and of the steps text (5), the drawings (6), the page
+# and the command (7). A Trip, a decider and a place are those of model.py, part 3.
 import base64
 import codecs
 import functools
@@ -41,19 +23,24 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable
+import traceback
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+import matplotlib.style
 import numpy as np
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+from matplotlib.colors import PowerNorm, hsv_to_rgb, to_hex
+from matplotlib.figure import Figure   # not pyplot: a notebook keeps its own backend
+from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (GPT, ByFunction, ByGain, Decider, Runner, Without, flops_per_token, num_params,
-                   places_of, unit, why_not)
+from model import (AttnRes, ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream,
+                   num_params, places_of, unit)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
@@ -61,42 +48,34 @@ from train import data_of_run, evaluate, open_run, read_metrics, say
 # A statistic is a function that measures something of a Run: a model, and windows of text. It
 # returns what is drawn, and a sentence about it. This is a whole one:
 #
-#     @stat("How far the stream turns", x="sublayer")
-#     def turned(run):
-#         """A sublayer that hardly turns the stream may be one to remove.
+#     @stat("How large the update is", x="sublayer", y="rms")
+#     def update_size(run):
+#         """A sublayer that writes little may be one to remove.
 #
-#         The angle between the stream before and after, a mean over all tokens."""
-#         # run.degrees has an angle for each sublayer and each token, (2L, B, T).
-#         degrees = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
-#         return {"degrees": {"all tokens": degrees}}, f"At most by {max(degrees):.0f} degrees."
+#         The root of the mean square of what it returns, a mean over all tokens."""
+#         def of_idx(idx):   # A Pass notes all that happens when a model reads windows idx (B, T).
+#             return torch.stack([rms(update).mean() for update in Pass(run.model, idx).updates])
+#         sizes = run.mean(of_idx)
+#         return {"": {"all tokens": sizes}}, f"At most {sizes.max():.1f}."
 #
 # The page shows the title, the first paragraph, a figure, and each run's sentence. The second
 # paragraph, how it is defined, opens if one clicks. Without a sentence, return what is drawn alone.
 #
-# Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list or a tensor
-# of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat", numbers are shown as
-# colours: {panel: matrix}. Part 6 has all drawings, and their keywords, such as x.
+# Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list, an array
+# or a tensor of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat", numbers
+# are shown as colours: {panel: matrix}. Part 6 has the drawings, and their keywords, such as x.
 
-@dataclass
-class Statistic:
-    measure: Callable    # the function
-    title: str
-    caption: str
-    definition: str
-    draw: str | None     # the name of a drawing; None: analyze.html shows the puzzle as a table
-    options: dict        # what the drawing is told
-    needs_puzzle: bool   # Is it for the steps text only?
-
-STATS = {}   # name -> Statistic, in the order of the page
+STATS = {}   # name: Statistic, in the order of the page, which is that of a lesson
+Statistic = namedtuple("Statistic", "measure title caption definition draw needs_puzzle options")
 
 def stat(title, draw="lines", needs_puzzle=False, **options):
     """A decorator: the function below it is a statistic, which --only calls by the function's name.
-    options: keywords of the drawing"""
+    needs_puzzle: is it for the steps text alone? options: keywords of the drawing"""
     def add(measure):
         measure = torch.no_grad()(measure)   # It measures, and nothing learns.
         caption, _, definition = (inspect.getdoc(measure) or title).partition("\n\n")
-        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw, options,
-                                            needs_puzzle)
+        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw,
+                                            needs_puzzle, options)
         return measure
     return add
 
@@ -105,43 +84,22 @@ class NotHere(Exception):
 
 # ============================================================ part 2: the Run that a statistic gets
 
-def in_batches(x, y):
-    """Windows x, y (n, T) -> [(idx, targets), ...]: eight windows each; the last may have fewer"""
-    return list(zip(x.split(8), y.split(8)))
-
 def mean_over(batches, of_batch):
     """of_batch(idx, targets) -> a number or a tensor, the mean over these windows. Returns the mean
     over all windows of the batches."""
+    torch.manual_seed(0)   # Coins fall the same each time, whatever was measured before.
     total = sum(len(idx) * of_batch(idx, targets) for idx, targets in batches)
     return total / sum(len(idx) for idx, _ in batches)
 
-def mean_loss(model, batches, decider=None):
-    """Nats per token. decider: says who runs what, in place of the model's own"""
+def mean_loss(model, batches, decider=None, without=()):
+    """Nats per token. decider: says who runs what, in place of the model's own; without: places of
+    sublayers that nobody runs"""
     def loss_of(idx, targets):
-        _, loss = model(idx, targets, runner=Runner(model, decider))
+        _, loss = model(idx, targets, trip=Trip(model, decider, without))
         return loss.item()
     return mean_over(batches, loss_of)
 
-def after_blocks(model, idx):
-    """-> L + 1 streams: that of the embedding, and that after each block, which is two sublayers"""
-    return model.walk(idx)[::2]
-
-def angles(x, y):
-    """Between vectors (..., C), in radians. (Of small angles, the arc cosine loses the digits.)"""
-    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
-    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1))
-
-def once(measure):
-    """A decorator: makes a property of a Run, measured once, when a statistic first asks for it"""
-    def measure_apart(run):
-        # With --mod coins, it tosses coins. We give it its own, from seed 0, and then put torch's
-        # generators back. So a statistic tosses the same ones, whether it was the first to ask or
-        # not.
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            torch.manual_seed(0)
-            return measure(run)
-    return functools.cached_property(measure_apart)
-
+ALL_RUN = Decider(None)   # All tokens run all sublayers.
 KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
 
 def steps_learned(right, guess):
@@ -151,73 +109,56 @@ def steps_learned(right, guess):
     right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
-@dataclass
 class Run:
     """A trained model, and validation windows to measure it on"""
-    model: GPT                   # in eval mode
-    config: dict                 # of the run folder
-    windows: tuple               # x, y (n, T)
-    puzzle: dict | None = None   # None, if it is a run on another text
-    text: str = ""               # --text
-    skip_below: float = 0.05     # --skip_below
-    folder: str | None = None    # of the run; None: nobody knows what was logged
-    warning: str = ""            # a sentence, if its data have changed since
-
-    def __post_init__(self):
-        x, y = (part.to(self.model.device) for part in self.windows)
-        self.batches = in_batches(x, y)
-        self.quarter = in_batches(x[::4], y[::4])           # for what is slow
-        self.other_quarter = in_batches(x[2::4], y[2::4])   # to choose a fixed set by
-        token_bytes = prepare.token_bytes(self.config["tokenizer"], self.model.config.vocab_size)
-        # Nats per token, and bits per byte of text
-        self.loss, self.bits, _ = evaluate(self.model, *self.windows, token_bytes, batch_size=8)
+    def __init__(self, model, config, windows, puzzle=None, text="", folder=None):
+        """model: in eval mode; config: of the run, a dict; windows: x, y (n, T); puzzle: what
+        meta.json says of the steps text, or None if it is another one; text: --text; folder: of
+        the run. None: nobody knows what was logged"""
+        self.model, self.config, self.puzzle, self.text = model, config, puzzle, text
+        self.log = dict(sorted(read_metrics(folder).items())) if folder else {}   # by iteration
+        x, y = (part.to(model.device) for part in windows)
+        def in_batches(first, step):
+            return list(zip(x[first::step].split(8), y[first::step].split(8)))
+        self.batches = in_batches(0, 1)
+        self.quarter = in_batches(0, 4)         # for what is slow
+        self.other_quarter = in_batches(2, 4)   # to choose what is removed
+        token_bytes = prepare.token_bytes(config["tokenizer"], model.config.vocab_size)
+        # Nats per token, and bits per byte of text, as train.py has them
+        self.loss, self.bits, _ = evaluate(model, x, y, token_bytes)
 
     def mean(self, of_idx, batches=None):
         """of_idx(idx) -> a tensor, the mean over these windows. Returns that over all windows."""
         return mean_over(batches or self.batches, lambda idx, targets: of_idx(idx))
 
-    def forward(self, idx, decider=None):
-        """-> logits, and who ran each sublayer, bools (2L, B, T)"""
-        runner = Runner(self.model, decider)
-        logits, _ = self.model(idx, runner=runner)
-        return logits, runner.who_ran()
-
-    def watch(self, idx, decider=None):
-        """-> the stream before each sublayer and at the end, as vectors (2L + 1, B, T, C), and who
-        ran each sublayer, bools (2L, B, T)"""
-        runner = Runner(self.model, decider)
-        streams = self.model.walk(idx, runner)
-        # A stream may be several tensors. as_tensor makes one of them.
-        vectors = [self.model.ends.as_tensor(stream) for stream in streams]
-        return torch.stack(vectors), runner.who_ran()
-
-    def degrees(self, idx, decider=None):
-        """The angle by which each sublayer turns the stream: (2L, B, T); 0 where a token skips"""
-        streams, _ = self.watch(idx, decider)
-        return angles(streams[1:], streams[:-1]).rad2deg()
-
     def share_that_ran(self, decider, batches=None):
         """-> the share of the tokens that ran each sublayer (2L,)"""
-        def share(idx):
-            _, ran = self.forward(idx, decider)
-            return ran.float().mean((1, 2))
-        return self.mean(share, batches)
+        def shares(idx):
+            trip = Trip(self.model, decider)
+            self.model(idx, trip=trip)
+            return trip.who_ran().float().mean((1, 2))
+        return self.mean(shares, batches)
 
-    @once
-    def loss_of_quarter(self):
+    @functools.cached_property
+    def quarter_loss(self):
         return mean_loss(self.model, self.quarter)
 
-    def loss_rise(self, decider):
-        """By how much the loss rises if this decider says who runs what, on a quarter of the
-        windows"""
-        return mean_loss(self.model, self.quarter, decider) - self.loss_of_quarter
+    def loss_rise(self, decider=None, without=()):
+        """By how much the loss rises if this decider says who runs what, and nobody runs these
+        places, on a quarter of the windows"""
+        return mean_loss(self.model, self.quarter, decider, without) - self.quarter_loss
 
-    @once
+    def loss_rise_without(self, blocks):
+        """The same without these blocks, from 0. Of the others, tokens skip as in training."""
+        return self.loss_rise(without={
+            place for block in blocks for place in places_of(self.model, block)})
+
+    @functools.cached_property
     def worth(self):
         """-> a list: by how much the loss rises without block 1, 2, .."""
-        return [self.loss_rise(without(self, [block])) for block in range(len(self.model.blocks))]
+        return [self.loss_rise_without([block]) for block in range(len(self.model.blocks))]
 
-    # --- On the steps text (part 3): what is right, and so what it has learned
+    # --- On the steps text (part 5): what is right, and so what it has learned
 
     def by_steps(self, of_targets):
         """of_targets(idx, targets) -> values (rows, B, T) of all targets, such as a row a sublayer.
@@ -225,37 +166,34 @@ class Run:
 
         Only the second half of a line counts. Digits of the first half depend on few others, so a
         model may have learned them by heart."""
-        cells = self.puzzle["cells"]
-        values, asked = [], []
+        cells, values, asked = self.puzzle["cells"], [], []
         for idx, targets in self.batches:
-            batch_values = of_targets(idx, targets).double()
-            window, column, steps = find_answers(idx, cells)
-            for cell in range(cells // 2, cells):
-                inside = column + cell < idx.shape[1]   # An answer's end may lie beyond its window.
-                values.append(batch_values[:, window[inside], column[inside] + cell])
-                asked.append(steps[inside])
+            window, column, steps = (each[:, None] for each in find_answers(idx, cells))
+            column = column + torch.arange(cells // 2, cells, device=idx.device)
+            inside = column < idx.shape[1]   # An answer's end may lie beyond its window.
+            window, steps = (each.expand_as(column)[inside] for each in (window, steps))
+            values.append(of_targets(idx, targets).double()[:, window, column[inside]])
+            asked.append(steps)
         values, asked = torch.cat(values, 1), torch.cat(asked)
-        means = []
         for k in range(self.puzzle["most"] + 1):
             if not (asked == k).any():
-                # If none can fit, this says so instead.
-                check_length(self.model.config.block_size, cells)
-                raise NotHere(f"its validation windows have no line that asks for {in_words(k)}; "
-                              f"give it more of them, with --windows")
-            means.append(values[:, asked == k].mean(1))
+                raise NotHere(f"its windows have no line that asks for {in_words(k)}, with its "
+                              f"answer; give it more --windows, or train with longer ones")
+        means = [values[:, asked == k].mean(1) for k in range(self.puzzle["most"] + 1)]
         return torch.stack(means, 1).tolist()
 
-    def right_by_steps(self, decider=None):
+    def right_by_steps(self, decider=None, without=()):
         """-> the shares of right digits by steps asked: 0, 1, .."""
         def is_right(idx, targets):
-            logits, _ = self.forward(idx, decider)
+            logits, _ = self.model(idx, trip=Trip(self.model, decider, without))
             return (logits.argmax(-1) == targets)[None]
         [right] = self.by_steps(is_right)
         return right
 
-    @once
+    @functools.cached_property
     def right(self):
         """These shares, of the model as it is"""
+        torch.manual_seed(0)
         return self.right_by_steps()
 
     @property
@@ -264,118 +202,564 @@ class Run:
         return 1 / len(self.puzzle["table"])
 
     @property
-    def most_known(self):
-        """The most steps up to which digits are known. 0: it knows no step, and copies at best"""
-        for k, share in enumerate(self.right):
-            if share < KNOWN:
-                return max(0, k - 1)
-        return len(self.right) - 1
-
-    @property
     def k(self):
-        """The most steps that it knows, or one if it knows none: what a closer look asks for"""
-        return max(1, self.most_known)
+        """The most steps that it knows, or one if it knows none: a closer look asks for so many."""
+        known = itertools.takewhile(lambda share: share >= KNOWN, self.right)
+        return max(1, len([*known]) - 1)
 
-    def steps_with(self, decider):
+    def steps_with(self, decider=None, without=()):
         """How many steps it has learned if this decider says who runs what"""
-        return steps_learned(self.right_by_steps(decider), self.guess)
-
-# ------------------------------------------------------------------------------------ who runs what
-
-ALL_RUN = Decider(None)   # All tokens run all sublayers.
-
-def by_gain(run, below):
-    """The decider of --mod gain:below=..: a token skips a sublayer that would turn it by less, if
-    the residual knows this before (as NAG does). NotHere if not"""
-    decider = ByGain(run.model.config, below)
-    if why := why_not(decider, run.model.config):
-        raise NotHere(why)
-    return decider
-
-def without(run, blocks):
-    """-> the decider that removes these blocks, from 0. Who skips the others: as in training"""
-    places = {place for block in blocks for place in places_of(run.model, block)}
-    return Without(places, run.model.decider)
+        torch.manual_seed(0)
+        return steps_learned(self.right_by_steps(decider, without), self.guess)
 
 def skipping(run):
-    """-> the decider that says who skips: as in training, or else by --skip_below"""
+    """-> the decider that says who skips: as in training, or else those whose gain is below 0.05,
+    which is 3 degrees. NotHere if neither can be"""
     if run.model.config.mod != "all":
         return run.model.decider
-    return by_gain(run, run.skip_below)
+    if not run.model.ends.knows_gain:
+        raise NotHere(f"--residual {run.model.config.residual} knows no gain, and it was not "
+                      f"trained to skip")
+    return ByGain(run.model.config, below=0.05)
 
-# ===================================================== part 3: lines and answers of the steps text
+def refuse_routers(model, what):
+    """NotHere if its decider changes the stream after a sublayer, as a router does"""
+    if type(model.decider).after is not Decider.after:
+        raise NotHere(f"--mod {model.config.mod} changes the stream, too, {what}")
 
-# What a step is, and its table, is on prepare.py's page, part 5. A step may make 5877 of 3141, and
-# 1085 of 5877. So c3141, which asks for two steps, is answered by 1085.
+# ========================================================= part 3: a pass in which all is noted
 
-def in_words(n):
-    """2 -> two steps"""
-    words = "no one two three four five six seven eight nine ten".split()
-    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
+# A residual gives a sublayer f something to read, and makes the next stream of its update, which f
+# returns. So an f of ours can note both, whatever form a stream has.
 
-# ------------------------------------------------------------------------------------- in a window
+def rms(x):
+    return x.square().mean(-1).sqrt()
 
-# A window is a row of T tokens, idx, and of their targets: each token is to predict the next one.
-# A token's place in its window is its column. If lines had four digits only, c3141 and its answer
-# would stand like this:
+def angles(x, y):
+    """Between vectors (..., C), in degrees. (Of small angles, the arc cosine loses the digits.)"""
+    x, y = F.normalize(x, dim=-1), F.normalize(y, dim=-1)
+    return 2 * torch.atan2((x - y).norm(dim=-1), (x + y).norm(dim=-1)).rad2deg()
+
+NORMS = Norm, nn.RMSNorm, nn.LayerNorm   # the last two: of a class of your own
+
+def run_rule(residual, stream, update=None):
+    """Runs a residual whose sublayer returns `update` (B, T, C), whatever it gets. Returns what it
+    gets, the same before the norm, and the next stream. None: it is model.ends, and the head reads
+    """
+    found, normed = [], []
+
+    def f(x):   # The last norm that ran before f is that of what it gets. There may be none.
+        found[:] = x, normed[-1] if normed else x
+        return update
+
+    hooks = [module.register_forward_pre_hook(lambda module, inputs: normed.append(inputs[0]))
+             for module in residual.modules() if isinstance(module, NORMS)]
+    if update is None:
+        f(residual.finish(stream))
+        next_stream = None
+    else:
+        next_stream = residual(stream, f)
+    for hook in hooks:
+        hook.remove()
+    read, raw = found
+    if isinstance(residual, AttnRes):   # It multiplies a mean of n sources by n.
+        raw = raw / len(stream[1])
+    return read, raw, next_stream
+
+def where_ran(ran, new, old):
+    """The next stream: new where a token ran, bools (B, T), and old where it skipped"""
+    if ran.all() or not ran.any():   # A stream that grows has no part to choose from.
+        return new if ran.any() else old
+    def choose(new, old):
+        return torch.where(ran.view(*ran.shape, *[1] * (new.dim() - 2)), new, old)
+    return map_stream(choose, new, old)
+
+class Pass:
+    """A pass of windows idx (B, T), and all that happens in it, in the order of running:
+
+    streams     before each sublayer, and the last one: 2L + 1
+    ran         who ran: bools (2L, B, T)
+    updates     what each sublayer returns, (B, T, C); zeros where a token skips: 2L
+    reads       what each sublayer, and at last the head, gets, (B, T, C): 2L + 1. (A token that
+                skips an attention reads, too, to make its key.)
+    raws        the same before its norm
+    residuals   the rules of all of these"""
+    def __init__(self, model, idx, decider=None, without=()):
+        """decider, without: see Trip"""
+        self.model, self.embedding = model, model.wte(idx)
+        self.updates = [torch.zeros_like(self.embedding) for _ in range(2 * len(model.order))]
+        self.places = []   # those that were asked for an update
+        self.trip = trip = Trip(model, decider, without)
+        hooks = [residual.register_forward_pre_hook(self.note) for residual in model.residuals()]
+        try:
+            self.streams = model.walk(idx, trip)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.ran = trip.who_ran()
+        if len(self.places) > len({*self.places}):
+            raise NotHere("its residual runs a sublayer twice, so there is no one update")
+        blocks = [model.blocks[number] for number in model.order]
+        self.residuals = [residual for block in blocks
+                          for residual in (block.attn_residual, block.mlp_residual)] + [model.ends]
+        rules = zip(self.residuals, self.streams, [*self.updates, None])
+        self.reads, self.raws, _ = zip(*(run_rule(*each) for each in rules))
+
+    def note(self, residual, arguments):
+        """Called before each residual, for the tokens that run -> its arguments, with an f that
+        notes what it returns"""
+        stream, f, *gain = arguments
+        place, answer = self.trip.place, self.trip.answers[-1]
+
+        def noting(x):
+            update = f(x)   # (B, T, C), or, if some tokens skip, (N, C)
+            if answer is True:
+                self.updates[place - 1] = update
+            else:
+                self.updates[place - 1][answer] = update.flatten(0, -2)
+            self.places.append(place)
+            return update
+
+        return stream, noting, *gain
+
+    def degrees(self):
+        """By how much what is read turns, from each sublayer to the next reader: (2L, B, T)"""
+        return torch.stack([angles(*pair) for pair in itertools.pairwise(self.raws)])
+
+    def effects(self):
+        """-> (2L + 1 readers, 2L + 1 writers): which part of what a reader reads is gone without a
+        writer, |read - read without it| / |read|, a mean over tokens. nan where none can read.
+
+        From a writer on (0: the embedding), which writes zeros, the rules run once more. All others
+        write what they did: no attention and no MLP is computed again."""
+        refuse_routers(self.model, "by weights that depend on it")
+        n = len(self.reads)
+        table = torch.full((n, n), math.nan, dtype=self.embedding.dtype)
+        for writer in range(n):
+            stream = self.streams[max(0, writer - 1)]   # that before it has written
+            if writer == 0:
+                stream = self.model.ends.start(torch.zeros_like(self.embedding))
+            for place in range(max(1, writer), n + 1):   # place n: the head reads
+                update = None
+                if place < n:
+                    update = self.updates[place - 1] * (place != writer)
+                read, _, new = run_rule(self.residuals[place - 1], stream, update)
+                if place > writer:
+                    usual = self.reads[place - 1]
+                    gone = (usual - read).norm(dim=-1) / usual.norm(dim=-1).clamp_min(1e-30)
+                    table[place - 1, writer] = gone.mean()
+                if place < n:
+                    stream = where_ran(self.ran[place - 1], new, stream)
+        return table
+
+# =================================================================== part 4: statistics of any text
+
+@stat("How fast it learns", y="validation loss (nats)")
+def curves(run):
+    """By iterations, by what was computed, and by time: who leads may depend on what you count. Is
+    a gap still growing when the learning rate falls, at the end?
+
+    Validation loss, as logged, without that of the first weights. FLOPs: matrix products of the
+    training, without what tokens skip. Seconds: of the training alone, on its machine."""
+    losses = {step: entry["val_loss"] for step, entry in run.log.items()
+              if "val_loss" in entry and step > 0}
+    if not losses:
+        raise NotHere("its metrics.jsonl has no evaluation")
+    def at_evaluations(key):   # Between two lines of the log, we interpolate.
+        logged = {0: 0.0} | {step: entry[key] for step, entry in run.log.items() if key in entry}
+        return np.interp([*losses], [*logged], [*logged.values()])
+    flops, seconds = at_evaluations("flops"), at_evaluations("seconds")
+    panels = {"by iteration": [*losses], "by FLOPs": flops, "by seconds": seconds}
+    return {name: {"validation": [*zip(x, losses.values())]} for name, x in panels.items()}, (
+        f"{losses[max(losses)]:.3f} nats after {max(losses):,} iterations, {flops[-1]:.2g} FLOPs "
+        f"and {seconds[-1]:,.0f} seconds.")
+
+@stat("How large updates are, and what they meet", x="sublayer", ylim=(0, None))
+def magnitudes(run):
+    """PreNorm adds up all updates, so the sum grows with depth. Later ones must be larger, or turn
+    what is read by less: dilution. Attention Residuals read a mean. With attnres:group=4, a sum
+    starts anew after four updates: a saw-tooth.
+
+    Rms, a mean over tokens. Update: what a sublayer returns; 0 where a token skips. Read: before
+    the norm. (NAG reads a direction, so 1, and of its updates only the direction counts.) Sum: what
+    updates are added to. Turns: the angle between what a sublayer reads and what the next one does.
+    In PreNorm, an update alone turns that (in NAG by atan(gain)); in attnres, hyper and gated, the
+    next reader's own mixture does so, too. Gradient: see fan_in. Source: arXiv:2603.15031."""
+    def of_idx(idx):
+        found = Pass(run.model, idx)
+        sums = [run.model.ends.sum_of_updates(stream) for stream in found.streams[1:]]
+        sizes = [torch.stack([rms(x).mean() for x in each])
+                 for each in (found.updates, found.raws[:-1], sums)]
+        return torch.stack([*sizes, found.degrees().mean((1, 2))])
+    update, read, sums, turned = run.mean(of_idx, run.quarter).tolist()
+    numbered = [*enumerate(update, 1)]
+    panels = {"what is read (rms)": {"both": read}, "sum of updates (rms)": {"both": sums},
+              "update (rms)": {"attention": numbered[::2], "MLP": numbered[1::2]},
+              "what is read turns by (degrees)": {"both": turned}}
+    try:
+        sizes = gradients_of(run)
+        panels["gradient of a block / mean"] = {
+            "both": [[2 * block + 1.5, size] for block, size in enumerate(sizes / sizes.mean())]}
+    except NotHere:
+        pass   # The other panels need no log.
+    def growth(sizes):   # from the first block, which is two sublayers, to the last
+        return f"{sum(sizes[-2:]) / max(1e-30, sum(sizes[:2])):.1f}-fold"
+    falls = sum(after < 0.8 * before for before, after in itertools.pairwise(sums))
+    first, second = np.array_split(turned, 2)
+    return panels, (f"From the first block to the last, what is read grows {growth(read)}, and "
+                    f"updates {growth(update)}. Their sum grows {growth(sums)}, with {falls} falls "
+                    f"by more than a fifth. A sublayer turns what is read by {first.mean():.0f}° "
+                    f"in the first half, and by {second.mean():.0f}° later.")
+
+@stat("Who reads whom", draw="heat", x="writer", y="reader", square=True, power=0.6, largest=1,
+      label="part of what is read that is gone without the writer")
+def reads(run):
+    """A row is a reader, a column a writer: a3 and m3 are attention and MLP of the third block, e
+    is the embedding. Dark: much of what this one reads was written by that one. Where all hand on
+    one sum, as in PreNorm, rows look alike, and fade. Rules that choose have rows of their own. A
+    dark diagonal is a chain, and a dark column is read by all.
+
+    All updates of a pass are kept. The rules run again, and one writer writes zeros. Which part of
+    what a reader reads is gone? |read - read without it| / |read|, a mean over tokens. (A norm can
+    make it more than 1.) No attention or MLP runs again, so this is the direct effect alone. NAG's
+    head reads a length, too, and that comes from the embedding. Alike: of two neighbours' rows,
+    scaled to a sum of 1, the part that they share."""
+    effect = run.mean(lambda idx: Pass(run.model, idx).effects(), run.quarter).cpu().numpy()
+    names = [f"{kind}{number + 1}" for number in range(len(run.model.order)) for kind in "am"]
+    table = np.nan_to_num(effect)
+    nearest = np.diag(table)[1:]   # What is gone for the next reader without a sublayer?
+    first, second = np.array_split(nearest, 2)
+    alike = []
+    for reader in range(1, len(table) - 2):   # and the next one, but the head; of what both read
+        rows = table[reader:reader + 2, :reader + 1]
+        rows = rows / np.maximum(1e-30, rows.sum(1, keepdims=True))
+        alike.append(rows.min(0).sum())
+    by_head = [names[place] for place in np.argsort(-table[-1, 1:])[:3]]
+    return {"": effect, "columns": ["e", *names], "rows": [*names, "head"]}, (
+        f"Without a sublayer, the next reader loses {first.mean():.0%} of what it reads in the "
+        f"first half of the depth, and {second.mean():.0%} in the second. What two neighbours read "
+        f"is alike to {np.mean(alike or [1]):.0%}, and at least to {min(alike or [1]):.0%}. The "
+        f"head reads most of {', '.join(by_head)}.")
+
+def attention_to_first(attn, rotation, x):
+    """The share of attention that queries in the second half of windows give to the first token, a
+    mean over heads. x (B, T, C): what it reads"""
+    q, k, _ = attn.c_attn(x).chunk(3, dim=-1)
+    q, k = attn.turned(q, rotation), attn.turned(k, rotation)
+    values = torch.zeros_like(q)   # The first token has a 1: a mean of the values is its share.
+    values[:, 0] = 1
+    return attend(q, k, values)[:, x.shape[1] // 2:].mean()
+
+@stat("Attention sinks and heavy tails", x="sublayer", ylim=(0, None))
+def sinks(run):
+    """Heads that have nothing to do look at the first token, a sink. And a few channels may become
+    very large. NAG's paper (arXiv:2606.16112) has less of both.
+
+    Sink: what the second half of a window gives to its first token, a mean over heads. Largest
+    channel: max |x| / rms(x) of what is read before the norm. Kurtosis: 3 if it were normal."""
+    if not run.model.decider.skippers_make_keys:
+        raise NotHere("its tokens that skip have no keys, so attention is over others")
+    def of_idx(idx):
+        found = Pass(run.model, idx)
+        rotation = run.model.rotation[:idx.shape[1]]
+        shares = [attention_to_first(run.model.blocks[number].attn, rotation, x)
+                  for number, x in zip(run.model.order, found.reads[::2])]
+        x = torch.stack(found.raws[:-1])   # (2L, B, T, C)
+        largest = x.abs().amax(-1) / rms(x).clamp_min(1e-30)
+        x = x - x.mean(-1, keepdim=True)
+        kurtosis = x.pow(4).mean(-1) / x.square().mean(-1).square().clamp_min(1e-30)
+        shares = torch.stack(shares).repeat_interleave(2)   # twice, to have one for each sublayer
+        return torch.stack([shares, largest.mean((1, 2)), kurtosis.mean((1, 2))])
+    shares, largest, kurtosis = run.mean(of_idx, run.quarter).tolist()
+    T = run.batches[0][0].shape[1]   # If a query looks at all tokens alike, the first one gets:
+    equal = np.mean(1 / np.arange(T // 2 + 1, T + 1))
+    panels = {"attention to the first token": [*enumerate(shares, 1)][::2],
+              "largest channel / rms": largest, "kurtosis": kurtosis}
+    return {name: {"measured": line} for name, line in panels.items()}, (
+        f"At most {max(shares):.1%} of an attention goes to the first token (to all alike: "
+        f"{equal:.1%}). Largest channel: at most {max(largest):.1f} rms; kurtosis: at most "
+        f"{max(kurtosis):.1f}.")
+
+@stat("What fewer bits cost", x="bits per weight", y="rise of the loss (nats)", asinh=True)
+def rounding(run):
+    """Numbers of 32 bits need four times the memory of numbers of 8. How few will do? All matrices
+    are rounded to few bits, with embedding and head, and nothing is trained after it.
+
+    Each row is rounded to the nearest of 2^bits - 1 values around 0. (Parameters of the residuals
+    stay as they are.)"""
+    matrices = [module.weight for module in run.model.modules()
+                if isinstance(module, (nn.Linear, nn.Embedding))]
+    originals, rises = [matrix.clone() for matrix in matrices], {}
+    before = run.quarter_loss
+    try:
+        for bits in 8, 6, 4, 3:
+            for matrix, original in zip(matrices, originals):
+                step = original.abs().amax(1, keepdim=True).clamp_min(1e-30) / (2 ** (bits - 1) - 1)
+                matrix.copy_((original / step).round() * step)
+            rises[bits] = mean_loss(run.model, run.quarter) - before
+    finally:
+        for matrix, original in zip(matrices, originals):
+            matrix.copy_(original)
+    said = [f"{rise:+.3f} nats at {bits} bits" for bits, rise in rises.items()]
+    return {"": {"rounded": [*rises.items()]}}, f"The loss rises by {', '.join(said)}."
+
+@stat("What the head can read after each block", x="blocks run", y="loss (nats)", first_x=0)
+def logit_lens(run):
+    """The loss if the head read the stream after each block. It was trained to read the last one,
+    so where it is high, something else may be there.
+
+    The logit lens, as in arXiv:2505.13898: final norm and head. 0: of the embedding."""
+    def losses_of(idx, targets):
+        logits = [run.model.head(stream) for stream in run.model.walk(idx)[::2]]
+        return torch.stack([F.cross_entropy(each.flatten(0, 1), targets.flatten())
+                            for each in logits])
+    losses = mean_over(run.batches, losses_of).tolist()
+    half = (losses[0] + losses[-1]) / 2
+    block = next(block for block, loss in enumerate(losses) if loss <= half)
+    return {"": {"after each block": losses}}, (
+        f"From {losses[0]:.2f} nats to {losses[-1]:.2f}: half of the way is over after block "
+        f"{block} of {len(losses) - 1}.")
+
+@stat("What a sublayer is worth", x="block", y="rise of the loss (nats)", asinh=True)
+def removal(run):
+    """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
+
+    The stream passes what is removed unchanged, wherever --repeat runs it. Nothing is trained after
+    it. As in LLM-Drop, arXiv:2406.15786."""
+    blocks = [places_of(run.model, block) for block in range(len(run.model.blocks))]
+    lines = {name: [run.loss_rise(without=places[first::2]) for places in blocks]
+             for first, name in enumerate(("attention", "MLP"))}
+    order = np.argsort(run.worth)
+    return {"without one sublayer": lines, "without the block": {"block": run.worth}}, (
+        f"Block {order[-1] + 1} is worth most, {run.worth[order[-1]]:.2f} nats, and block "
+        f"{order[0] + 1} least, {run.worth[order[0]]:.3f}.")
+
+def gradients_of(run, half=None):
+    """-> for each block the norm of its gradient in the training (blocks,), a mean over what was
+    logged after the warmup; half: 0 or 1, only the first or the second half of that. Per root of
+    the block's size, or with --taper, wide blocks would always win. NotHere if nothing was logged
+    """
+    if len(run.model.blocks) == 1:
+        raise NotHere("one block has nobody to be compared with")
+    end = max(run.log, default=0)
+    norms = [entry["grad_norms"] for step, entry in run.log.items()
+             if "grad_norms" in entry and step >= run.config["warmup"] * end]
+    if half is not None and len(norms) > 1:
+        norms = np.array_split(norms, 2)[half]
+    if len(norms) == 0:
+        raise NotHere("its metrics.jsonl has no gradient norms of blocks")
+    sizes = [sum(p.numel() for p in block.parameters()) for block in run.model.blocks]
+    return np.mean(norms, 0) / np.sqrt(sizes)
+
+def rank_correlation(x, y):
+    """Spearman's. 1: both have the same order; -1: the opposite one. Equal values share a rank."""
+    def ranks(values):
+        values = np.asarray(values)
+        return [(values < each).sum() + (values == each).sum() / 2 for each in values]
+    ranks = np.array([ranks(x), ranks(y)])
+    is_flat = (ranks.std(1) == 0).any()   # All values of one are equal, so there is no order.
+    return 0.0 if is_flat else np.corrcoef(ranks)[0, 1]
+
+@stat("Gradients, and what blocks are worth", x="block", ylim=(0, None))
+def fan_in(run):
+    """In PreNorm, a block's gradient comes through each later block, and past it: the earlier a
+    block, the larger its fan-in. Do gradients fall like this, and tell what a block is worth?
+
+    Gradient: norm per root of the block's size, a mean over the log after the warmup. Fan-in: n if
+    n blocks run from this one on, and n (n + 1) / 2 with --deep_supervision, where a loss follows
+    each of them; of a block that --repeat runs twice, the sum. Worth: as in removal. All are scaled
+    to a mean of 1. Rank correlation: Spearman's. Source: arXiv:2606.26538."""
+    gradients, ways = gradients_of(run), np.zeros(len(run.model.blocks))
+    n = np.arange(len(run.model.order), 0, -1.0)
+    supervised = run.model.config.deep_supervision
+    np.add.at(ways, run.model.order, n * (n + 1) / 2 if supervised else n)
+    worth = np.maximum(run.worth, 0)   # Some blocks do harm.
+    lines = {"measured": gradients, "as the fan-in": ways}
+    return {"gradient / mean": {name: line / line.mean() for name, line in lines.items()},
+            "worth / mean": {"measured": worth / max(1e-30, worth.mean())}}, (
+        f"The first block has {gradients[0] / gradients[-1]:.1f} times the gradient of the last "
+        f"(by fan-in {ways[0] / ways[-1]:.0f} times). Rank correlation of the gradients with the "
+        f"{'quadratic' if supervised else 'linear'} fan-in: "
+        f"{rank_correlation(gradients, ways):.2f}; with what blocks are worth: "
+        f"{rank_correlation(gradients, run.worth):.2f}.")
+
+@stat("Which blocks can go first", x="blocks removed", y="rise of the loss (nats)", first_x=0,
+      by_run=True)
+def pruning(run):
+    """CascadeFlow first removes the block that had the least gradients in the training, so it needs
+    no text. Is its line as low as that of the usual score, which needs some? And is it lower than
+    if the last blocks go first, or any?
+
+    Gradients as in fan_in (CascadeFlow Pruning, arXiv:2606.26538). Usual score: 1 - cosine of what
+    is read before and after a block (ShortGPT, arXiv:2403.03853). Least worth: as in removal.
+    Any: a mean of five orders. Stable: the rank correlation of a score of the first half of the
+    training with that of the second; of the usual score, on two sets of windows."""
+    gradients, n_blocks = gradients_of(run), len(run.model.blocks)
+    def influence(batches):
+        def change(idx):
+            raws = Pass(run.model, idx).raws[::2]   # before each block, and the head's
+            return torch.stack([1 - F.cosine_similarity(*pair, dim=-1).mean()
+                                for pair in itertools.pairwise(raws)])
+        changes = np.zeros(n_blocks)
+        np.add.at(changes, run.model.order, run.mean(change, batches).cpu().numpy())
+        return changes
+    @functools.cache   # Different orders often come to the same blocks.
+    def rise(removed):
+        return run.loss_rise_without(removed)
+    def line(order):
+        return [rise(frozenset(order[:n])) for n in range(n_blocks)]
+    usual = influence(run.other_quarter)
+    scores = {"CascadeFlow": gradients, "usual score": usual, "least worth": run.worth,
+              "last first": -np.arange(n_blocks)}
+    lines = {name: line(np.argsort(score, kind="stable").tolist())
+             for name, score in scores.items()}
+    rng = np.random.default_rng(0)
+    lines["any"] = np.mean([line(rng.permutation(n_blocks).tolist()) for _ in range(5)], 0)
+    stable = rank_correlation(gradients_of(run, 0), gradients_of(run, 1))
+    usual_stable = rank_correlation(influence(run.quarter), usual)
+    counts = [n for n in (1, 2, 4) if n < n_blocks]
+    rises = "; ".join(f"{name} {', '.join(f'{line[n]:.2f}' for n in counts)}"
+                      for name, line in lines.items())
+    return {"": lines}, (
+        f"Without {', '.join(map(str, counts))} of {n_blocks} blocks, the loss rises by: {rises}. "
+        f"Stable: CascadeFlow {stable:.2f}, usual score {usual_stable:.2f}.")
+
+@stat("Who skips", x="sublayer", y="share of the tokens that skip it", ylim=(-0.03, 1.03))
+def who_skips(run):
+    """A sublayer that nearly all tokens skip could be removed: that is no adaptive depth. What
+    counts is between 0 and 1.
+
+    A token skips as it was trained to, or else if its gain is below 0.05 (3 degrees)."""
+    skipped = 1 - run.share_that_ran(skipping(run)).cpu().numpy()
+    dead = skipped[skipped >= 0.9]
+    return {"": {"measured": skipped}}, (
+        f"{skipped.mean():.0%} of the sublayer runs are skipped. {len(dead)} sublayers are skipped "
+        f"by nine tokens of ten; without them it would be "
+        f"{(skipped.sum() - dead.sum()) / len(skipped):.0%}.")
+
+def coins(shares):
+    """A decider that tosses a coin for each token. shares (2L,): of the tokens that are to run each
+    sublayer"""
+    return lambda trip: torch.rand(trip.shape, device=trip.model.device) < shares[trip.place - 1]
+
+def fixed_sets(run, most):
+    """-> sets of 1, 2, .. most places, which all tokens skip: those without which the loss is least
+    on other windows. Each is the best of four nested ways to come so far: the place without which
+    the loss is least goes next; it goes next from the best set so far; those that turn least go
+    first; those that are worth least alone go first."""
+    @functools.cache
+    def loss(removed):
+        return mean_loss(run.model, run.other_quarter, ALL_RUN, removed)
+    turned = run.mean(lambda idx: Pass(run.model, idx, ALL_RUN).degrees().mean((1, 2)),
+                      run.other_quarter)
+    weakest = (turned.argsort() + 1).tolist()   # The place with the least angle comes first.
+    cheapest = sorted(weakest, key=lambda place: loss(frozenset([place])))
+    def one_more(removed):
+        return min((removed | {place} for place in weakest if place not in removed), key=loss)
+    greedy, best, sets = frozenset(), frozenset(), []
+    for n in range(1, most + 1):
+        greedy = one_more(greedy)
+        others = one_more(best), frozenset(weakest[:n]), frozenset(cheapest[:n])
+        best = min(greedy, *others, key=loss)
+        sets.append(best)
+    return sets
+
+@stat("What skipping costs", x="sublayer runs skipped (%)", by_run=True)
+def skip_curve(run):
+    """By gain, tokens skip what would turn them least. Two controls skip as much: coins, and a
+    fixed set of sublayers, which all tokens skip. Skipping adapts to the token only where its line
+    is better than that set's. (Only NAG knows a gain.)
+
+    By gain: one threshold for all sublayers, that of the lowest 10, 25, 40 and 50 % of all gains.
+    Fixed set: those sublayers whose removal costs the least loss, on other windows (see fixed_sets
+    in analyze.py). Coins: of each sublayer, as many random tokens skip as by gain. As trained: as
+    --mod says; it was trained for none of the others."""
+    model, what, batches, value_of = run.model, "rise of the loss", run.quarter, run.loss_rise
+    if run.puzzle:
+        what, batches, value_of = "steps learned", run.batches, run.steps_with
+    refuse_routers(model, "by its weights: without them, it is another model")
+    n, if_all_run, most = 2 * len(model.order), value_of(ALL_RUN), 0.5
+    begin, lines = [[0.0, if_all_run]], {"by gain": [], "a fixed set": [], "coins": []}
+    if model.ends.knows_gain:
+        found = Pass(model, run.other_quarter[0][0], ALL_RUN)
+        gains = torch.stack([residual.gain(stream).abs() for residual, stream
+                             in zip(found.residuals[:-1], found.streams)])
+        for share in 0.1, 0.25, 0.4, 0.5:
+            decider = ByGain(model.config, below=max(1e-9, np.quantile(gains.cpu(), share)))
+            who_ran = run.share_that_ran(decider, batches)
+            most = 1 - who_ran.mean().item()   # It isn't quite the share.
+            lines["by gain"].append([100 * most, value_of(decider)])
+            lines["coins"].append([100 * most, value_of(coins(who_ran))])
+        lines["by gain"], lines["coins"] = begin + lines["by gain"], begin + lines["coins"]
+    sets = fixed_sets(run, min(n - 1, math.ceil(n * most)))
+    lines["a fixed set"] = begin + [[100 * len(places) / n, value_of(ALL_RUN, places)]
+                                    for places in sets]
+    if model.config.mod != "all":
+        share = 1 - run.share_that_ran(model.decider, batches).mean().item()
+        lines["as trained"] = [[100 * share, value_of(model.decider)]]
+    at = min([x for x, _ in lines["by gain"]] or [25], key=lambda x: abs(x - 25))
+    values = [f"{np.interp(at, *zip(*line)):.2f} ({name})" for name, line in lines.items()
+              if len(line) > 1]
+    free = max(x for x, value in lines["a fixed set"] if abs(value - if_all_run) <= 0.05)
+    return {what: lines}, (
+        f"{what.capitalize()} if {at:.0f} % of the sublayer runs are skipped: {', '.join(values)}; "
+        f"if all run: {if_all_run:.2f}. A fixed set of {free:.0f} % changes it by 0.05 at most.")
+
+@stat("What each sublayer turns for each token", draw="heat", y="sublayer", power=0.5,
+      x="token (grey: it skips)", label="degrees")
+def depth_map(run):
+    """Dark: after this sublayer, something else is read of this token. Grey: the token skips it.
+
+    The angle of `magnitudes`. Who skips: as in who_skips; without gains, nobody. The text is
+    --text, or the start of a validation window. Source: NAG, arXiv:2606.16112, appendix A."""
+    encoding = prepare.get_tokenizer(run.config["tokenizer"])
+    tokens = encoding.encode_ordinary(run.text[:10_000])[:run.model.config.block_size]
+    if not tokens:
+        tokens = run.batches[0][0][0, :64].tolist()
+    try:
+        decider = skipping(run)
+    except NotHere:
+        decider = ALL_RUN
+    found = Pass(run.model, torch.tensor([tokens], device=run.model.device), decider)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
+    names = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
+    # repr writes a tab as '\t'. We leave its quotes out.
+    names = [repr(name.replace("\n", "↵"))[1:-1] for name in names]
+    degrees = found.degrees()[:, 0]
+    most = (degrees.mean(1).argmax() + 1).item()
+    skipped = 1 - found.ran.double().mean()
+    return {"": degrees.masked_fill(~found.ran[:, 0], math.nan), "columns": names}, (
+        f"{skipped:.0%} of these sublayer runs are skipped. Sublayer {most} turns most, by "
+        f"{degrees[most - 1].mean():.0f}°, from {degrees[most - 1].min():.0f}° to "
+        f"{degrees[most - 1].max():.0f}°.")
+
+# ============================================================= part 5: statistics of the steps text
+
+# A line asks for the digits after some steps, by its letter (a: 0, b: 1, ..). The next line has
+# them: it is the answer, and asks in its turn. A step replaces each digit, by a table: it may make
+# 5877 of 3141, and 1085 of 5877. If lines had only four digits, c3141, which asks for two steps,
+# and its answer would stand like this in a window:
 #
 #     column      0  1  2  3  4  5  6  7  8  9 10
 #     token       c  3  1  4  1  ↵  a  1  0  8  5
 #     "line"         0  1  2  3                      cells, where the line's digits stand
 #     "answer"                      0  1  2  3       cells, where the answer's are predicted
 #
-# So the answer's cell 0 is predicted where its letter is.
+# So from a letter to the next it is cells + 2 columns.
 
-def line_length(cells):
-    """How many columns a line takes: its letter, its digits, its newline"""
-    return 1 + cells + 1
+def in_words(n):
+    """2 -> two steps"""
+    words = "no one two three four five six seven eight nine ten".split()
+    return f"{words[n] if n < len(words) else n} step{'s' * (n != 1)}"
 
 def find_answers(idx, cells):
-    """Windows idx (n, T) -> all N answers in them. (The whole line before is in the window, too, or
-    nobody could know them.) Their ends may lie beyond it. Returns three tensors (N,):
-
-    window, column   the answer's letter is idx[window, column]
-    asked            how many steps lead to it, as the letter of the line before says"""
-    is_letter = (idx >= ord("a")) & (idx <= ord("z"))
-    # The first line of a document is no answer. In front of it stands a 256, and no newline.
-    after_newline = idx.roll(1, dims=1) == ord("\n")   # Each column gets the token left of it.
-    is_answer = is_letter & after_newline
-    # There the line before is not all in the window. (And column 0 got the window's last token.)
-    is_answer[:, :line_length(cells)] = False
+    """Windows idx (n, T) -> all N answers in them whose line before is in the window, too, or
+    nobody could know them: their windows and the columns of their letters (N,), and how many steps
+    lead to them (N,). (Their ends may lie beyond the window.)"""
+    is_answer = (idx >= ord("a")) & (idx <= ord("z")) & (idx.roll(1, dims=1) == ord("\n"))
+    is_answer[:, :cells + 2] = False   # There the line before is not all in the window.
     window, column = is_answer.nonzero().T
-    asked = idx[window, column - line_length(cells)] - ord("a")
-    return window, column, asked
-
-def columns_of(column, cells):
-    """Where is each cell? column (N,): those of the answers' letters. Returns columns (N, cells):
-    {"line": .., "answer": ..}, as in the picture"""
-    answer = column[:, None] + torch.arange(cells, device=column.device)
-    # A line's digit stands one line before the answer's, which is predicted a column earlier.
-    return {"line": answer - line_length(cells) + 1, "answer": answer}
-
-def find_lines(idx, k, cells):
-    """All N lines that ask for k steps, and whose whole answer is in the window. (Its last digit
-    may be the last target.) Returns three tensors:
-
-    window, column (N,)   the answer's letter is idx[window, column]
-    digits (N, cells)     those of the line"""
-    window, column, asked = find_answers(idx, cells)
-    chosen = (asked == k) & (column + cells <= idx.shape[1])
-    window, column = window[chosen], column[chosen]
-    tokens = idx[window[:, None], columns_of(column, cells)["line"]]
-    return window, column, tokens - ord("0")
-
-def check_length(T, cells):
-    """NotHere if a line and its answer are too long for a window"""
-    if line_length(cells) + cells > T:
-        raise NotHere("a line and its answer don't fit into its --block_size")
-
-# ------------------------------------------------------------------ a line to type, and its answer
-
-def some_digits(puzzle):
-    """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
-    of_pi = ("3141592653589793" * 7)[:puzzle["cells"]]
-    return "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
+    return window, column, idx[window, column - (cells + 2)] - ord("a")
 
 def lines_after(digits, steps, table):
     """digits (..., cells) -> a tensor (steps + 1, ..., cells): the digits after 0, 1, .. steps"""
@@ -390,111 +774,89 @@ def solve(line, puzzle):
     steps, digits = ord(line[0]) - ord("a"), [int(digit) for digit in line[1:]]
     return [spelled(each) for each in lines_after(digits, steps, puzzle["table"])]
 
+def some_digits(puzzle):
+    """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
+    of_pi = ("3141592653589793" * 7)[:puzzle["cells"]]
+    return "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
+
 def answers(model, lines, puzzle):
     """-> tokens (lines, cells): what a model answers to each line, the likeliest each time. (We
     write the answer's letter, because the text draws it at random.)"""
-    idx = torch.stack([tokens_of(f"{line}\na") for line in lines]).to(model.device)
+    idx = torch.tensor([[*f"{line}\na".encode()] for line in lines], device=model.device)
     return model.generate(idx, puzzle["cells"], temperature=0)[:, idx.shape[1]:].cpu()
-
-def tokens_of(text):
-    """A token is a byte. "a0" -> tensor([97, 48])"""
-    return torch.tensor(list(text.encode()))
 
 def spelled(digits):
     """A tensor of digits -> a text. What is no digit becomes a question mark."""
     return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
 
-# ============================================================= part 4: statistics of the steps text
+@stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
+      y="share of right digits", ylim=(-0.03, 1.03))
+def right_digits(run):
+    """A line's letter says how many steps lead to the next one: a 0, b 1, c 2. A step replaces each
+    digit, by a table that also asks for its left neighbour. Below the figure, the model answers a
+    line; wrong digits are red.
 
-# -------------------------------------------------------------------- what it answers, and how well
-
-@stat("The puzzle", draw=None, needs_puzzle=True)
-def written(run):
-    """After each line of the text comes one with as many digits. The letter says how many steps
-    lead there: a 0, b 1, c 2. A step replaces each digit, by a table that also asks for its left
-    neighbour. What has the model learned? Here it writes the answers. Wrong digits are red.
-
-    The likeliest digit each time, after this line alone. What is right follows from the table."""
+    Digits in the second half of a line count: the first ones may be learned by heart. Steps
+    learned: how far a share is above guessing (1 / symbols), summed over 1, 2, .. steps."""
     digits = some_digits(run.puzzle)
     lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
     found = answers(run.model, lines, run.puzzle)
-    return {"lines": lines, "answers": [spelled(tokens - ord("0")) for tokens in found],
-            "true": [solve(line, run.puzzle)[-1] for line in lines]}   # its last line
-
-@stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
-      share_y=True)
-def right_digits(run):
-    """The more steps a model can do, the later its curve falls.
-
-    Here, and wherever figures go by steps, digits in the second half of a line count: the first
-    ones depend on few others, and may be learned by heart. And the line before must be in the
-    window, or nobody can know them. Steps learned: how far a share is above guessing (1 / symbols),
-    summed over 1, 2, .. steps."""
-    guessing = [run.guess] * len(run.right)
-    panels = {"share of right digits": {"measured": run.right, "guessing": guessing}}
-    return panels, f"{steps_learned(run.right, run.guess):.1f} steps learned."
+    rows = [[line, [spelled(said - ord("0")), solve(line, run.puzzle)[-1]]]
+            for line, said in zip(lines, found)]
+    shares = {"measured": run.right, "guessing": [run.guess] * len(lines)}
+    known = f"it knows {in_words(run.k)}" if min(run.right[:2]) >= KNOWN else "it knows none yet"
+    return {"": shares, "table": [["the line", "its answer"], *rows]}, (
+        f"{steps_learned(run.right, run.guess):.1f} steps learned; {known}, with {KNOWN:.0%} of "
+        f"the digits right.")
 
 # --------------------------------------------------------------------------------- the lines inside
 
-# A line that asks for two steps, such as c3141, has a line between it and its answer, which the
-# text never shows. Is it inside of the model? A probe looks for it, in a model that is trained. It
-# is a linear map from the stream of one token, after a block, to a digit. Cell 0 of c3141 is a 3
-# after no step, a 5 after one, which nobody wrote, and a 1 after two. We look for all three in two
-# places: where the line's 3 stands, and where the answer's 1 is predicted. The words, besides those
-# of part 3:
-#
-#     k        how many steps a line asks for; `steps` counts from 0 to k
-#     where    "line" or "answer": in which columns we look (there is a picture in part 3)
-#     block    after which block we look; 0: at the embedding. Each run of one counts (--repeat).
-#     vector   what a probe reads: the stream of one token, divided by its rms
-#     share    which part of some digits is right, from 0 to 1
-#     true     the right digits, by the table (`answer` is what the model says)
+# A line that asks for two steps has a line between it and its answer, which the text never shows.
+# Is it inside of the model? A probe looks for it: a linear map from the stream of one token, after
+# a block, to a digit. It looks in two places: where the line's digit stands, and where the answer's
+# is predicted. `where` is "line" or "answer".
 
 WINDOWS = 1024   # of validation text: half of them to fit probes, half to see what these read
 
-class Probes:
-    """For each number of steps a linear map, from a vector to a score for each symbol. The symbol
-    with the highest score is what it reads."""
-    def __init__(self, vectors, digits, symbols):
-        """Fits them. vectors (N, C); digits (N, k + 1): those that they should read there, after 0,
-        1, .. k steps, from 0 to symbols - 1"""
-        inputs = with_one(vectors)
-        # The scores that these maps should give. Its columns: the symbols after 0 steps, then those
-        # after 1, .. k. The right symbols have a 1, and the others a 0.
-        wanted = F.one_hot(digits, symbols).double().flatten(1)   # (N, (k + 1) * symbols)
-        # Ridge regression: |inputs @ weights - wanted|² + |weights|² shall be as small as can be.
-        # There its gradient is 0. That is a linear system for each column, with the same left side,
-        # so one call solves them all.
-        system = inputs.T @ inputs + torch.eye(inputs.shape[1])
-        self.weights = torch.linalg.solve(system, inputs.T @ wanted)   # (C + 1, (k + 1) * symbols)
-        self.symbols = symbols
+def fit_probe(vectors, digits, symbols):
+    """Ridge regression. vectors (N, C); digits (N, k + 1): those that it should read there, after
+    0, 1, .. k steps -> a function from vectors (n, C) to digits (n, k + 1)"""
+    def with_one(vectors):
+        return F.pad(vectors.double(), (0, 1), value=1.0)   # The 1 is for the constant of the map.
+    inputs = with_one(vectors)
+    # The scores that it should give: of the symbols after 0 steps, after 1, .. The right ones have
+    # a 1, all others a 0.
+    wanted = F.one_hot(digits, symbols).double().flatten(1)   # (N, (k + 1) * symbols)
+    # |inputs @ weights - wanted|² + |weights|² shall be as small as can be. There its gradient is
+    # 0. That is a linear system for each column.
+    system = inputs.T @ inputs + torch.eye(inputs.shape[1])
+    weights = torch.linalg.solve(system, inputs.T @ wanted)
 
-    def read(self, vectors):
-        """vectors (N, C) -> digits (N, k + 1)"""
-        scores = with_one(vectors) @ self.weights
-        return scores.unflatten(1, (-1, self.symbols)).argmax(-1)
+    def read(vectors):
+        return (with_one(vectors) @ weights).unflatten(1, (-1, symbols)).argmax(-1)
 
-def with_one(vectors):
-    """(N, C) -> (N, C + 1). The 1 is for the constant of the map."""
-    return F.pad(vectors.double(), (0, 1), value=1.0)
+    return read
 
 @torch.no_grad()
 def vectors_and_digits(model, puzzle, windows, k):
     """Of all N cells of the lines in windows (n, T) that ask for k steps. Returns two things:
 
-    vectors   {(where, block): (N, C)}, on the CPU, wherever the model is
+    vectors   {(where, block): (N, C)}: the stream after a block (0: the embedding), with rms 1
     digits    (N, k + 1): those of these cells after 0, 1, .. k steps"""
-    vectors, digits = {}, []   # lists of parts, of 64 windows each
+    vectors, digits, cells = {}, [], puzzle["cells"]
     for idx in windows.split(64):
-        window, column, of_lines = find_lines(idx, k, puzzle["cells"])
-        columns = columns_of(column, puzzle["cells"])
-        for block, stream in enumerate(after_blocks(model, idx.to(model.device))):
-            of_tokens = unit(model.ends.as_tensor(stream)).cpu()            # (64, T, C)
+        window, column, asked = find_answers(idx, cells)
+        whole = (asked == k) & (column + cells <= idx.shape[1])   # The last digit may be a target.
+        window, answer = window[whole, None], column[whole, None] + torch.arange(cells)
+        # A line's digit stands one line before the answer's, which is predicted a column earlier.
+        columns = {"line": answer - (cells + 1), "answer": answer}
+        for block, stream in enumerate(model.walk(idx.to(model.device))[::2]):
+            of_tokens = unit(model.ends.as_tensor(stream)).cpu()   # (64, T, C)
             for where in columns:
-                of_cells = of_tokens[window[:, None], columns[where]]       # (lines, cells, C)
+                of_cells = of_tokens[window, columns[where]]       # (lines, cells, C)
                 vectors.setdefault((where, block), []).append(of_cells.flatten(0, 1))
-        of_steps = lines_after(of_lines, k, puzzle["table"])                # (k + 1, lines, cells)
-        digits.append(of_steps.flatten(1).T)
+        of_lines = idx[window, columns["line"]] - ord("0")
+        digits.append(lines_after(of_lines, k, puzzle["table"]).flatten(1).T)
     return {key: torch.cat(parts) for key, parts in vectors.items()}, torch.cat(digits)
 
 class Inside:
@@ -504,7 +866,6 @@ class Inside:
     share[where, block][steps]    of the digits in the other half, as they read them"""
     def __init__(self, model, puzzle, windows, k):
         """windows (n, T): tokens of validation text. NotHere if they have too few such lines"""
-        check_length(windows.shape[1], puzzle["cells"])
         self.model, self.puzzle, self.k = model, puzzle, k
         self.blocks = range(len(model.order) + 1)
         self.probes, self.share = {}, {}
@@ -512,16 +873,12 @@ class Inside:
         vectors, digits = vectors_and_digits(model, puzzle, windows[:half], k)
         other_vectors, other_digits = vectors_and_digits(model, puzzle, windows[half:], k)
         if min(len(digits), len(other_digits)) < 200:
-            raise NotHere(f"its validation text has too few lines that ask for {in_words(k)}: "
-                          f"fewer than 200 digits")
+            raise NotHere(f"its validation windows have fewer than 200 digits of lines that ask "
+                          f"for {in_words(k)}, with their answers")
         for key in vectors:   # Each is (where, block).
-            self.probes[key] = Probes(vectors[key], digits, symbols=len(puzzle["table"]))
-            is_right = self.probes[key].read(other_vectors[key]) == other_digits
+            self.probes[key] = fit_probe(vectors[key], digits, symbols=len(puzzle["table"]))
+            is_right = self.probes[key](other_vectors[key]) == other_digits
             self.share[key] = is_right.double().mean(0).tolist()
-
-    def share_by_block(self, where):
-        """-> for each block, from 0 on, the list of the shares after 0, 1, .. k steps"""
-        return [self.share[where, block] for block in self.blocks]
 
     def furthest(self, block):
         """-> (steps, where) of the furthest digits that can be read after a block, or None"""
@@ -543,548 +900,267 @@ class Inside:
         share: how often these probes are right, on other lines; digits: what they read here"""
         [answer] = answers(self.model, [line], self.puzzle)
         # Here the line is the only one of its window. The answer's last digit predicts no cell.
-        idx = torch.cat([tokens_of(f"{line}\na"), answer[:-1]])[None]
+        idx = torch.cat([torch.tensor([*f"{line}\na".encode()]), answer[:-1]])[None]
         vectors, digits = vectors_and_digits(self.model, self.puzzle, idx, self.k)
         rows = []
         for block in self.blocks:
             row, furthest = None, self.furthest(block)
             if furthest:
                 steps, where = furthest
-                read = self.probes[where, block].read(vectors[where, block])
+                read = self.probes[where, block](vectors[where, block])
                 row = dict(steps=steps, where=where, share=self.share[where, block][steps],
                            digits=spelled(read[:, steps]), true=spelled(digits[:, steps]))
             rows.append(row)
         return dict(line=line, answer=spelled(answer - ord("0")), true=spelled(digits[:, self.k]),
                     blocks=rows)
 
-@stat("The lines inside, which nobody wrote", draw="probes", needs_puzzle=True,
-      x="the line after so many steps", first_x=0, y="blocks run", first_y=0,
-      label="share of digits read", share=True)
+@stat("The lines inside, which nobody wrote", draw="heat", needs_puzzle=True, y="blocks run",
+      x="the line after so many steps", label="share of digits read", first=(0, 0), largest=1)
 def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
-    digits in the stream. Choose a line, and see the furthest digits that it reads after each block.
-    The figure shows which share it reads: on the left where the line stands, on the right where the
-    answer is predicted. Who doesn't know the left neighbour can choose among as many digits as the
-    table has different rows: with two, .5 is no step.
+    digits in the stream, where the line stands, and where the answer is predicted. Below the
+    figure is one line, and the furthest digits that it reads after each block.
 
     Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
-    share of right digits on other windows. Digits of a line are shown if this share is at least .9.
-    Lines ask for the most steps of which the model gets 90 % right. Our tests check that the probe
-    reads no such line in an untrained model, nor shuffled digits."""
-    k, T = run.k, run.model.config.block_size
+    share of right digits on other windows. Who doesn't know the left neighbour can choose among as
+    many digits as the table has different rows: with two, .5 is no step. To be read, a digit needs
+    a share of .9. Lines ask for the most steps of which the model gets 90 % right. Our tests check
+    that the probe reads no such line in an untrained model, nor shuffled digits."""
     # To fit probes takes many windows, whatever --windows says.
+    T, k = run.batches[0][0].shape[1], run.k
     windows, _ = prepare.windows_of(run.config["data"], "val", T, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
-    idx, _ = run.batches[0]
-    _, _, in_text = find_lines(idx.cpu(), k, run.puzzle["cells"])   # digits (N, cells)
-    examples = [some_digits(run.puzzle)] + [spelled(digits) for digits in in_text[:4]]
-    letter = chr(ord("a") + k)
-    found = dict(asked=k, line=inside.share_by_block("line"),
-                 answer=inside.share_by_block("answer"),
-                 examples=[inside.example(letter + digits) for digits in examples])
+    panels = {name: [inside.share[where, block] for block in inside.blocks]
+              for where, name in (("line", "where the line stands"),
+                                  ("answer", "where the answer is predicted"))}
+    example = inside.example(chr(ord("a") + k) + some_digits(run.puzzle))
+    rows = [["", example["line"], ""]]
+    for block, row in enumerate(example["blocks"]):
+        name = f"after block {block}" if block else "embedding"
+        read = [name, "nothing yet", ""]
+        if row:
+            read = [name, [row["digits"], row["true"], row["steps"] / k],
+                    f"{in_words(row['steps'])}, in the {row['where']}"]
+        rows.append(read)
+    rows.append(["the answer", [example["answer"], example["true"]], "wrong digits are red"])
     furthest = [inside.furthest(block) for block in inside.blocks]
     steps = ["none" if each is None else str(each[0]) for each in furthest]
-    sentence = f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}."
-    return found, sentence if run.most_known else f"The model knows no step. {sentence}"
+    return panels | {"table": rows}, (
+        f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}, if {KNOWN:.0%} "
+        f"of its digits are to be right.")
 
 # ------------------------------------------------------------------------ does the answer need it?
 
-# A probe sees that digits are there, but not that the model uses them. So we change what is there.
-# A window has a line and its right answer, so a model says each digit after the right ones before
-# it, as in training. After one block, the stream of another window takes the place of this one's,
-# in the columns of the line, or in those of the answer. Whose answer does the model say?
-
-def random_windows(puzzle, k, n):
-    """n windows: in each a line of random digits, and its right answer. Returns idx (n, T), without
-    the answer's last digit, which nobody reads, and the answers (n, cells), as tokens."""
-    cells, generator = puzzle["cells"], torch.Generator().manual_seed(0)
-    digits = torch.randint(len(puzzle["table"]), (n, cells), generator=generator)
-    answer = lines_after(digits, k, puzzle["table"])[-1] + ord("0")
-    parts = [torch.full((n, 1), ord("a") + k),   # the line's letter
-             digits + ord("0"),
-             torch.full((n, 1), ord("\n")),
-             torch.full((n, 1), ord("a")),       # the answer's; the text draws it at random
-             answer[:, :-1]]
-    return torch.cat(parts, 1), answer
-
-class PatchingRunner(Runner):
-    """Runs the sublayers of a pass. After one block, some columns of window i get the stream of
-    window i - 1, and those of the first window that of the last. Their tokens stay."""
-    def __init__(self, model, block, columns):
-        super().__init__(model)
+class Patch(Decider):
+    """All run. After one block, some columns of window i get the stream of window i - 1, and those
+    of the first window that of the last. Their tokens stay."""
+    def __init__(self, block, columns):
+        super().__init__(config=None)
         self.block, self.columns = block, columns
 
-    def run(self, stream, residual, f):
-        """The model calls it for each sublayer, at self.place 1, 2, 3, .. -> the stream after it"""
-        stream = super().run(stream, residual, f)
-        block_ends_here = self.place == 2 * self.block   # A block is two sublayers.
-        return self.with_patch(stream) if block_ends_here else stream
-
-    def with_patch(self, stream):
-        """stream: (n, T, ...), or a tuple of such tensors, as with --residual nag"""
-        if isinstance(stream, tuple):
-            return tuple(self.with_patch(part) for part in stream)
-        stream = stream.clone()
-        stream[:, self.columns] = stream.roll(1, dims=0)[:, self.columns]
-        return stream
-
-def said_after_patch(model, idx, answer, columns):
-    """idx, answer: as random_windows returns them; columns: what is patched, a slice. Which share
-    of an answer does the model say, if we patch after block 1, 2, ..? Returns two lists: shares of
-    its own answer, and of the other line's."""
-    cells = answer.shape[1]
-    own, other = [], []
-    for block in range(1, len(model.order) + 1):
-        logits, _ = model(idx, runner=PatchingRunner(model, block, columns))
-        said = logits[:, -cells:].argmax(-1)   # The last columns predict the answer.
-        for shares, wanted in (own, answer), (other, answer.roll(1, dims=0)):
-            second_half = (said == wanted)[:, cells // 2:]   # see by_steps
-            shares.append(second_half.float().mean().item())
-    return own, other
+    def after(self, trip, stream):
+        if trip.place != 2 * self.block:   # A block is two sublayers.
+            return stream
+        def patched(x):   # (n, T, ...)
+            x = x.clone()
+            x[:, self.columns] = x.roll(1, dims=0)[:, self.columns]
+            return x
+        return map_stream(patched, stream)
 
 @stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
-      y="share of the digits", share_y=True)
+      y="share of the digits", ylim=(-0.03, 1.03))
 def patched(run):
-    """After one block, the stream of another line takes the place of this one's. Whose answer comes
-    out? At some block, the answer stops needing the place where the line stands.
+    """A probe sees that digits are there, but not that the model uses them. So after one block, the
+    stream of another line takes the place of this one's. Whose answer comes out? At some block, the
+    answer stops needing the place where the line stands.
 
-    400 lines of random digits, alone in their windows, that ask for as many steps as in the figure
-    above, and the second half of their answers. Chance is 1 / symbols. After an early patch, the
-    line belongs to one answer, and the digits so far to the other: so neither comes out whole, but
-    one share is above chance."""
-    model, cells = run.model, run.puzzle["cells"]
+    400 lines of random digits, alone in their windows, with right answers, of as many steps as in
+    the figure above, and the second half of these answers. All sublayers run. Chance is 1 /
+    symbols. After an early patch, the line belongs to one answer, and the digits so far to the
+    other: so neither comes out whole."""
+    model, cells, k = run.model, run.puzzle["cells"], run.k
     if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    check_length(model.config.block_size, cells)
-    idx, answer = random_windows(run.puzzle, run.k, 400)
-    idx, answer = idx.to(model.device), answer.to(model.device)
-    begin = line_length(cells)   # of the answer: the column of its letter
+    refuse_routers(model, "by its weights: without them, it is another model")
+    generator = torch.Generator().manual_seed(0)
+    digits = torch.randint(len(run.puzzle["table"]), (400, cells), generator=generator)
+    right = lines_after(digits, k, run.puzzle["table"])[-1]
+    texts = [f"{chr(ord('a') + k)}{spelled(line)}\na{spelled(answer[:-1])}"
+             for line, answer in zip(digits, right)]
+    idx = torch.tensor([list(text.encode()) for text in texts], device=model.device)
+    right = right.to(model.device) + ord("0")
+    begin = cells + 2   # of the answer: the column of its letter
     panels = {}
     for where, columns in [("where the line stands", slice(0, begin)),
                            ("where the answer is predicted", slice(begin, None))]:
-        own, other = said_after_patch(model, idx, answer, columns)
+        own, other = [], []
+        for block in range(1, len(model.order) + 1):
+            logits, _ = model(idx, trip=Trip(model, Patch(block, columns)))
+            said = logits[:, -cells:].argmax(-1)   # The last columns predict the answer.
+            for shares, wanted in (own, right), (other, right.roll(1, dims=0)):
+                shares.append((said == wanted)[:, cells // 2:].float().mean().item())
         panels[where] = {"its own answer": own, "the other line's answer": other}
     own = panels["where the line stands"]["its own answer"]
     if own[-1] < KNOWN:
-        return panels, "It doesn't know these answers, so a patch shows nothing."
+        return panels, (f"It doesn't know these answers ({own[-1]:.0%} of their digits are right), "
+                        f"so a patch shows nothing.")
     block = next(block for block, share in enumerate(own, 1) if share >= 0.95 * own[-1])
     return panels, (f"Block {block} fetches the line. After it, the answer no longer needs the "
-                    f"line's place.")
+                    f"line's place: {own[block - 1]:.0%} of its digits are right, and "
+                    f"{own[max(0, block - 2)]:.0%} one block earlier.")
 
-# ------------------------------------------------------------- who works, and who skips, by steps
-
-@stat("What breaks without a block", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="block left out (0: none)", first_y=0, share=True)
-def removal_by_steps(run):
-    """Right digits without one block. The lowest row is the whole model. If another row is as
-    bright, the model hardly needs that block.
-
-    The stream passes a removed block unchanged; nothing is trained after it."""
-    blocks = range(len(run.model.blocks))
-    rows = [run.right] + [run.right_by_steps(without(run, [block])) for block in blocks]
-    panels, most = {"share of right digits": rows}, run.most_known
-    if most == 0:
-        return panels, "It knows no step, so nothing can be missed."
-    block = min(blocks, key=lambda block: rows[block + 1][most])   # Row 0 is the whole model.
-    return panels, (f"Block {block + 1} is missed most. Without it, {rows[block + 1][most]:.0%} of "
-                    f"the digits after {in_words(most)} are right.")
-
-@stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="sublayer")
+@stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", y="sublayer",
+      label="degrees", first=(0, 1))
 def gain_by_steps(run):
-    """How far each sublayer turns the stream, by the steps that the line asks for (0: a copy). A
+    """By how much a sublayer turns what is read, by the steps that the line asks for (0: a copy). A
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
-    those who need it. On the far right may stand what the model has not learned.
+    those who need it.
 
-    Mean angle between the stream before and after, where the digit is predicted; 0 if it skips."""
-    # A gain is the tangent of such an angle. The figure has degrees, because all runs have those.
-    rows = run.by_steps(lambda idx, targets: run.degrees(idx))
-    panels, most = {"mean angle (degrees)": rows}, run.most_known
-    if most == 0:
-        return panels, "It knows no step, so no sublayer works for one."
-    more = [row[most] - row[0] for row in rows]
-    return panels, (f"Sublayer {more.index(max(more)) + 1} turns digits after {in_words(most)} by "
-                    f"{max(more):.0f} degrees more than copies.")
-
-@stat("Who skips", needs_puzzle=True, x="steps asked for", first_x=0)
-def who_skips(run):
-    """Whether a digit that needs less depth gets less. A level line: all digits skip alike.
-
-    A token skips what would turn it by less than --skip_below, or as it was trained. Counted where
-    the digit is predicted."""
-    decider = skipping(run)
-    if decider.changes_stream():
-        raise NotHere(f"--mod {run.model.config.mod} changes the stream, too, as a router scales "
-                      f"what its block adds: without it, this is another model")
-    def ran_and_right(idx, targets):
-        logits, ran = run.forward(idx, decider)
-        is_right = logits.argmax(-1) == targets
-        return torch.stack((ran.float().sum(0), is_right.float()))
-    n_run, right = run.by_steps(ran_and_right)   # n_run: how many sublayers a digit runs
-    if_all_run = run.right_by_steps(ALL_RUN)
-    panels = {"sublayers that run for a digit": {"as it skips": n_run},
-              "share of right digits": {"as it skips": right, "if all run": if_all_run}}
-    return panels, (f"A copied digit runs {n_run[0]:.1f} sublayers, and one after "
-                    f"{in_words(run.k)} {n_run[run.k]:.1f}.")
-
-# =================================================================== part 5: statistics of any text
-
-def coins(shares):
-    """-> a decider that tosses a coin for each token. shares (2L,): that of the tokens which is to
-    run each sublayer"""
-    def decide(runner):
-        # runner.shape is (B, T), and runner.place that of the sublayer that comes next, from 1.
-        return torch.rand(runner.shape, device=runner.model.device) < shares[runner.place - 1]
-    return ByFunction(decide)
-
-BELOW = 0.0, 0.02, 0.05, 0.1, 0.2, 0.4   # gains; below 0.0 nobody skips
-
-def ways_to_skip(run, batches):
-    """-> {name of a line: [(share of the sublayer runs that is skipped, decider), ...]}. The shares
-    are those in these batches."""
-    # The fixed set is chosen by a quarter of the windows on which no loss is measured. (Steps are
-    # measured on all windows.)
-    deciders = [by_gain(run, below) for below in BELOW]
-    turned = run.mean(lambda idx: run.degrees(idx, ALL_RUN).mean((1, 2)), run.other_quarter)
-    weakest_first = (turned.argsort() + 1).tolist()   # places of sublayers
-    ways = {"by gain": [], "a fixed set": [], "coins": []}
-    for decider in deciders:
-        shares = run.share_that_ran(decider, batches)
-        skipped = 1 - shares.mean().item()
-        ways["by gain"].append((skipped, decider))
-        ways["coins"].append((skipped, coins(shares)))
-        n_removed = round(skipped * len(shares))
-        if n_removed > 0:
-            fixed_set = Without(weakest_first[:n_removed], ALL_RUN)
-            ways["a fixed set"].append((n_removed / len(shares), fixed_set))
-    if run.model.config.mod != "all":
-        skipped = 1 - run.share_that_ran(run.model.decider, batches).mean().item()
-        ways["as trained"] = [(skipped, run.model.decider)]
-    return ways
-
-@stat("What skipping costs", x="share of the sublayer runs skipped", share_x=True)
-def skip_curve(run):
-    """Tokens skip what would turn them by less than 0.02, 0.05, 0.1, 0.2, 0.4. Where a line stays
-    level, skipping costs nothing. Two controls skip as much: coins, and a fixed set of sublayers,
-    which is as near as whole sublayers can be.
-
-    Fixed set: the sublayers that turn least, for all tokens; left out where it would be empty.
-    Coins: each sublayer is skipped by as many tokens as by gain, on average, but by random ones. As
-    trained: as the model skipped in training. It was trained for none of the others."""
-    if run.puzzle:
-        what, batches, of_decider = "steps learned", run.batches, run.steps_with
-    else:
-        what, batches, of_decider = "rise of the loss (nats)", run.quarter, run.loss_rise
-    lines = {name: [[skipped, of_decider(decider)] for skipped, decider in points]
-             for name, points in ways_to_skip(run, batches).items()}
-    at = BELOW.index(0.1)
-    (_, if_all_run), (skipped, by_gains) = lines["by gain"][0], lines["by gain"][at]
-    by_coins = lines["coins"][at][1]
-    return {what: lines}, (f"Below 0.1 (6 degrees), {skipped:.0%} of the sublayer runs are "
-                           f"skipped. {what.capitalize()}: {by_gains:.2f}; with coins "
-                           f"{by_coins:.2f}; if all run {if_all_run:.2f}.")
-
-A_TEXT = 'def add(a, b):\n    """The sum of two numbers"""\n    return a + b\n'
-
-@stat("What each sublayer turns for each token", draw="token_map", x="token (grey: it skips)",
-      y="sublayer", power=0.5)
-def depth_map(run):
-    """Dark: the sublayer turns the stream of this token much. Grey: the token skips it.
-
-    The angle between the stream before and after. Who skips: who would turn by less than
-    --skip_below, or as it was trained; without gains, nobody. The text is --text, or a short
-    function. Source: NAG, arXiv:2606.16112, appendix A."""
-    if run.puzzle and not run.text:
-        raise NotHere("on the steps text, the figures by steps say more; --text makes a map")
-    encoding = prepare.get_tokenizer(run.config["tokenizer"])
-    tokens = encoding.encode_ordinary(run.text[:10_000] or A_TEXT)
-    tokens = tokens[:run.model.config.block_size]
-    try:
-        decider = skipping(run)
-    except NotHere:
-        decider = ALL_RUN
-    idx = torch.tensor([tokens], device=run.model.device)
-    streams, ran = run.watch(idx, decider)
-    degrees = angles(streams[1:], streams[:-1]).rad2deg()[:, 0]
-    degrees[~ran[:, 0]] = math.nan
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
-    parts = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
-    return dict(tokens=parts, degrees=degrees)
-
-@stat("How the stream turns, and how long it gets", x="block")
-def turning(run):
-    """How far each sublayer turns the stream, and how long the stream is. If it gets longer, so
-    that later blocks turn it less, that is PreNorm dilution.
-
-    Means over tokens of the angle between the stream before and after, and of |x| / sqrt(C) at the
-    start (0) and after each block. NAG's gain is the tangent of the angle: 0.05 is 3 degrees.
-    Sources: arXiv:2505.13898; NAG, arXiv:2606.16112, figure 3."""
-    turned = run.mean(lambda idx: run.degrees(idx).mean((1, 2)))
-    def lengths_of(idx):
-        streams, _ = run.watch(idx)
-        return streams[::2].square().mean(-1).sqrt().mean((1, 2))   # A block is two sublayers.
-    lengths = run.mean(lengths_of).tolist()
-    by_block = [[block, length] for block, length in enumerate(lengths)]   # 0: at the start
-    panels = {"turned by (degrees)": {"attention": turned[::2], "MLP": turned[1::2]},
-              "length of the stream": {"stream": by_block}}
-    longer = lengths[-1] / lengths[0]
-    return panels, f"At the end, the stream is {longer:.1f} times as long as at its start."
-
-@stat("What the head can read after each block", x="blocks run", first_x=0)
-def logit_lens(run):
-    """The loss if the head read the stream after each block. Where it is high, the head can't read
-    yet. But it was trained to read the last block, so something else may be there.
-
-    Final norm and head, applied to the stream after each block (0: to the embedding). Source: the
-    logit lens, as in arXiv:2505.13898."""
-    def losses_of(idx, targets):
-        logits = [run.model.head(stream) for stream in after_blocks(run.model, idx)]
-        return torch.stack([F.cross_entropy(each.flatten(0, 1), targets.flatten())
-                            for each in logits])
-    losses = mean_over(run.batches, losses_of)
-    panels = {"loss (nats per token)": {"after each block": losses}}
-    block = next(block for block, loss in enumerate(losses) if loss <= losses[-1] + 0.1)
-    return panels, f"After block {block}, the head reads as well as at the end, to 0.1 nats."
-
-@stat("What a sublayer is worth", x="block", y="loss increase (nats)", asinh=True)
-def removal(run):
-    """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
-
-    The stream passes what is removed unchanged. What --repeat runs several times is removed
-    wherever it runs. Nothing is trained after it. Sources: LLM-Drop, arXiv:2406.15786;
-    arXiv:2505.13898."""
-    def worth(places):
-        return run.loss_rise(Without(places, run.model.decider))
-    blocks = [places_of(run.model, block) for block in range(len(run.model.blocks))]
-    panels = {"without one sublayer": {"attention": [worth(places[::2]) for places in blocks],
-                                       "MLP": [worth(places[1::2]) for places in blocks]},
-              "without the block": {"block": run.worth}}
-    most = max(run.worth)
-    return panels, f"Block {run.worth.index(most) + 1} is worth most, {most:.2f} nats."
-
-def gradients_of(run):
-    """-> for each block the norm of its gradient in the training (blocks,): a mean over what
-    train.py has logged after the warmup, in which gradients say little of what will become of a
-    block. Per root of the block's size, or with --taper, wide blocks would always win. NotHere if
-    nothing was logged"""
-    if len(run.model.blocks) == 1:
-        raise NotHere("one block has nobody to be compared with")
-    norms = []
-    for step, entry in (read_metrics(run.folder) if run.folder else {}).items():
-        if "grad_norms" not in entry:   # It is an evaluation.
-            continue
-        # The warmup is a share of the run, whose end --max_flops or --max_iters tells.
-        if run.config.get("max_flops"):
-            progress = entry["flops"] / run.config["max_flops"]
-        else:
-            progress = step / run.config["max_iters"]
-        if progress >= run.config["warmup"]:
-            norms.append(entry["grad_norms"])
-    if not norms:
-        raise NotHere("its folder has no gradient norms of blocks after the warmup, in "
-                      "metrics.jsonl")
-    sizes = [sum(p.numel() for p in block.parameters()) for block in run.model.blocks]
-    return torch.tensor(norms).double().mean(0) / torch.tensor(sizes).sqrt()
-
-def ranks_of(values):
-    """How many values are larger than each, so 0 for the largest. Equal ones share a rank: the mean
-    of those that they would take, one after the other."""
-    values = torch.as_tensor(values).double()
-    larger = (values[:, None] < values).sum(1)
-    equal = (values[:, None] == values).sum(1)   # itself included
-    return larger + (equal - 1) / 2
-
-def rank_correlation(x, y):
-    """Spearman's. 1: both have the same order; -1: the opposite one. x, y: numbers of all blocks"""
-    return torch.corrcoef(torch.stack([ranks_of(x), ranks_of(y)]))[0, 1].item()
-
-@stat("Gradients, and what blocks are worth", x="block")
-def fan_in(run):
-    """In PreNorm, a block's gradient comes to it through each later block, and past all of them. So
-    the earlier a block, the more comes in. Do gradients fall like this, and do they tell what a
-    block is worth?
-
-    Norm of a block's gradient per root of its size, a mean over what was logged in the training,
-    after its warmup. Fan-in: how many blocks run from this one on (of a block that --repeat runs
-    twice, the sum), scaled to the same mean. Rank correlation: Spearman's. Source: Gradient Fan-in
-    Asymmetry, arXiv:2606.26538."""
-    gradients, order = gradients_of(run), run.model.order
-    counts = torch.zeros(len(gradients))
-    for n_before, block in enumerate(order):
-        counts[block] += len(order) - n_before
-    panels = {"gradient": {"measured": gradients,
-                           "as the fan-in": counts / counts.mean() * gradients.mean()},
-              "loss increase without it (nats)": {"measured": run.worth}}
-    return panels, (f"Rank correlation of the gradients with the fan-in: "
-                    f"{rank_correlation(gradients, counts):.2f}; with what blocks are worth: "
-                    f"{rank_correlation(gradients, run.worth):.2f}.")
-
-def orders_to_remove(run):
-    """-> {name: the blocks, in the order in which they go}. NotHere as for gradients_of"""
-    gradients, blocks = gradients_of(run).tolist(), range(len(run.model.blocks))
-    of_sublayers = run.mean(lambda idx: run.degrees(idx).mean((1, 2)), run.quarter).tolist()
-    turned = [sum(of_sublayers[place - 1] for place in places_of(run.model, block))
-              for block in blocks]
-    scores = {"CascadeFlow": gradients,
-              "least worth": run.worth,
-              "least angle": turned,
-              "last first": [-block for block in blocks]}
-    # The block with the lowest score goes first.
-    return {name: sorted(blocks, key=lambda block: score[block]) for name, score in scores.items()}
-
-@stat("Which blocks can go first", x="blocks removed", first_x=0, asinh=True)
-def pruning(run):
-    """Blocks are removed, one after another, and nothing is trained after it. CascadeFlow begins
-    with the one that had the least gradients in the training, so it needs no text. Is its line as
-    low as those that need some, and lower than if the last blocks go first?
-
-    Gradients as above. Least worth: the loss rises least without this block alone, on the same
-    windows. Least angle: its sublayers turn the stream least. Source: CascadeFlow Pruning,
-    arXiv:2606.26538."""
-    n_blocks = len(run.model.blocks)
-    @functools.cache   # Different orders often come to the same blocks.
-    def rise(removed):
-        return run.loss_rise(without(run, removed))
-    lines = {name: [rise(frozenset(order[:n])) for n in range(n_blocks)]
-             for name, order in orders_to_remove(run).items()}
-    n = max(1, n_blocks // 3)
-    rises = ", ".join(f"{line[n]:.2f} ({name})" for name, line in lines.items())
-    return ({"loss increase (nats)": lines},
-            f"Without {n} of {n_blocks} blocks, the loss rises by {rises}.")
+    The angle of magnitudes, a mean over where the digit is predicted; 0 if it skips."""
+    def of_targets(idx, targets):
+        found = Pass(run.model, idx)
+        return torch.cat((found.degrees(), found.ran.sum(0, keepdim=True)))
+    *rows, n_run = run.by_steps(of_targets)
+    more = max((row[run.k] - row[0] for row in rows), key=abs)
+    place = 1 + [row[run.k] - row[0] for row in rows].index(more)
+    return {"": rows}, (
+        f"Sublayer {place} differs most: it turns digits after {in_words(run.k)} by "
+        f"{abs(more):.0f}° {'more' if more > 0 else 'less'} than copies. A copied digit runs "
+        f"{n_run[0]:.1f} of {len(rows)} sublayers, and one after {in_words(run.k)} "
+        f"{n_run[run.k]:.1f}.")
 
 # ================================================================================= part 6: drawings
 
-# A drawing gets results, {run: what a statistic has returned}, and colors, {run: colour}. It
-# returns a figure. Its other keywords are what stands in @stat(...). Only here is matplotlib
-# imported, so who only measures needs none.
+# A drawing gets results, {run: what a statistic has returned}, colors, {run: colour}, and how many
+# panels may stand in a row. It returns a figure. Its other keywords are what stands in @stat(...).
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
-STYLES = ["o-", "s--", "^:", "v-."]
+STYLES = ["o-", "s--", "^:", "v-.", "D-"]
+CONTROLS = ["#222222", "#777777", "#a8a8a8", "#c8c8c8"]
+# Whatever your own matplotlibrc says
+PRINT = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.spines.top": False,
+         "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "lines.linewidth": 1.5,
+         "lines.markersize": 4, "legend.frameon": False,
+         "text.parse_math": False}   # A $ is part of a name, or of a text.
 
-def new_figure(n_panels, panels_a_row, width, height):
-    """-> a figure, and the axes of its panels. width, height: of a panel, in inches"""
-    from matplotlib.figure import Figure   # not pyplot: a notebook keeps its own backend
-    columns = min(n_panels, panels_a_row)
+def color_of(number):
+    """A colour for run 0, 1, ..: all are different."""
+    if number < len(COLORS):
+        return COLORS[number]
+    hue = 0.618 * number % 1   # The golden ratio never comes near the same hue again soon.
+    return to_hex(hsv_to_rgb((hue, 0.8, 0.5 + 0.1 * (number % 4))))
+
+def new_figure(n_panels, columns, width, height, legend=0.0):
+    """-> a figure, and the axes of its panels. width, height: of a panel, in inches; legend: the
+    height of what stands below them"""
+    columns = min(n_panels, columns)
     rows = math.ceil(n_panels / columns)
-    size = max(5.6, width * columns), height * rows + 0.6   # 0.6: room for a legend
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axes in grid[n_panels:]:
-        axes.set_axis_off()
-    return figure, grid[:n_panels]
+    figure = Figure((width * columns, height * rows + legend), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, 1 + panel) for panel in range(n_panels)]
 
-def all_keys(dicts):
-    """The keys of all of them, once each, in their order"""
-    return list(dict.fromkeys(key for each in dicts for key in each))
-
-def x_and_y(line, first_x):
+def points_of(line, first_x):
     """[[x, y], ...], or [y, ...] that begins at first_x -> all x, and all y"""
-    if line and isinstance(line[0], list):
-        return zip(*line)
-    return range(first_x, first_x + len(line)), line
+    line = np.array(line, dtype=float)   # None becomes nan.
+    if line.ndim == 1:
+        line = np.stack((first_x + np.arange(len(line)), line), 1)
+    return line.T
 
-def draw_lines(results, colors, x="", y="", first_x=1, share_x=False, share_y=False, asinh=False):
-    """{panel: {name: line}} of each run. The colour says which run, the dashes which line.
+def draw_lines(results, colors, columns, x="", y="", first_x=1, ylim=(None, None), asinh=False,
+               by_run=False):
+    """{panel: {name: line}} of each run. The colour says which run, the dashes which line. by_run:
+    a panel for each run, with the first of all names in its colour, and the others grey.
 
-    x, y: names of the axes (without y, the panel's name); first_x: where [y, ...] begins; share_x,
-    share_y: values are between 0 and 1; asinh: y grows as in a logarithm, but goes through 0"""
-    titles = all_keys(results.values())
-    names = all_keys(panel for panels in results.values() for panel in panels.values())
+    x, y: names of the axes; first_x: where [y, ...] begins; asinh: y grows as in a logarithm, but
+    goes through 0"""
+    names = dict.fromkeys(name for panels in results.values() for lines in panels.values()
+                          for name in lines)
     styles = dict(zip(names, itertools.cycle(STYLES)))
-    figure, grid = new_figure(len(titles), 3, 4.2, 3.2)
-    for axes, title in zip(grid, titles):
-        for run, panels in results.items():
-            for name, line in panels.get(title, {}).items():
-                xs, ys = x_and_y(line, first_x)
-                size = 10 if len(ys) == 1 else 4   # A small single point would be overlooked.
-                axes.plot(xs, ys, styles[name], color=colors[run], alpha=0.85, lw=1.6, ms=size)
-        axes.set(xlabel=x, ylabel=y or title, title=title if y else "")
-        axes.grid(alpha=0.25)
-        if share_x:
-            axes.xaxis.set_major_formatter("{x:.0%}")
-        else:
-            axes.locator_params(axis="x", integer=True)
-        if share_y:
-            axes.set_ylim(-0.03, 1.03)
-        if asinh:   # The numbers next to 0 would overlap, so we leave them out.
+    grey = dict(zip(list(names)[1:], itertools.cycle(CONTROLS)))
+    drawn = [(run, title, name, line) for run, panels in results.items()
+             for title, lines in panels.items() for name, line in lines.items()]
+    titles = dict.fromkeys((run if by_run else None, title) for run, title, _, _ in drawn)
+    n_in_row = 2 if columns > 1 and len(titles) == 4 else min(columns, len(titles))
+    figure, grid = new_figure(len(titles), n_in_row, 5.0 if n_in_row == 1 else 3.7, 2.9, 0.6)
+    axes_of = dict(zip(titles, grid))
+    for (run, title), axes in axes_of.items():
+        axes.set_title(": ".join(filter(None, (run, title))), color=colors.get(run, "black"))
+        axes.set(xlabel=x, ylabel=y)
+        if by_run:   # Panels that show the same have the same scale.
+            axes.sharey(next(each for (_, name), each in axes_of.items() if name == title))
+    for run, title, name, line in drawn:
+        axes = axes_of[run if by_run else None, title]
+        size = 8 if len(line) == 1 else 4   # A single point would be overlooked.
+        if len(line):
+            axes.plot(*points_of(line, first_x), styles[name], markersize=size,
+                      color=grey.get(name, colors[run]) if by_run else colors[run])
+    for axes in grid:
+        axes.locator_params(axis="x", integer=True)
+        if asinh:
             axes.set_yscale("asinh", linear_width=0.01)
-            axes.yaxis.set_major_formatter(lambda y, _: "" if 0 < abs(y) < 0.01 else f"{y:g}")
-    # The legend shows a thick line for each run, and a grey one for each name, without any points.
-    entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
-    if len(names) > 1:
-        entries |= {name: axes.plot([], [], styles[name], color="0.3", ms=4)[0] for name in names}
-    figure.legend(entries.values(), entries, loc="outside lower left", ncols=3, frameon=False)
+            axes.yaxis.set_major_locator(FixedLocator([-1, -0.1, 0, 0.01, 0.03, 0.1, 0.3, 1, 3]))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_ylim(ylim)   # at last: it ends the search for limits that fit
+    entries = {}
+    if not by_run:   # A thick line for each run, and a grey one for each name
+        entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
+    if by_run or len(names) > 1:
+        entries |= {name: axes.plot([], [], styles[name], color=grey.get(name, "0.3")
+                                    if by_run else "0.3")[0] for name in names}
+    figure.legend(entries.values(), entries, loc="outside lower left",
+                  ncols=2 * n_in_row)
     return figure
 
-def draw_heat(results, colors, x="", y="", first_x=1, first_y=1, label="", share=False, power=1,
-              panels_a_row=2):
-    """{panel: matrix} of each run: numbers as colours. A matrix is a list of rows, the lowest
-    first. One with few columns has its numbers, and None is grey.
+def draw_heat(results, colors, columns, x="", y="", label="", first=(1, 1), largest=None, power=1,
+              square=False):
+    """{panel: matrix} of each run: numbers as colours. A matrix is a list of rows, and None is
+    grey. A run may also have names of its "columns" and "rows".
 
-    x, y: names of the axes; first_x, first_y: where they begin; label: what the numbers are; share:
-    they go to 1; power: 0.5 makes small numbers differ, too"""
-    from matplotlib.colors import PowerNorm
-    matrices = {(run, panel): np.array(matrix, dtype=float)   # None becomes nan.
-                for run, panels in results.items() for panel, matrix in panels.items()}
-    # All panels have one scale.
-    largest = 1 if share else max(np.nanmax(matrix, initial=0) for matrix in matrices.values())
-    figure, grid = new_figure(len(matrices), panels_a_row, 4.6, 3.6)
-    for axes, ((run, panel), matrix) in zip(grid, matrices.items()):
-        rows, columns = matrix.shape
-        # The middles of its cells have whole numbers.
-        extent = first_x - 0.5, first_x + columns - 0.5, first_y - 0.5, first_y + rows - 0.5
-        image = axes.imshow(matrix, origin="lower", extent=extent, aspect="auto",
-                            cmap="viridis" if share else "Blues", interpolation="nearest",
-                            norm=PowerNorm(power, 0, largest))
-        axes.set(xlabel=x, ylabel=y, facecolor="0.85")   # Where there is no number, it is grey.
-        axes.set_title(f"{run}: {panel}", color=colors[run])
-        axes.locator_params(axis="y", nbins=16, integer=True)
-        if columns <= 16:
-            axes.set_xticks(range(first_x, first_x + columns))
-            for (row, column), number in np.ndenumerate(matrix):
-                write_number(axes, first_x + column, first_y + row, number, image, share)
-    figure.colorbar(image, ax=list(grid), label=label)
+    first: numbers of the first column and row; largest: where the colours end; power: 0.5 makes
+    small numbers differ, too; square: the first row stands at the top"""
+    panels = [(run, name, np.array(matrix, dtype=float))   # None becomes nan.
+              for run, found in results.items() for name, matrix in found.items()
+              if name not in ("rows", "columns")]
+    largest = largest or max(np.nanmax(matrix, initial=1e-30) for _, _, matrix in panels)
+    norm = PowerNorm(power, 0, largest)
+    most = max(matrix.shape[1] for _, _, matrix in panels)
+    width = min(10, max(4.4, 0.27 * most))   # in inches
+    figure, grid = new_figure(len(panels), 1 if width > 6 and not square else columns, width,
+                              width if square else 3.4, 0.6)
+    for axes, (run, name, matrix) in zip(grid, panels):
+        names, (n_rows, n_columns) = results[run], matrix.shape
+        left, low = (start - 0.5 for start in first)   # The middle of a cell is a whole number.
+        image = axes.imshow(matrix, aspect="auto", norm=norm, cmap="magma_r", origin="lower",
+                            extent=(left, left + n_columns, low, low + n_rows))
+        axes.set(xlabel=x, ylabel=y, facecolor="white" if square else "0.88")
+        axes.set_title(": ".join(filter(None, (run, name))), color=colors[run])
+        axes.grid(False)
+        axes.locator_params(integer=True, nbins=16)
+        if "columns" in names:
+            axes.set_xticks(range(1, n_columns + 1), names["columns"])
+            axes.tick_params(labelsize=min(9, 50 * width / most))
+        if "rows" in names:
+            axes.set_yticks(range(1, n_rows + 1), names["rows"])
+            axes.tick_params(axis="x", rotation=90 if n_columns > 26 else 0)
+        if square:
+            axes.invert_yaxis()
+        for (row, column), number in np.ndenumerate(matrix):
+            if most <= 14 and not math.isnan(number):
+                text = f"{number:.2f}".removeprefix("0") if largest < 2 else f"{number:.0f}"
+                axes.text(left + column + 0.5, low + row + 0.5, text, ha="center", va="center",
+                          fontsize=7, color="white" if norm(number) > 0.5 else "black")
+    figure.colorbar(image, ax=grid, label=label, location="bottom", aspect=40, fraction=0.05)
     return figure
 
-def write_number(axes, x, y, number, image, share):
-    """A number in its cell: .73 for a share, and 12 for degrees"""
-    if not math.isnan(number):
-        red, green, blue, _ = image.cmap(image.norm(number))
-        text = f"{number:.2f}".removeprefix("0") if share else f"{number:.0f}"
-        axes.text(x, y, text, ha="center", va="center", fontsize=7,
-                  color="white" if red + green + blue < 1.5 else "black")
+DRAWINGS = {"lines": draw_lines, "heat": draw_heat}
 
-def draw_probes(results, colors, **options):
-    """Two heat maps of each run: what is read where the line stands, and where the answer is
-    predicted"""
-    shares = {run: {"where the line stands": found["line"],
-                    "where the answer is predicted": found["answer"]}
-              for run, found in results.items()}
-    return draw_heat(shares, colors, **options)
-
-def draw_token_map(results, colors, **options):
-    """A matrix of each run with a column per token, and the tokens below"""
-    degrees = {run: {"angle (degrees)": found["degrees"]} for run, found in results.items()}
-    figure = draw_heat(degrees, colors, panels_a_row=1, **options)
-    figure.set_figwidth(12)
-    for axes, found in zip(figure.axes, results.values()):   # The colour bar's axes come last.
-        # repr writes a tab as '\t'. We leave its quotes out.
-        tokens = [repr(token.replace("\n", "↵"))[1:-1] for token in found["tokens"]]
-        axes.set_xticks(range(1, len(tokens) + 1), tokens, fontsize=8, family="monospace",
-                        rotation=90 if max(map(len, tokens)) > 2 else 0)
-    return figure
-
-DRAWINGS = {"lines": draw_lines, "heat": draw_heat, "probes": draw_probes,
-            "token_map": draw_token_map}
-
-def as_png(statistic, results, colors):
-    """-> bytes of a figure, and its width in inches"""
-    import matplotlib
+def as_png(statistic, results, colors, columns):
+    """-> bytes of a figure, and its width in inches. columns: how many panels may stand in a row"""
     png = io.BytesIO()
-    with matplotlib.rc_context({"text.parse_math": False}):   # A $ is part of a name, or of a text.
-        figure = DRAWINGS[statistic.draw](results, colors, **statistic.options)
-        figure.savefig(png, format="png", dpi=130)
+    with matplotlib.style.context(["default", PRINT]):
+        figure = DRAWINGS[statistic.draw](results, colors, columns, **statistic.options)
+        figure.savefig(png, format="png", dpi=144)
     return png.getvalue(), figure.get_figwidth()
 
 # =============================================================== part 7: the page, and the command
@@ -1093,13 +1169,10 @@ def as_png(statistic, results, colors):
 class AnalyzeConfig:
     runs: list = flag(None, "run folders")
     out: str = flag("figures", "folder of the page, the figures and the numbers")
-    only: str = flag("", "some statistics, such as removal,skip_curve; without it all of them")
+    only: str = flag("", "some statistics, such as reads,skip_curve; without it all of them")
     text: str = flag("", "a text, or a file with one, for the map of tokens and sublayers")
-    skip_below: float = flag(0.05, "a token skips a sublayer that would turn its stream by less (a "
-                             "gain), if the run was not trained to skip", 0, 100)
     windows: int = flag(0, "validation windows; 0: as many as in training", 0, 1e6)
     data: str = flag("", "the data set of these runs, if it isn't where it was in training")
-    device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one")
 
 def main(argv=None):
     if "--list" in (sys.argv if argv is None else argv):   # needs no runs
@@ -1110,128 +1183,131 @@ def main(argv=None):
     for name in wanted:
         if name not in STATS:
             refuse(f"--only {name}: no such statistic; choose from {', '.join(STATS)}")
-    runs = open_runs(args)
-    out = Path(args.out)
+    runs, out = open_runs(args), Path(args.out)
     make_folder(out)   # now, not after minutes of measuring
-    if any(STATS[name].draw for name in wanted):
-        import matplotlib   # If it is missing, we hear it now, too.
-    found = measure_all(runs, wanted)
-    about = {name: about_run(run, color)
-             for (name, run), color in zip(runs.items(), itertools.cycle(COLORS))}
-    write_numbers(out, about, found)
-    write_page(out, about, found)
+    about = about_runs(runs)
+    found = {name: show(name, runs, about) for name in STATS if name in wanted}
+    numbers = dict(runs=about, statistics={name: each["results"] for name, each in found.items()},
+                   missing={name: each["missing"] for name, each in found.items()})
+    with prepare.whole_file(out / "numbers.json") as file:
+        file.write(json.dumps(numbers, indent=1).encode())
+    for name, each in found.items():
+        if each["pictures"]:
+            with prepare.whole_file(out / f"{name}.png") as file:
+                file.write(base64.b64decode(each["pictures"][0]["png"]))
+    template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
+    # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
+    report = json.dumps(dict(runs=about, statistics=found)).replace("<", "\\u003c")
+    with prepare.whole_file(out / "index.html") as file:
+        file.write(template.replace("REPORT", report).encode())
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
-
-def open_runs(args):
-    """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
-    text = prepare.text_or_file(args.text)
-    names = [Path(path).resolve().name for path in args.runs]
-    runs = {}
-    for path, name in zip(args.runs, names):
-        model, config = open_run(path, args.device)
-        config["data"], warning = data_of_run(path, config, args.data)
-        if warning:
-            print(warning, file=sys.stderr)
-        n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
-        windows = prepare.windows_of(config["data"], "val", config["block_size"], n)
-        puzzle = prepare.load_meta(config["data"]).get("steps")
-        run = Run(model, config, windows, puzzle, text, args.skip_below, path, warning)
-        if not math.isfinite(run.loss):
-            refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
-                   f"lower --lr")
-        runs[name if names.count(name) == 1 else path] = run
-    return runs
 
 def make_folder(out):
     """SystemExit if it has files, but no page of ours"""
     if out.is_file():
         refuse(f"--out {out}: is a file; name a folder")
-    numbers = out / "numbers.json"   # the first file of a page
     out.mkdir(parents=True, exist_ok=True)
+    numbers = out / "numbers.json"   # the first file of a page
     is_ours = numbers.exists() and '"statistics":' in numbers.read_text(errors="replace")
-    # A kill may have left what was unfinished.
-    files = [path for path in out.iterdir() if not path.name.startswith(prepare.UNFINISHED)]
-    if files and not is_ours:
+    if any(out.iterdir()) and not is_ours:
         refuse(f"--out {out}: has files, but no page of ours; take another folder")
 
-def measure_all(runs, wanted):
-    """-> {statistic: what it says of the runs}, in the order of the page. That is a dict:
+def open_runs(args):
+    """-> {name: Run}, where the name is the folder's, or its whole path if two have the same"""
+    names, runs = [Path(path).resolve().name for path in args.runs], {}
+    text = prepare.text_or_file(args.text)
+    for path, name in zip(args.runs, names):
+        model, config = open_run(path)
+        config["data"], warning = data_of_run(path, config, args.data, model)
+        n = max(4, args.windows or config["eval_windows"])   # four, because some measure a quarter
+        windows = prepare.windows_of(config["data"], "val", config["block_size"], n)
+        puzzle = prepare.load_meta(config["data"]).get("steps")
+        run = Run(model, config, windows, puzzle, text, path)
+        if not math.isfinite(run.loss):
+            refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
+                   f"lower --lr")
+        run.warning = warning   # if its data, or its loss, have changed since the training
+        if warning:
+            print(warning, file=sys.stderr)
+        runs[name if names.count(name) == 1 else path] = run
+    return runs
+
+def about_runs(runs):
+    """-> {run: what the page says of it above all figures}"""
+    folders = {Path(run.config["data"]).resolve() for run in runs.values()}
+    about = {}
+    for number, (name, run) in enumerate(runs.items()):
+        folder = Path(run.config["data"]).resolve()
+        is_unique = [each.name for each in folders].count(folder.name) == 1
+        about[name] = dict(
+            config=run.config, color=color_of(number), loss=run.loss, bits=run.bits,
+            data=folder.name if is_unique else str(folder), warning=run.warning,
+            iterations=max(run.log, default=0), parameters=num_params(run.model),
+            flops=flops_per_token(run.model))
+    return about
+
+FORM = ("what is drawn must be {panel: {name: line}}, or, for a heat map, {panel: matrix}, of "
+        "lists, arrays, tensors and numbers")
+
+def as_drawn(returned):
+    """What a statistic has returned -> what is drawn, as numbers.json has it: lists for tensors and
+    arrays, and None for what is no number; and its sentence. NotHere if it has another form"""
+    drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
+    if drawn is None:
+        raise NotHere("it returned None; is a return missing?")
+    if not isinstance(drawn, dict):
+        raise NotHere(f"it returned {drawn!r:.40}, and {FORM}")
+    if not isinstance(sentence, str):
+        raise NotHere(f"its sentence is {sentence!r:.60}; make a text of it, as f\"...\" does")
+    try:
+        text = json.dumps(drawn, default=lambda value: value.tolist())
+    except (AttributeError, TypeError, ValueError) as error:   # such as a set, or a tuple as a key
+        raise NotHere(f"what it returned has no form in numbers.json ({error}); {FORM}")
+    return json.loads(text, parse_constant=lambda nan: None), sentence
+
+def show(name, runs, about):
+    """Measures and draws one statistic -> all that the page shows of it. One that fails becomes a
+    sentence, so that the others have their page all the same. Returns a dict:
 
     results     {run: what is drawn}, as in numbers.json
     sentences   {run: a sentence}
-    missing     {run: why it can't have it}"""
-    found = {name: dict(results={}, sentences={}, missing={}) for name in STATS if name in wanted}
+    missing     {run: why it can't have it}
+    pictures    one for a laptop, and one for a phone; or none
+    title, caption, definition   of the statistic"""
+    statistic, results, sentences, missing, pictures = STATS[name], {}, {}, {}, []
     for run_name, run in runs.items():
-        for name, of_runs in found.items():
-            print(f"{run_name}: measuring {name}", file=sys.stderr)
-            torch.manual_seed(0)   # Coins fall the same, whatever else is measured: see `once`.
-            try:
-                if STATS[name].needs_puzzle and not run.puzzle:
-                    raise NotHere("it is for the steps text (prepare.py steps), whose depth is "
-                                  "known")
-                returned = STATS[name].measure(run)
-                drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
-                of_runs["results"][run_name] = as_json(drawn)
-                if sentence:
-                    of_runs["sentences"][run_name] = sentence
-            except NotHere as why:
-                print(f"{run_name}: no {name}, because {why}", file=sys.stderr)
-                of_runs["missing"][run_name] = str(why)
-    return found
-
-def as_json(value):
-    """As numbers.json has it: lists for tensors, and None for what is no number. NotHere if it has
-    something else"""
+        print(f"{name} of {run_name}", file=sys.stderr)
+        try:
+            if statistic.needs_puzzle and not run.puzzle:
+                raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
+            results[run_name], sentences[run_name] = as_drawn(statistic.measure(run))
+        except NotHere as why:
+            missing[run_name] = str(why)
+        except (Exception, SystemExit) as error:   # A statistic of your own may raise any.
+            missing[run_name] = f"it ended with {in_a_line(error, name)}"
+    colors = {run: each["color"] for run, each in about.items()}
+    drawable = {run: {panel: found for panel, found in panels.items() if panel != "table"}
+                for run, panels in results.items()}
     try:
-        text = json.dumps(value, default=lambda tensor: tensor.tolist())
-    except (AttributeError, TypeError, ValueError) as error:   # such as a set, or a tuple as a key
-        raise NotHere(f"what it returned has no form in numbers.json ({error}); use dicts, lists, "
-                      f"tensors, numbers and texts")
-    return json.loads(text, parse_constant=lambda nan: None)
+        for columns in (3, 1) if drawable else ():
+            if statistic.draw == "heat":
+                columns = min(columns, 2)
+            png, width = as_png(statistic, drawable, colors, columns)
+            pictures.append(dict(png=base64.b64encode(png).decode(), width=96 * width))
+    except Exception as error:   # What it got has some other form.
+        why = f"it can't be drawn ({in_a_line(error, name)}); {FORM}"
+        missing |= dict.fromkeys(results, why)
+        results, sentences, pictures = {}, {}, []
+    for run_name, why in missing.items():
+        print(f"no {name} of {run_name}, because {why}", file=sys.stderr)
+    return dict(title=statistic.title, caption=statistic.caption, definition=statistic.definition,
+                results=results, sentences=sentences, missing=missing, pictures=pictures)
 
-def about_run(run, color):
-    """-> what the page says of it above all figures"""
-    return dict(config=run.config, color=color, loss=run.loss, bits=run.bits, warning=run.warning,
-                parameters=num_params(run.model), flops=flops_per_token(run.model))
-
-def write_numbers(out, about, found):
-    """numbers.json: what was measured, and why something could not be. (What can't be drawn stands
-    here all the same.) about: {run: as about_run returns it}; found: as measure_all returns it"""
-    numbers = dict(runs=about, statistics={name: each["results"] for name, each in found.items()},
-                   missing={name: each["missing"] for name, each in found.items()})
-    with prepare.whole_file(out / "numbers.json") as file:
-        file.write(json.dumps(numbers, indent=1).encode())
-
-def write_page(out, about, found):
-    """The page, and its figures as files, too. about, found: as above"""
-    colors = {name: each["color"] for name, each in about.items()}
-    entries = {}
-    for name, of_runs in found.items():
-        statistic = STATS[name]
-        entries[name] = dict(title=statistic.title, caption=statistic.caption,
-                             definition=statistic.definition, **of_runs)
-        if statistic.draw and of_runs["results"]:
-            entries[name] |= figure_of(name, of_runs, colors, out)
-    template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
-    # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
-    report = json.dumps(dict(runs=about, statistics=entries)).replace("<", "\\u003c")
-    with prepare.whole_file(out / "index.html") as file:
-        file.write(template.replace("REPORT", report).encode())
-
-def figure_of(name, of_runs, colors, out):
-    """Draws a statistic, as a file -> what the page needs to show it, or why it can't be drawn. So
-    if a new statistic of yours returns something else, the others still have their page."""
-    try:
-        png, inches = as_png(STATS[name], of_runs["results"], colors)
-    except Exception as error:   # It can be any: what it got has some other form.
-        why = (f"it can't be drawn ({type(error).__name__}: {error}); lines are "
-               "{panel: {name: line}}, and heat maps {panel: matrix}")
-        print(f"no figure of {name}, because {why}", file=sys.stderr)
-        return dict(missing=of_runs["missing"] | dict.fromkeys(of_runs["results"], why))
-    with prepare.whole_file(out / f"{name}.png") as file:
-        file.write(png)
-    return dict(image="data:image/png;base64," + base64.b64encode(png).decode(),
-                width=80 * inches)   # in pixels of the page
+def in_a_line(error, name):
+    """An exception -> its kind, what it says, and the line of this statistic, if it is of one"""
+    where = "".join(f" in line {frame.lineno}" for frame in
+                    traceback.extract_tb(error.__traceback__) if frame.name == name)
+    return f"{type(error).__name__}{where}: {' '.join(str(error).split()):.200}"
 
 if __name__ == "__main__":
     start(main)

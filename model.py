@@ -13,6 +13,7 @@ The whole model is this loop:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
     logits = head(ends.finish(stream))
 
+(A plain loop, and not torch's while_loop or scan, for speed: they lose some gradients in silence.)
 Our words, for B sequences of T tokens, of which each has C = n_embd numbers in the stream:
 
     stream     what flows through the depth: a tensor (B, T, C) in PreNorm, and, in some other
@@ -23,7 +24,7 @@ Our words, for B sequences of T tokens, of which each has C = n_embd numbers in 
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     l          the number of a residual, 1 .. 2L. Odd ones go with an attention, even with an MLP.
     ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    trip       one pass through the depth in which tokens may skip sublayers (part 3)
+    trip       a pass that is watched, because tokens may skip sublayers, say (part 3)
 
 Part 1 is a whole GPT, whose rule is PreNorm: read it from top to bottom. Part 2 has the other
 residuals (--residual). In part 3 tokens skip sublayers (--mod), and part 4 has some tools. If you
@@ -44,7 +45,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flags import Mistake, field_problems, flag, option_defaults, read_options
-from kernels import TINY, depth_sum, nag_write, use_triton, why_no_triton
+from kernels import TINY, UnitOnCPU, depth_sum, fast_nag_write, suits_cpu, why_no_triton
 
 # =================================================================================== part 1: a GPT
 
@@ -73,8 +74,8 @@ class GPTConfig:
     taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
     repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
     deep_supervision: bool = flag(False, "training: mean loss after each block")
-    mod: str = flag("all", "which tokens run a sublayer: all, gain:rate=0.25 (for nag, as is "
-                    "gain:below=0.05), router:rate=0.25 or coins:rate=0.25", group="skipping")
+    mod: str = flag("all", "which tokens run a sublayer: all, router:rate=0.25, coins:rate=0.25; "
+                    "for nag also gain:rate=0.25 or gain:below=0.05", group="skipping")
     gain_cost: float = flag(0.0, "for nag: adds this x mean |gain|, how much sublayers change a "
                             "token, to the loss, from 30 % of a training on", 0, 1000)
 
@@ -84,6 +85,8 @@ class GPTConfig:
 EPS = 1e-6   # keeps a norm from dividing by 0
 
 def unit(x, eps=EPS):   # x / rms(x): the direction of x, with rms 1
+    if suits_cpu(x):   # the same, with a gradient by hand, which is faster
+        return UnitOnCPU.apply(x, eps)
     return F.rms_norm(x, x.shape[-1:], eps=eps)
 
 def centred(x):
@@ -173,8 +176,8 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_size))
 
     def turned(self, x, rotation):
-        """Products (..., C) of c_attn -> queries, or keys, (..., n_head, head_size). rotation: the
-        rows of the table for the positions of these tokens"""
+        """Products (..., C) of c_attn -> queries, or keys, normalised and rotated, (..., n_head,
+        head_size). rotation: the rows of the table for the positions of these tokens"""
         return rotate(unit(self.heads(x)), rotation)
 
     def forward(self, x, rotation, store=None):
@@ -214,8 +217,7 @@ class Residual(nn.Module):
         self.config, self.l = config, l
         self.block = (l + 1) // 2   # 1 .. L: residuals 1 and 2 belong to block 1, and so on
         self.has_sublayer = l <= 2 * config.n_layer   # False: it is `ends`.
-        if self.has_norm:
-            self.norm = Norm(config)
+        self.norm = Norm(config) if self.has_norm else nn.Identity()
 
     def forward(self, stream, f):
         """A stream, and a sublayer f as a function -> the next stream. A rule calls f once, and
@@ -257,6 +259,9 @@ class Residual(nn.Module):
     def flops_before_f(self):   # those of them that make what f gets
         return 0
 
+    def sum_of_updates(self, stream):   # what updates are added to, for figures
+        return self.as_tensor(stream)
+
 class Block(nn.Module):
     """Two sublayers and their residuals"""
     def __init__(self, config, number):   # 0 .. L - 1
@@ -267,7 +272,7 @@ class Block(nn.Module):
         self.mlp_residual = make_residual(config, 2 * number + 2)
 
     def forward(self, stream, rotation, store=None, trip=None):
-        """The stream before the block -> that after it. trip: None, unless tokens may skip"""
+        """The stream before the block -> that after it. trip: None in a plain pass"""
         attention = partial(self.attn, rotation=rotation, store=store)
         for residual, f in (self.attn_residual, attention), (self.mlp_residual, self.mlp):
             if trip is None:
@@ -318,7 +323,7 @@ class GPT(nn.Module):
         self.register_buffer("rotation", rotation_table(config), persistent=False)
         self.order = block_order(config)      # the blocks 0 .. L - 1, unless --repeat changes it
         self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
-        self.n_vocab = config.vocab_size      # how many tokens there are; open_run may say fewer
+        self.n_vocab = config.vocab_size      # ids that sampling may draw; open_run may say fewer
         init_weights(self)
 
     def forward(self, idx, targets=None, cache=None, trip=None):
@@ -333,10 +338,9 @@ class GPT(nn.Module):
         if cache is not None:
             cache.length = length   # `store` counts back from here.
         stream = self.ends.start(self.wte(idx))
-        trip = trip or needed_trip(self)   # None, unless tokens may skip, or a flag has a cost
+        trip = trip or needed_trip(self)   # None in a plain pass: all tokens run all sublayers.
         if trip is not None:
             trip.begin(idx.shape, stream)
-        # A plain loop: torch's while_loop and scan lose gradients of what their bodies close over.
         for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
             store = None if cache is None else partial(cache.store, slot)
             stream = self.blocks[number](stream, self.rotation[past:length], store, trip)
@@ -374,7 +378,8 @@ class GPT(nn.Module):
                 module.dtype = dtype
 
     def residuals(self):   # all 2L + 1 of them
-        return [part for part in self.modules() if isinstance(part, Residual)]
+        pairs = [(block.attn_residual, block.mlp_residual) for block in self.blocks]
+        return [*itertools.chain(*pairs), self.ends]
 
     @property
     def device(self):
@@ -444,7 +449,7 @@ def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generato
 # ================================================================================ part 2: residuals
 
 # Read those that you care about. All of them have the norms, the attention and the first weights of
-# part 1, whatever their papers had; each says what else differs.
+# part 1, whatever their papers had. Each class says what else differs from its paper.
 
 class Template(Residual):
     """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
@@ -453,7 +458,7 @@ class Template(Residual):
     argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
     trains at --gate_lr. An init_sublayer that does nothing lets c_proj start as large as other
     matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are drawn anew after
-    __init__. If the stream has several parts, write start, and, if x isn't the first, as_tensor."""
+    __init__. If a stream has several parts, write start, and, if x isn't the first, as_tensor."""
     def __init__(self, config, l, first=1.0):   # first: b before training
         super().__init__(config, l)
         if self.has_sublayer:   # model.ends only starts and finishes, so it needs no b.
@@ -466,7 +471,7 @@ class Template(Residual):
 
 class Post(Residual):
     """PostNorm, the Transformer of 2017 (arXiv:1706.03762): the last norm is the final one, too.
-    Differs from the paper: nothing else."""
+    Differs from the paper: in part 1 only."""
     def __init__(self, config, l):
         super().__init__(config, l)
         if not self.has_sublayer:
@@ -477,7 +482,7 @@ class Post(Residual):
 
 class Peri(Residual):
     """Peri-LN (arXiv:2502.02732), as in Gemma 2 and 3: the update is normalised, too.
-    Differs from the paper: the embedding is not."""
+    Differs from the paper: the embedding isn't normalised."""
     def __init__(self, config, l):
         super().__init__(config, l)
         if self.has_sublayer:
@@ -488,7 +493,7 @@ class Peri(Residual):
 
 class Reordered(Residual):
     """OLMo 2 (arXiv:2501.00656): only the update is normalised.
-    Differs from the paper: nothing else."""
+    Differs from the paper: in part 1 only."""
     def forward(self, x, f):
         return x + self.norm(f(x))
 
@@ -510,7 +515,7 @@ class DeepNorm(Post):
 
 class MixLN(Residual):
     """Mix-LN (arXiv:2412.13795): a share alpha of the blocks, the first ones, are PostNorm.
-    Differs from the paper: nothing else."""
+    Differs from the paper: in part 1 only."""
     allowed = dict(alpha=(0, 1))
 
     def __init__(self, config, l, alpha=0.25):
@@ -536,7 +541,7 @@ class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
     only 1 / sqrt(2 i) of an update is added to x.
-    Differs from the paper: nothing else."""
+    Differs from the paper: in part 1 only."""
     can_skip = False   # A token that skips would miss the norm of x.
 
     def __init__(self, config, l):
@@ -549,6 +554,9 @@ class Siamese(Residual):
     def as_tensor(self, stream):
         y, x = stream
         return self.norm_x(x) + self.norm_y(y)
+
+    def sum_of_updates(self, stream):
+        return torch.stack(stream, dim=-2)
 
     def forward(self, stream, f):
         y, x = stream
@@ -598,7 +606,7 @@ class AttnRes(Residual):
         sources = [source for source, _ in groups.values()]
         if len(sources) == 1:   # Its weight is 1.
             return self.norm(sources[0])
-        scores = torch.stack([scores[self.l - 2] for _, scores in groups.values()])
+        scores = torch.stack([of_reads[self.l - 2] for _, of_reads in groups.values()])
         weights = scores.softmax(0)[..., None]   # (n, B, T, 1)
         # depth_sum(weights, sources) is the sum of weights[i] * sources[i].
         return self.norm(depth_sum(len(sources) * weights, sources, self.config.kernels))
@@ -616,6 +624,11 @@ class AttnRes(Residual):
         _, groups = stream
         return sum(source for source, _ in groups.values())   # PreNorm's stream
 
+    def sum_of_updates(self, stream):
+        _, groups = stream
+        newest, _ = groups[max(groups)]
+        return newest
+
     def flops(self):   # one source times 2L queries
         return 4 * self.config.n_layer * self.config.n_embd
 
@@ -623,7 +636,7 @@ class DenseFormer(Residual):
     """PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so
     far (Pagliardini et al. 2024, arXiv:2402.02622). The stream is x, and a dict from the number of
     a block (0: the embedding) to its output. Blocks that are removed have no output.
-    Differs from the paper: nothing else."""
+    Differs from the paper: in part 1 only."""
     can_skip = False
     stream_grows = True
 
@@ -645,7 +658,7 @@ class DenseFormer(Residual):
             x = depth_sum(weights, list(outputs.values()), self.config.kernels)
         return x, outputs
 
-# -------------------------------------------------------------------------------------------- gates
+# ----------------------------------------------------------------------------- a gate on the update
 
 class Review(Residual):
     """PreNorm whose update u passes a gate, a number per channel that depends on the stream h and
@@ -697,7 +710,7 @@ class Gated(Copies):
         R_i <- R_i + s_i f(read),                       s = 2 sigmoid(to_write r / n), n numbers
 
     Nothing mixes the copies, so a token can skip: it keeps all of them.
-    Differs from the paper: nothing else."""
+    Differs from the paper: in part 1 only."""
     own_lr = "down", "up", "to_write"   # AdamW trains them, not Muon, as in the paper.
     allowed = dict(n=(1, 64))
     has_norm = False
@@ -715,20 +728,20 @@ class Gated(Copies):
         if self.has_sublayer:
             self.to_write = matrix("to_write", n, width)
 
-    def read(self, R):   # -> what is read, (..., C), and r / n in a row, (..., n C)
+    def read_and_row(self, R):   # -> what is read, (..., C), and r / n in a row, (..., n C)
         r = unit(R) * self.norm_weight.view(self.n, -1)
         row = r.flatten(-2) / self.n
         gate = F.linear(F.silu(F.linear(row, self.down)), self.up).sigmoid()
         return (gate.view_as(r) * r).mean(-2), row
 
     def forward(self, R, f):
-        x, row = self.read(R)
+        x, row = self.read_and_row(R)
         update = f(x)
         s = 2 * F.linear(row, self.to_write).sigmoid()   # (..., n)
         return R + s[..., None] * update[..., None, :]
 
     def finish(self, R):
-        return self.read(R)[0]
+        return self.read_and_row(R)[0]
 
     def flops_before_f(self):
         return 2 * self.down.numel() + 2 * self.up.numel()
@@ -797,7 +810,7 @@ class Hyper(Copies):
         return self.flops_before_f() + make_res + mix
 
 def doubly_stochastic(logits, steps=20):
-    """(..., n, n) -> matrices >= 0 whose rows and columns sum to 1"""
+    """(..., n, n) -> matrices >= 0 whose rows and columns sum to 1, but for rounding"""
     for _ in range(steps):   # Sinkhorn's: columns and rows in turn, in logarithms
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
@@ -861,15 +874,18 @@ class NAG(Residual):
         if gain is None:   # Else somebody has computed it already.
             gain = self.gain(stream)
         update = f(direction)
-        # On a GPU, a kernel is this class's write. (A class of yours may have another one.)
-        has_kernel = type(self) is NAG and use_triton(direction, self.config.kernels)
-        write = nag_write if has_kernel else self.write
+        # kernels.py has this class's write by hand, too. (A class of yours may have another one.)
+        by_hand = fast_nag_write(direction, self.config.kernels) if type(self) is NAG else None
+        write = by_hand or self.write
         return write(direction, log_length, update, gain)
 
-    def write(self, direction, log_length, update, gain):   # -> the next stream
+    def side(self, update, direction):   # the part that is orthogonal to it: eqs. 10, 11
         update = centred(update)
         along = (update * direction).mean(-1, keepdim=True)
-        side = update - direction * along                                     # eqs. 10, 11
+        return update - direction * along
+
+    def write(self, direction, log_length, update, gain):   # -> the next stream
+        side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
         direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
         direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
@@ -944,7 +960,8 @@ def make_residual(config, l):
 #
 # A token that skips passes by, with its stream as it is. An answer is bools (B, T), True where a
 # token runs; or True: all run; or False: the sublayer is removed. (A token that skips an attention
-# still makes its key there, for later tokens. If the attention is removed, there are no keys.)
+# still makes its key there, for later tokens, unless the decider says skippers_make_keys = False.
+# If the attention is removed, there are no keys.)
 
 class Decider(nn.Module):
     """--mod all. Others replace some of these methods. Class Trip says what a trip has. Options are
@@ -970,114 +987,6 @@ class Decider(nn.Module):
     def after_iteration(self, trips, mean_of_all):
         """train.py calls it, with the trips of an iteration. mean_of_all(number): the mean over all
         processes"""
-
-class ByGain(Decider):
-    """A token skips a sublayer if its |gain| is below a threshold. NAG's gain is the tangent of an
-    angle: 0.05 is 3 degrees.
-
-        gain:rate=0.25    the share of all runs to skip. In training, one threshold for all
-                          sublayers follows this quantile of all gains. It is stored with the
-                          weights, so in sampling each token is judged by itself.
-        gain:below=0.05   this threshold. With a --gain_cost, gains learn to come below it.
-
-    Differs from the paper: of how it finds its threshold we know summaries only; below is ours."""
-    allowed = dict(rate=(0, 0.95), below=(0, 100))
-    needs_skipping = needs_gain = True
-
-    def __init__(self, config, rate=0.0, below=0.0):
-        super().__init__(config)
-        if (rate > 0) == (below > 0):
-            raise ValueError("--mod gain: needs a rate, or below, such as gain:rate=0.25")
-        self.rate = rate   # At first the threshold is 0, and nobody skips.
-        self.register_buffer("threshold", torch.tensor(below), persistent=rate > 0)
-
-    def forward(self, trip):
-        # A comparison has no gradient: gains learn from the tokens that run, and from their cost.
-        return trip.gain().abs().squeeze(-1) >= self.threshold
-
-    @torch.no_grad()
-    def after_iteration(self, trips, mean_of_all):
-        if self.rate == 0:
-            return
-        quantiles = []   # of each part of a batch, so that it doesn't matter which process has it
-        for trip in trips:
-            gains = torch.cat([gain for gain in trip.gains if gain is not None]).abs().flatten()
-            k = max(1, round(self.rate * len(gains)))
-            quantiles.append(gains.kthvalue(k).values.item())
-        quantile = mean_of_all(sum(quantiles) / len(quantiles))
-        step = 0.2 if self.threshold > 0 else 1.0   # a running mean over about five iterations
-        self.threshold += step * (quantile - self.threshold)
-
-class Coins(Decider):
-    """coins:rate=0.25: a coin for each token and each sublayer, in training and after it. This is a
-    control: a decider that looks at tokens must do better."""
-    allowed = dict(rate=(0, 0.95))
-    needs_skipping = True
-
-    def __init__(self, config, rate=0.25):
-        super().__init__(config)
-        self.rate = rate
-
-    def forward(self, trip):
-        return torch.rand(trip.shape, device=trip.model.device) >= self.rate
-
-class Router(Decider):
-    """router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). Blocks 2, 4, 6, .. have a router, a
-    linear map. It gives each token a weight, and the tokens of a sequence with the largest weights
-    run the block. What the block changes is multiplied by the weight: in this way a router learns.
-
-    Which weights are the largest depends on later tokens, and in sampling there are none yet. So
-    outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
-    router to give just the chosen tokens a weight above 0.
-    Differs from the paper: a router reads unit(x), because x has another size in each block."""
-    allowed = dict(rate=(0.001, 0.45))
-    needs_skipping = needs_tensor = True
-    skippers_make_keys = False   # as in the paper
-
-    def __init__(self, config, rate=0.25):   # rate: of all runs. Half of the blocks skip twice it.
-        super().__init__(config)
-        order = block_order(config)   # --repeat runs some blocks several times.
-        n_routed = sum(number % 2 for number in order)
-        if n_routed <= rate * len(order):
-            raise ValueError(f"--mod {config.mod}: only {n_routed} of {len(order)} blocks have a "
-                             f"router, too few for this rate; give a lower one, or more blocks")
-        self.share_that_runs = 1 - rate * len(order) / n_routed
-        self.routers = nn.ModuleList(
-            [nn.Linear(config.n_embd, 1, bias=False) for _ in range(config.n_layer // 2)])
-
-    def forward(self, trip):
-        block, x, notes = trip.residual.block, trip.stream, trip.notes
-        if block % 2 == 1:
-            return True
-        if "runs" not in notes:   # at its attention, or, if that is removed, at its MLP
-            weight = self.routers[block // 2 - 1](unit(x))   # (B, T, 1)
-            trip.decider_flops += 2 * x.shape[-1]
-            runs = weight > 0
-            if trip.model.training:
-                best = weight.topk(max(1, round(self.share_that_runs * x.shape[1])), dim=1).indices
-                runs = torch.zeros_like(runs).scatter(1, best, True)
-            loss = F.binary_cross_entropy_with_logits(weight, runs.to(weight.dtype))
-            notes.setdefault("losses", []).append(loss)
-            notes.update(runs=runs.squeeze(-1), before=x, weight=weight)
-        return notes["runs"]
-
-    def after(self, trip, stream):
-        notes, is_mlp = trip.notes, trip.place % 2 == 0
-        if is_mlp and "runs" in notes:   # A block with a router is over.
-            del notes["runs"]
-            # Where a token has skipped, its stream is still that of before.
-            stream = notes["before"] + notes["weight"] * (stream - notes["before"])
-        return stream
-
-    def loss(self, trip):
-        losses = trip.notes.get("losses", [0.0])
-        return 0.01 * sum(losses) / len(losses)
-
-# What --mod can be. Yours goes here, too: a class with a forward(trip).
-DECIDERS = {"all": Decider, "gain": ByGain, "router": Router, "coins": Coins}
-
-def make_decider(config):
-    return make("--mod", DECIDERS, config.mod, config)
 
 class ByFunction(Decider):
     """A decider that is one function: Trip(model, lambda trip: trip.place != 3) makes one."""
@@ -1180,7 +1089,6 @@ class Trip:
             after_blocks = self.streams[2:-1:2]   # streams[0] is the embedding's.
             losses = [cross_entropy(self.model.head(stream), targets) for stream in after_blocks]
             loss = sum([*losses, loss]) / (len(losses) + 1)
-            self.streams = []   # They are large, and train.py keeps its trips for an iteration.
         if self.pays:
             part = min(1.0, max(0.0, (self.progress - 0.3) / 0.6))
             loss = loss + self.model.config.gain_cost * part * self.mean_gain()
@@ -1215,12 +1123,121 @@ def places_of(model, block):
     runs = [run for run, number in enumerate(model.order) if number == block]
     return [place for run in runs for place in (2 * run + 1, 2 * run + 2)]
 
+class ByGain(Decider):
+    """A token skips a sublayer if its |gain| is below a threshold. NAG's gain is the tangent of an
+    angle: 0.05 is 3 degrees.
+
+        gain:rate=0.25    the share of all runs to skip. In training, one threshold for all
+                          sublayers follows this quantile of all gains. It is stored with the
+                          weights, so in sampling each token is judged by itself.
+        gain:below=0.05   this threshold. With a --gain_cost, gains learn to come below it.
+
+    Differs from the paper: of its way to a threshold we know summaries only. gain:below is ours."""
+    allowed = dict(rate=(0, 0.95), below=(0, 100))
+    needs_skipping = needs_gain = True
+
+    def __init__(self, config, rate=0.0, below=0.0):
+        super().__init__(config)
+        if (rate > 0) == (below > 0):
+            raise ValueError("--mod gain: needs a rate, or below, such as gain:rate=0.25")
+        self.rate = rate   # At first the threshold is 0, and nobody skips.
+        self.register_buffer("threshold", torch.tensor(below), persistent=rate > 0)
+
+    def forward(self, trip):
+        # A comparison has no gradient: gains learn from the tokens that run, and from their cost.
+        return trip.gain().abs().squeeze(-1) >= self.threshold
+
+    @torch.no_grad()
+    def after_iteration(self, trips, mean_of_all):
+        if self.rate == 0:
+            return
+        quantiles = []   # one of each trip, and then their mean, in whichever process they are
+        for trip in trips:
+            gains = torch.cat([gain for gain in trip.gains if gain is not None]).abs().flatten()
+            k = max(1, round(self.rate * len(gains)))
+            quantiles.append(gains.kthvalue(k).values.item())
+        quantile = mean_of_all(sum(quantiles) / len(quantiles))
+        step = 0.2 if self.threshold > 0 else 1.0   # a running mean over about five iterations
+        self.threshold += step * (quantile - self.threshold)
+
+class Coins(Decider):
+    """coins:rate=0.25: a coin for each token and each sublayer, in training and after it. This is a
+    control: a decider that looks at tokens must do better."""
+    allowed = dict(rate=(0, 0.95))
+    needs_skipping = True
+
+    def __init__(self, config, rate=0.25):
+        super().__init__(config)
+        self.rate = rate
+
+    def forward(self, trip):
+        return torch.rand(trip.shape, device=trip.model.device) >= self.rate
+
+class Router(Decider):
+    """router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). Blocks 2, 4, 6, .. have a router, a
+    linear map. It gives each token a weight, and the tokens of a sequence with the largest weights
+    run the block. What the block changes is multiplied by the weight: in this way a router learns.
+
+    Which weights are the largest depends on later tokens, and in sampling there are none yet. So
+    outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
+    router to give just the chosen tokens a weight above 0.
+    Differs from the paper: a router reads unit(x), because x has another size in each block."""
+    allowed = dict(rate=(0.001, 0.45))
+    needs_skipping = needs_tensor = True
+    skippers_make_keys = False   # as in the paper
+
+    def __init__(self, config, rate=0.25):   # of all runs, so twice that in blocks with a router
+        super().__init__(config)
+        order = block_order(config)   # --repeat runs some blocks several times.
+        n_routed = sum(number % 2 for number in order)
+        if n_routed <= rate * len(order):
+            raise ValueError(f"--mod {config.mod}: only {n_routed} of {len(order)} blocks have a "
+                             f"router, too few for this rate; give a lower one, or more blocks")
+        self.share_that_runs = 1 - rate * len(order) / n_routed
+        self.routers = nn.ModuleList(
+            [nn.Linear(config.n_embd, 1, bias=False) for _ in range(config.n_layer // 2)])
+
+    def forward(self, trip):
+        block, x, notes = trip.residual.block, trip.stream, trip.notes
+        if block % 2 == 1:
+            return True
+        if "runs" not in notes:   # at its attention, or, if that is removed, at its MLP
+            weight = self.routers[block // 2 - 1](unit(x))   # (B, T, 1)
+            trip.decider_flops += 2 * x.shape[-1]
+            runs = weight > 0
+            if trip.model.training:
+                best = weight.topk(max(1, round(self.share_that_runs * x.shape[1])), dim=1).indices
+                runs = torch.zeros_like(runs).scatter(1, best, True)
+            loss = F.binary_cross_entropy_with_logits(weight, runs.to(weight.dtype))
+            notes.setdefault("losses", []).append(loss)
+            notes.update(runs=runs.squeeze(-1), before=x, weight=weight)
+        return notes["runs"]
+
+    def after(self, trip, stream):
+        notes, is_mlp = trip.notes, trip.place % 2 == 0
+        if is_mlp and "runs" in notes:   # A block with a router is over.
+            del notes["runs"]
+            # Where a token has skipped, its stream is still that of before.
+            stream = notes["before"] + notes["weight"] * (stream - notes["before"])
+        return stream
+
+    def loss(self, trip):
+        losses = trip.notes.get("losses", [0.0])
+        return 0.01 * sum(losses) / len(losses)
+
+# What --mod can be. Yours goes here, too: a class with a forward(trip).
+DECIDERS = {"all": Decider, "gain": ByGain, "router": Router, "coins": Coins}
+
+def make_decider(config):
+    return make("--mod", DECIDERS, config.mod, config)
+
 def run_some(trip, f, runs):
     """-> the stream after a sublayer f that only some tokens run. runs: bools (B, T)"""
-    residual, stream, gain, count = trip.residual, trip.stream, trip.known_gain, int(runs.sum())
+    residual, stream, gain, call = trip.residual, trip.stream, trip.known_gain, trip.call
+    count = int(runs.sum())
     if count == runs.numel():
-        return trip.call(residual, stream, f, gain)
-    is_attention, kv_of_all = isinstance(f, partial), None   # Block.forward has made it.
+        return call(residual, stream, f, gain)
+    is_attention, kv_of_all = trip.place % 2 == 1, None
     if is_attention and trip.decider.skippers_make_keys:   # In a cache, they are kept.
         kv_of_all = keys_of_all(f, input_of_f(residual, stream, gain))
     if count == 0:
@@ -1228,23 +1245,22 @@ def run_some(trip, f, runs):
     some = SomeTokens(runs)
     if is_attention:   # An MLP treats each token by itself, and never knows that there were others.
         f = partial(attention_of_some, f, some, kv_of_all)
+        call = call_residual   # Its shapes vary too much to be compiled.
     if gain is not None:
         gain = some.gather(gain)
-    return some.put(stream, trip.call(residual, some.gather(stream), f, gain))
+    return some.put(stream, call(residual, some.gather(stream), f, gain))
 
 class Stop(Exception):
     pass
 
 def input_of_f(residual, stream, gain=None):
-    """-> what f would get of all tokens, (B, T, C): the rule runs until it asks f."""
-    seen = []
-    def note_and_stop(x):
-        seen.append(x)
-        raise Stop
+    """-> what f would get of all tokens, (B, T, C): the rule runs until it calls f."""
+    def stop(x):
+        raise Stop(x)
     try:
-        call_residual(residual.forward, stream, note_and_stop, gain)
-    except Stop:
-        return seen[0]
+        call_residual(residual, stream, stop, gain)
+    except Stop as stopped:
+        return stopped.args[0]
 
 def map_stream(function, *streams):
     """Applies a function to each tensor of a stream, or of several streams of one form: a tensor,
@@ -1355,69 +1371,67 @@ def block_order(config):
     raise ValueError(f"--repeat {config.repeat}: say blocks from 1 to {config.n_layer}, and how "
                      f"often, such as 1:2 or 1-{config.n_layer}:2 (512 runs at most)")
 
-def for_training(model, called=None, compiles=False, checkpoints=False, **options):
-    """-> what is called in place of a model in a training: (idx, targets, trip=None) -> None, loss.
-    The model itself stays as it is, for evaluation and sampling, where shapes change all the time.
-
-    called: the model, or what wraps it, such as DDP (there, a pass is not one graph, but a few);
-    checkpoints: saves memory. In the backward pass, sublayers run again; options: those of
-    torch.compile"""
-    called = called or model
-    if compiles and not checkpoints and type(model.decider) is Decider:
-        return torch.compile(called, **options)   # A pass is one graph, with the loss inside.
-    run = call_residual
-    if compiles:   # Sublayers are graphs, which they share if no number in their rules differs.
-        run = torch.compile(run, recompile_limit=64 + 4 * len(model.order), **options)
-    if checkpoints:
-        run = partial(checkpoint, run, use_reentrant=False)
-
-    def call(residual, stream, f, gain=None):
-        is_of_some = getattr(f, "func", None) is attention_of_some   # Its shapes vary too much.
-        return (call_residual if is_of_some else run)(residual, stream, f, gain)
-
-    def call_model(idx, targets, trip=None):
-        trip = trip or Trip(model)
-        trip.call = call
-        return called(idx, targets, trip=trip)
-
-    return call_model if compiles or checkpoints else called
-
 def num_params(model):
     return sum(p.numel() for p in model.parameters())
 
 def flops_per_token(model, trip=None, T=None):
     """FLOPs of matrix products in a forward pass, per token. A training step has three times as
     many. Scores of later tokens count, too. trip: one that is over, which knows what ran; None: all
-    tokens run all sublayers, at context length T (None: block_size)"""
-    config = model.config
-    T = trip.shape[1] if trip else T or config.block_size
-    n_predictions = len(model.order) if model.training and config.deep_supervision else 1
+    tokens run all sublayers; T: the context length, if it isn't that of the trip, or block_size"""
+    T = T or (trip.shape[1] if trip else model.config.block_size)
+    n_predictions = len(model.order) if model.training and model.config.deep_supervision else 1
     total = model.ends.flops() + n_predictions * 2 * model.lm_head.weight.numel()
     total += trip.decider_flops if trip else 0.0
-    for place in range(1, 2 * len(model.order) + 1):
-        is_attention, block = place % 2 == 1, model.blocks[model.order[(place - 1) // 2]]
-        residual = block.attn_residual if is_attention else block.mlp_residual
-        sublayer = block.attn if is_attention else block.mlp
-        answer = trip.answers[place - 1] if trip else True
-        gain = trip.gains[place - 1] if trip else None
-        # Which shares of the tokens run it, have a query, and have a key? All sequences have as
-        # many queries as the fullest one: see in_rows.
-        ran = queries = keys = float(answer is True)
-        if torch.is_tensor(answer):
-            of_sequences = answer.float().mean(1)
-            ran = keys = of_sequences.mean().item()
-            queries = of_sequences.max().item()
-            if is_attention and trip.decider.skippers_make_keys and ran < 1:
-                keys = 1.0
-                total += residual.flops_before_f() if gain is None else 0.0
-        total += residual.flops() * (ran if gain is None else 1.0)
-        matrices = sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
-        if is_attention:   # Half of them make queries and updates, and half keys and values.
-            total += (ran + keys) / 2 * matrices
-            total += queries * 4 * T * config.n_embd   # scores, and sums of values
-        else:
-            total += ran * matrices
+    for number, block in enumerate(model.blocks[number] for number in model.order):
+        for place, residual, sublayer in ((2 * number, block.attn_residual, block.attn),
+                                          (2 * number + 1, block.mlp_residual, block.mlp)):
+            answer, gain = (trip.answers[place], trip.gains[place]) if trip else (True, None)
+            makes_keys = trip is None or trip.decider.skippers_make_keys
+            total += sublayer_flops(residual, sublayer, T, answer, gain, makes_keys)
     return total
+
+def sublayer_flops(residual, sublayer, T, answer=True, gain=None, skippers_make_keys=True):
+    """The same of one sublayer and its residual. answer: who ran; gain: None, or known of all"""
+    matrices = sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
+    ran = float(answer is True)   # the share of the tokens
+    if torch.is_tensor(answer):
+        ran = answer.float().mean().item()
+    total = residual.flops() * (ran if gain is None else 1.0)
+    if isinstance(sublayer, MLP):
+        return total + ran * matrices
+    keys = queries = ran
+    if torch.is_tensor(answer):
+        queries = answer.float().mean(1).max().item()   # as many in all sequences: see in_rows
+        if skippers_make_keys and ran < 1:   # What f gets is computed for all, and once more.
+            keys = 1.0
+            total += residual.flops_before_f() if gain is None else 0.0
+    # Half of an attention's matrices make queries and updates, and half keys and values. Then come
+    # scores, and sums of values.
+    return total + (ran + keys) / 2 * matrices + queries * 4 * T * residual.config.n_embd
+
+def for_training(model, wrapped=None, compiles=False, checkpoints=False, **options):
+    """-> what is called in place of a model in a training: (idx, targets, trip=None) -> None, loss.
+    The model itself stays as it is, for evaluation and sampling, where shapes change all the time.
+
+    wrapped: the model, or its DDP; checkpoints: saves memory, as sublayers run again in the
+    backward pass; options: those of torch.compile"""
+    wrapped = wrapped or model
+    if compiles and not checkpoints and type(model.decider) is Decider:
+        return torch.compile(wrapped, **options)   # A pass is one graph (with DDP, a few).
+    if not compiles and not checkpoints:
+        return wrapped
+    call = call_residual
+    if compiles:   # All sublayers share a graph, unless a number in their rules differs.
+        call = torch.compile(call, recompile_limit=64 + 4 * len(model.order), **options)
+    if checkpoints:
+        call = partial(checkpoint, call, use_reentrant=False)
+
+    def run_pass(idx, targets, trip=None):
+        trip = trip or Trip(model)
+        trip.call = call
+        return wrapped(idx, targets, trip=trip)
+
+    return run_pass
 
 def config_problems(config):
     """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
@@ -1425,13 +1439,18 @@ def config_problems(config):
         return problems
     try:
         order = block_order(config)
-        with torch.device("meta"):   # shapes without numbers, so without memory
-            ends = make_residual(config, 2 * config.n_layer + 1)
-            decider = make_decider(config)
-            stream = ends.start(torch.empty(1, 1, config.n_embd))
+        decider = make_decider(config)
+        ends = make_residual(config, 2 * config.n_layer + 1)
+        stream = ends.start(torch.ones(1, 1, config.n_embd))
     except ValueError as error:
         return [str(error)]
-    is_tensor = torch.is_tensor(stream) and stream.dim() == 3
+    misfit = None
+    if decider.needs_tensor and not (torch.is_tensor(stream) and stream.dim() == 3):
+        misfit = "its stream isn't one tensor; use pre"
+    if decider.needs_skipping and not ends.can_skip:
+        misfit = "its tokens can't skip; use pre or nag"
+    if decider.needs_gain and not ends.knows_gain:
+        misfit = "it knows no gain; use nag"
     n_embd, n_head, name, no_triton = config.n_embd, config.n_head, config.residual, why_no_triton()
     rules = [   # (is it wrong?, a sentence)
         (n_embd % (2 * n_head),
@@ -1441,12 +1460,7 @@ def config_problems(config):
         (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
         (len(order) > config.n_layer and ends.stream_grows,
          f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
-        (decider.needs_gain and not ends.knows_gain,
-         f"--mod {config.mod}: --residual {name} knows no gain; use nag"),
-        (decider.needs_skipping and not ends.can_skip and not decider.needs_gain,
-         f"--mod {config.mod}: tokens can't skip with --residual {name}; use pre or nag"),
-        (decider.needs_tensor and not is_tensor,
-         f"--mod {config.mod}: the stream of --residual {name} isn't one tensor; use pre"),
+        (misfit, f"--mod {config.mod}: not with --residual {name}: {misfit}"),
         (config.gain_cost and not ends.knows_gain,
          f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag")]
     return [sentence for is_wrong, sentence in rules if is_wrong]

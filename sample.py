@@ -1,12 +1,13 @@
 """
-Writes text with a trained run: to stdout, token by token. For each new token, the sublayers of the
-model run, two a block, or some are skipped. At the end it says, on stderr, which share of these
-runs was skipped. (Reading the prompt doesn't count.) Tokens skip as in training, or as a flag says:
+Writes text with a trained run: to stdout, token by token. At the end it says, on stderr, how fast
+that was, and which share of the sublayer runs was skipped. (Reading the prompt doesn't count.)
+Tokens skip as in training, or as a flag says:
 
     python sample.py runs/code --prompt "def " --temperature 0.6 --top_k 50
     python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
     python sample.py runs/pre --remove 9,10        # all tokens skip the blocks 9 and 10
     python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
+    python sample.py runs/nag --speed              # tokens/s as it skips, and with all sublayers
 
 With --inside it samples nothing. On the steps text, it shows what a probe reads after each block:
 
@@ -22,10 +23,9 @@ from typing import Literal
 import torch
 
 import prepare
-from analyze import WINDOWS, Inside, NotHere, in_words
 from flags import flag, parse, refuse, start
 from model import ByGain, Decider, Trip, new_tokens, places_of
-from train import data_of_run, open_run
+from train import data_of_run, open_run, read_blocks
 
 @dataclass
 class SampleConfig:
@@ -40,15 +40,14 @@ class SampleConfig:
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
-    remove: str = flag("", "blocks to do without, from 1: 9,10; block 1 is sublayers 1 and 2 of "
-                       "analyze.py's figures, and block 9 is 17 and 18")
+    remove: str = flag("", "blocks to do without, from 1: 9,10; block 9 is sublayers 17 and 18 of "
+                       "analyze.py's figures")
+    speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and if none do")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
-    inside: bool = flag(False, "on the steps text: what a probe reads in the stream, block by "
-                        "block, before the model answers, by the likeliest digits (so --depth, "
-                        "--temperature and --num_samples change nothing)")
-    data: str = flag("", "for --inside: the data set of the run, if it isn't where it was in "
-                     "training")
+    inside: bool = flag(False, "on the steps text, in place of samples: what a probe reads in the "
+                        "stream, block by block, before the model answers")
+    data: str = flag("", "for --inside: the data set of the run, if it has moved")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
@@ -75,28 +74,16 @@ def main(argv=None):
 def trips_as_asked(model, config):
     """-> a function that makes a Trip for each pass, in which tokens skip as in training, or as a
     flag asks for it, and without the blocks of --remove. SystemExit if the model can't do so"""
-    decider = model.decider
-    if config.skip_below >= 0 and type(decider).after is not Decider.after:
-        # A router's blocks need its weights.
-        refuse(f"--skip_below: the run's own --mod {model.config.mod} decides who skips; use "
-               f"another run")
-    if config.skip_below > 0 and not model.ends.knows_gain:
+    decider, below = model.decider, config.skip_below
+    if below >= 0 and type(decider).after is not Decider.after:   # A router's blocks need weights.
+        refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
+    if below > 0 and not model.ends.knows_gain:
         refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
-    if config.skip_below > 0:
-        decider = ByGain(model.config, below=config.skip_below)
-    if config.skip_below == 0:
-        decider = Decider(None)   # All run, so no gain has to be known.
-    without = places_to_remove(model, config.remove) if config.remove else ()
+    if below >= 0:   # At 0 all run, so no gain has to be known.
+        decider = ByGain(model.config, below=below) if below else Decider()
+    blocks = read_blocks(config.remove, len(model.blocks))
+    without = {place for block in blocks for place in places_of(model, block)}
     return lambda: Trip(model, decider, without)
-
-def places_to_remove(model, blocks):
-    """"9,10", which are blocks -> {17, 18, 19, 20}, the places of their sublayers"""
-    words, n_blocks = blocks.split(","), len(model.blocks)
-    known = [str(number) for number in range(1, n_blocks + 1)]
-    if not all(word in known for word in words) or len({*words}) == n_blocks:
-        refuse(f"--remove {blocks}: name some, not all, of the blocks 1 to {n_blocks}, such as "
-               f"{n_blocks}")
-    return {place for word in words for place in places_of(model, int(word) - 1)}
 
 # ---------------------------------------------------------------------------------------- sampling
 
@@ -109,24 +96,27 @@ def show_samples(model, make_trip, tokenizer, config):
     speed = len(skipped) / (time.perf_counter() - begin)
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
+    if config.speed:
+        n = config.max_new_tokens
+        as_asked = tokens_per_second(model, n, make_trip)
+        dense = tokens_per_second(model, n, lambda: Trip(model, Decider()))
+        print(f"without printing: {as_asked:,.0f} tokens/s; with all sublayers run: {dense:,.0f}",
+              file=sys.stderr)
 
-# With --depth, a token has the colour of its share: how many of the sublayers ran to predict it. It
-# was predicted where the token before it was read. If a pass reads a, b and c, say:
-#
-#     it reads                    a      b      c
-#     of 12 sublayers, these ran  6      9     12
-#     so it predicts              b      c     the first new token
-#     with the share            0.5   0.75      1         (a has none: nobody predicted it)
-
-def shares_of_prompt(prompt, trip):
-    """-> for each token of the prompt its share, or None. trip: the pass that has read
-    the prompt, or its end, if it is longer than the model's context"""
-    ran = trip.who_ran().float().mean(0)[0].tolist()   # the share for each token it has read
-    shares = ran[:-1]   # The last one is for the first new token.
-    return [None] * (len(prompt) - len(shares)) + shares
+def tokens_per_second(model, n, make_trip):
+    """Of n new tokens, the better of two times"""
+    idx, seconds = torch.zeros(1, 1, dtype=torch.long, device=model.device), []
+    for _ in range(2):
+        begin = time.perf_counter()
+        for token, _ in new_tokens(model, idx, n, make_trip=make_trip):
+            token.item()   # It waits for the GPU, as printing does.
+        seconds.append(time.perf_counter() - begin)
+    return n / min(seconds)
 
 def sample(model, make_trip, tokenizer, config):
-    """Prints a sample -> for each new token, the share of the sublayers that was skipped"""
+    """Prints a sample -> for each new token, the share of the sublayers that was skipped. With
+    --depth, a token has the colour of the share that ran to predict it: where the token before it
+    was read. So nobody has predicted the first one of a text, or of the end that fits the model."""
     prompt = tokenizer.encode_ordinary(config.prompt)
     idx = torch.tensor([prompt or [tokenizer.eot_token]], device=model.device)
     tokens = new_tokens(model, idx, config.max_new_tokens, config.temperature, config.top_k or None,
@@ -142,9 +132,11 @@ def sample(model, make_trip, tokenizer, config):
         # Each token comes with the trip of the pass that predicted it, which knows who skipped.
         for n, (token, trip) in enumerate(tokens):
             if n == 0:   # The first pass has read the prompt, which is shown first.
-                for each, share in zip(prompt, shares_of_prompt(prompt, trip)):
+                shares = trip.who_ran().float().mean(0)[0].tolist()[:-1]
+                shares = [None] * (len(prompt) - len(shares)) + shares
+                for each, share in zip(prompt, shares):
                     show_token(each, share)
-            skipped.append(trip.skipped(last=True))   # for the last token that it has read
+            skipped.append(trip.skipped(last=True))   # of the last token that it has read
             if token.item() == tokenizer.eot_token:
                 break
             show_token(token.item(), 1 - skipped[-1])
@@ -171,6 +163,7 @@ def show(text, share=None):
 def show_inside(model, make_trip, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
     folder of the steps text; line: such as f314159265358. SystemExit if that can't be"""
+    from analyze import WINDOWS, Inside, NotHere, in_words   # Sampling does without it.
     puzzle = prepare.load_meta(data).get("steps")
     if not puzzle:
         refuse("--inside: is for a run on the steps text, which prepare.py steps makes")
@@ -184,11 +177,7 @@ def show_inside(model, make_trip, data, line):
         example = Inside(model, puzzle, windows, k).example(line)
     except NotHere as why:
         refuse(f"--inside: {why}")
-    print_example(example, k)
-
-def print_example(example, k):
-    """example: as Inside.example returns it"""
-    line, answer, true = example["line"], example["answer"], example["true"]
+    answer, true = example["answer"], example["true"]
     # Where no step or one is asked for, nothing is between.
     between = " The text never shows what is between." if k > 1 else ""
     print(f"\n{line}\n{line[0]} asks for the line after {in_words(k)}.{between}")

@@ -9,8 +9,8 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 """
 # Read this as nanoGPT's train.py. First comes the training: settings, data, evaluation, rates,
 # optimizers, the loop (`train`), and `main`, where a run begins. Behind it stands what you can take
-# for granted at first: the status line, where settings come from, the run's folder, device and
-# signals, and a trial of classes of your own. Our words:
+# for granted at first: where settings come from, the run's folder, processes and signals, and a
+# trial of classes of your own. Our words:
 #
 #     residual    the rule by which a sublayer, attention or MLP, changes the stream (model.py)
 #     decider     says which tokens skip which sublayers (model.py, part 3)
@@ -22,30 +22,39 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 
 import atexit
 import contextlib
+import dataclasses
 import datetime
 import difflib
 import json
+import linecache
 import math
 import os
+import random
 import re
 import shlex
 import signal
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.utils.flop_counter import FlopCounterMode
 
 import prepare
-from flags import (Mistake, flag, make_configs, mute, option_defaults, read_command_line, refuse,
-                   start)
-from model import (DECIDERS, GPT, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Trip,
+from flags import (TYPE_NAMES, Mistake, flag, make_configs, mute, option_defaults,
+                   read_command_line, read_options, refuse, start)
+from model import (DECIDERS, GPT, Coins, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Trip,
                    call_residual, flops_per_token, for_training, make_decider, make_residual,
                    needed_trip, num_params)
 from prepare import locked, whole_file
@@ -61,13 +70,8 @@ def say(text):
         except OSError:   # Its terminal is closed. The training goes on.
             mute()
 
-def wait_for_all():
-    """Until all processes are here. All call it, and `mean_of_all`, at the same time."""
-    if N_PROCESSES > 1:
-        dist.barrier()
-
 def mean_of_all(number):
-    """Each process gives a number, such as a loss -> their mean"""
+    """Each process gives a number, such as a loss -> their mean. All wait here for each other."""
     if N_PROCESSES == 1:
         return number
     total = torch.tensor(number, dtype=torch.float64)
@@ -84,10 +88,11 @@ class TrainConfig:
     out: str = flag("", "run folder; without it runs/RESIDUAL")
     config: str = flag("", "a run, or a file such as configs/gpt2.json, whose settings to take")
     init_from: str = flag("", "an earlier run, whose model and weights to begin with")
+    remove: str = flag("", "blocks of --init_from to do without, from 1: 2 or 9,10")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     or_resume: bool = flag(False, "begin, or go on if --out has a checkpoint; for torchrun's "
                                  "--max_restarts")
-    overwrite: bool = flag(False, "replace the run in --out")
+    overwrite: bool = flag(False, "replace the run in --out, when the new one has a checkpoint")
 
     max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
     max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
@@ -111,10 +116,13 @@ class TrainConfig:
     beta2: float = flag(0.95, "of adamw: decay of its mean squared gradient", 0, 0.9999)
     gate_beta1: float = flag(0.8, "beta1 of what trains with gate_lr; not of sgd", 0, 0.9999)
     grad_clip: float = flag(1.0, "largest global gradient norm; 0: no clipping", 0, 1e9)
-    equalize_grads: bool = flag(False, "give the gradients of all blocks the same norm")
+    equalize_grads: bool = flag(False, "for sgd: give the gradients of all blocks the same norm")
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda where there is one",
                                                   group="machine")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag(
+        "auto", "of matrix products; auto: bfloat16 on GPUs that have it. Weights and the stream "
+                "are always float32")
     compile: bool = flag(False, "torch.compile; good on a GPU, after a minute or so")
     checkpoint_blocks: bool = flag(False, "save memory: the backward pass runs sublayers again")
 
@@ -122,11 +130,17 @@ class TrainConfig:
         """Yields a sentence for each reason why this can't be run. make_configs refuses with it."""
         if self.overwrite and (self.resume or self.or_resume):
             yield "--overwrite: contradicts --resume and --or_resume; give one of them"
+        if self.remove and not self.init_from:
+            yield "--remove: is for the blocks of an earlier run; add --init_from RUN"
         if 0 < self.min_lr < 1e-3:   # So small, it is surely meant as a rate.
             yield f"--min_lr {self.min_lr}: is a share of --lr; 0.1 is a tenth of it"
         if self.batch_size % (self.grad_accum * N_PROCESSES):
             yield (f"--batch_size {self.batch_size}: must be a multiple of grad_accum x processes, "
                    f"{self.grad_accum} x {N_PROCESSES}")
+        if self.equalize_grads and self.optimizer != "sgd":
+            yield f"--equalize_grads: {self.optimizer} hardly sees a gradient's size; use sgd"
+
+CONFIGS = [GPTConfig, TrainConfig]
 
 # The usual learning rates, good ones for small models
 RATES = dict(muon=2e-2, adamw=6e-3, sgd=0.1)
@@ -140,7 +154,7 @@ class Data:
         if RANK == 0 and folder == TrainConfig.data and not prepare.shard_paths(folder):
             say(f"{folder} is not there yet: making it from the Python standard library")
             prepare.main(["stdlib", "--out", folder])
-        wait_for_all()   # The first process may still be writing.
+        mean_of_all(0)   # The first process may still be writing.
         meta = prepare.load_meta(folder)
         self.tokenizer, self.vocab_size = meta["tokenizer"], meta["vocab_size"]
         self.token_bytes = prepare.token_bytes(self.tokenizer, self.vocab_size)   # of each token
@@ -164,47 +178,45 @@ def get_batch(data, model_config, batch_size, step, part=0, n_parts=1, device="c
 
 # --------------------------------------------------------------------------------------- evaluation
 
+AT_A_TIME = 8   # windows
+
 @torch.no_grad()
-def evaluate(model, x, y, token_bytes, batch_size):
+def evaluate(model, x, y, token_bytes):
     """x, y (n, T) -> nats per token, bits per byte of text, share of the sublayer runs that was
-    skipped. token_bytes (V,): how many bytes each token is. batch_size: windows at a time"""
+    skipped. token_bytes (V,): how many bytes each token is. No batch size is asked for, and draws
+    belong to the windows: so a checkpoint has one loss, whoever evaluates it."""
     nats, skipped, was_training = 0.0, 0.0, model.training
     model.eval()
-    torch.manual_seed(0)   # If the decider draws who skips, it draws the same each time.
-    for xi, yi in zip(x.split(batch_size), y.split(batch_size)):
-        trip = needed_trip(model)
-        _, loss = model(xi.to(model.device), yi.to(model.device), trip=trip)
-        share = len(xi) / len(x)
-        nats += loss.item() * share
-        skipped += trip.skipped() * share if trip else 0.0
+    with torch.random.fork_rng(devices=[]):   # In a notebook, its own draws go on as before.
+        for begin in range(0, len(x), AT_A_TIME):
+            xi, yi = x[begin:begin + AT_A_TIME], y[begin:begin + AT_A_TIME]
+            torch.manual_seed(begin)   # --mod coins draws who skips.
+            trip = needed_trip(model)
+            _, loss = model(xi.to(model.device), yi.to(model.device), trip=trip)
+            share = len(xi) / len(x)
+            nats += loss.item() * share
+            skipped += trip.skipped() * share if trip else 0.0
     model.train(was_training)
     bytes_per_token = max(1, token_bytes[y].sum().item()) / y.numel()   # 1: if all are ends of text
     return nats, nats / math.log(2) / bytes_per_token, skipped
 
-def evaluate_and_report(model, data, batch_size, step, out):
-    loss, bits, skipped = evaluate(model, *data.val, data.token_bytes, batch_size)
-    refuse_if_not_finite("validation loss", loss, step, out)
-    write_log(out, step=step, val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
-    say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | {skipped:.1%} "
-        f"skipped")
-
-def say_if_it_was_better(out, last):
-    """last: the last iteration, with whose weights the run ends"""
-    losses = {step: entry["val_loss"] for step, entry in read_metrics(out).items()
-              if "val_loss" in entry}
-    best = min(losses, key=losses.get, default=last)
-    if best != last and losses[best] < losses.get(last, -math.inf):
-        say(f"the validation loss was lower at iteration {best}: {losses[best]:.4f}; only the last "
-            f"weights are kept")
+def other_loss(run, loss, before, dtype):
+    """A sentence if a checkpoint has another loss than when it was saved, before, else "". That is
+    None if a signal has stopped the run; dtype: in which it was computed then, as text"""
+    tolerance = 2e-2 if dtype == "bfloat16" else 2e-3
+    if before is None or abs(loss - before) <= tolerance * before:
+        return ""
+    return (f"{run}: has the validation loss {loss:.4f} now, and had {before:.4f} when it was "
+            f"saved: this is other code, or other data, than in the training")
 
 def refuse_if_not_finite(what, number, step, out):
     """Ends the run before it saves weights that are good for nothing."""
     if math.isfinite(number):
         return
-    if step == 0:
-        refuse(f"iteration 0: the {what} is not finite, before any training; look at the model")
-    refuse(f"iteration {step}: the {what} is not finite; {out}/ckpt.pt, if it is there, is from "
-           f"before: go on from there with --resume and a lower --lr")
+    remedy = "look at the model"   # It has not trained yet.
+    if step > 0:
+        remedy = f"go on from {out}/ckpt.pt, which is older, with --resume and a lower --lr"
+    refuse(f"iteration {step}: the {what} is not finite; {remedy}")
 
 # ----------------------------------------------------------------------- learning rate, gradients
 
@@ -225,26 +237,25 @@ def lr_factor(config, progress):
         fallen = max(0.0, (progress - 0.8) / 0.2)   # from 0 to 1, in the last fifth
     return 1 - (1 - config.min_lr) * fallen
 
-def block_gradients(model):
-    """-> for each block a list of its gradients, and the norms of these lists, (L,)"""
+def norms_of_blocks(model, equalizes):
+    """-> the norm of each block's gradients, (L,). equalizes: scales those of each block, so that
+    all get the same norm: the root mean square of what they have had"""
     grads = [[p.grad for p in block.parameters() if p.grad is not None] for block in model.blocks]
-    zero = torch.zeros((), device=model.device)   # for a block that all tokens skip
-    norms = [torch.nn.utils.get_total_norm(each) if each else zero for each in grads]
-    return grads, torch.stack(norms)
-
-def equalize(grads, norms):
-    """Scales the gradients of each block to the root mean square of all blocks' norms (L,)."""
-    wanted = norms.square().mean().sqrt()
-    for block_grads, norm in zip(grads, norms):
-        for grad in block_grads:
-            grad.mul_(wanted / norm.clamp_min(1e-30))
+    norms = torch.stack([get_total_norm(each).to(model.device) for each in grads])   # 0 of none
+    if equalizes:
+        wanted = norms.square().mean().sqrt()
+        for block_grads, norm in zip(grads, norms):
+            for grad in block_grads:
+                grad.mul_(wanted / norm.clamp_min(1e-30))
+    return norms
 
 # --------------------------------------------------------------------------------------- optimizers
 
 class Muon(torch.optim.Optimizer):
     """For matrices (Jordan et al. 2024): the momentum of the gradient is made orthogonal, so that a
-    step is equally large in every direction, not just where gradients are large. (torch.optim.Muon
-    does the same, but always in bfloat16, which is very slow on many CPUs.)"""
+    step is equally large in every direction, not just where gradients are large. On a GPU this is
+    computed in bfloat16. If a gradient has few directions, as where nearly all tokens skip, much of
+    such a step is rounding noise."""
     def __init__(self, groups, lr, momentum=0.95):
         super().__init__(groups, dict(lr=lr, momentum=momentum))
 
@@ -315,113 +326,127 @@ def make_optimizers(model, config):
         optimizers.append(Muon(groups, config.lr))
     return optimizers
 
-def load_moments(optimizers, ckpt):
-    for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
-        # Rates and decay stay as the flags say.
-        optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
-
 # ----------------------------------------------------------------------------------------- the loop
+
+def make_model(config):
+    """A GPT with its first weights. (A class of yours may draw some by torch.randn. So we seed.)"""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return GPT(config)
 
 def make_ready(model, config, device):
     """Brings the model to its device -> the model, or its DDP wrapper if there are several
     processes, and what is called in training: that, or what compiles it"""
     model.to(device)
-    if device != "cpu" and torch.cuda.get_device_capability()[0] >= 8:   # since Ampere
-        # The model computes its products in this type, as autocast would. Weights stay float32.
-        model.compute_in(torch.bfloat16)
+    has_bfloat16 = device != "cpu" and torch.cuda.get_device_capability()[0] >= 8   # since Ampere
+    if config.dtype == "bfloat16" or config.dtype == "auto" and has_bfloat16:
+        model.compute_in(torch.bfloat16)   # its products, as with autocast
+    if config.compile:
+        try_to_compile(device)
     wrapped = model
     if N_PROCESSES > 1:
         # Where tokens skip, it may be that a sublayer is run by no token of this process.
-        may_skip = "skipping" in model.decider.needs
+        may_skip = type(model.decider) is not Decider
         wrapped = DistributedDataParallel(model, find_unused_parameters=may_skip)
     return wrapped, for_training(model, wrapped, config.compile, config.checkpoint_blocks)
-
-def forward_and_backward(model, wrapped, call, config, data, step, progress):
-    """Each process takes --grad_accum parts of the batch in turn. Their gradients are added up in
-    the parameters -> means over the parts, a dict of what is reported, and the FLOPs per token of
-    the forward pass, fewer where tokens skip. wrapped, call: see make_ready"""
-    records, trips, token_flops = [], [], 0.0
-    n_parts = config.grad_accum * N_PROCESSES
-    parts = range(RANK, n_parts, N_PROCESSES)   # those of this process
-    for part in parts:
-        x, y = get_batch(data, model.config, config.batch_size, step, part, n_parts, model.device)
-        # If the decider draws who skips, that depends on nothing but seed, step and part.
-        [seed] = np.random.SeedSequence((model.config.seed, step, part)).generate_state(1)
-        torch.manual_seed(int(seed))
-        if N_PROCESSES > 1:   # They exchange gradients once a step, in the last part.
-            wrapped.require_backward_grad_sync = part == parts[-1]
-        trip = needed_trip(model, progress)   # None, unless tokens skip, or a flag has a cost
-        _, loss = call(x, y, trip=trip)
-        (loss / config.grad_accum).backward()
-        # What is reported is the cross entropy, without what --gain_cost, say, adds to it.
-        record = dict(loss=trip.cross_entropy if trip else loss.detach(), skip_rate=0.0)
-        if trip is not None:
-            trips.append(trip)
-            record["skip_rate"] = trip.skipped()
-            if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
-                record["mean_gain"] = gain.detach()
-        records.append(record)
-        token_flops += flops_per_token(model, trip) / config.grad_accum
-    model.decider.after_iteration(trips, mean_of_all)   # --mod gain:rate moves its threshold.
-    means = {name: sum(each[name] for each in records) / len(records) for name in records[0]}
-    return means, token_flops
 
 def train(model_config, config, ckpt, data, device, signals):
     """A whole run -> exit status: 0, or 1 if a signal has stopped it. ckpt: the checkpoint to begin
     with, or None; signals: a list, empty until Ctrl-C or a kill comes"""
-    out, model, step, flops = Path(config.out), GPT(model_config), 0, 0.0
-    if ckpt:
-        load_weights(model, ckpt, config.out if config.resume else config.init_from)
+    out, model = Path(config.out), make_model(model_config)
+    step, flops, seconds = 0, 0.0, 0.0   # seconds: of training, without evaluations
+    if config.resume:
+        load_weights(model, ckpt, config.out)
+        step, flops, seconds = ckpt["step"], ckpt["flops"], ckpt["seconds"]
+    elif ckpt:
+        load_weights(model, ckpt, config.init_from, config.remove)
     wrapped, call = make_ready(model, config, device)
+    dtype = "bfloat16" if model.lm_head.dtype == torch.bfloat16 else "float32"
     optimizers = make_optimizers(model, config)
     settings = of_the_run(asdict(model_config) | asdict(config))
     settings |= dict(tokenizer=data.tokenizer, vocab_size=model_config.vocab_size)
     if config.resume:
-        step, flops = ckpt["step"], ckpt["flops"]
         load_moments(optimizers, ckpt)
+        loss, _, _ = evaluate(model, *data.val, data.token_bytes)
+        if warning := other_loss(out, loss, ckpt["val_loss"], ckpt["dtype"]):
+            say(warning)
+    if step > 0:
         continue_run(out, settings, ckpt)
-    else:
-        begin_run(out, settings)   # Only now, after all checks, a run that it replaces is deleted.
+    n_parts = config.grad_accum * N_PROCESSES
     tokens_per_step = config.batch_size * model_config.block_size
-    part_size = config.batch_size // (config.grad_accum * N_PROCESSES)   # sequences at a time
     goal = f"{config.max_flops:g} FLOPs" if config.max_flops else config.max_iters
     say(f"{model_config.residual}: {model_config.n_layer} blocks x {model_config.n_embd}, "
         f"{num_params(model) / 1e6:.2f}M parameters; iterations {step} to {goal} of "
         f"{tokens_per_step:,} tokens on {N_PROCESSES} x {model.device.type}")
-    since = moment(config, step, flops)
+    dense_flops = flops_per_token(model)
+    began = time.perf_counter()
+    last = dict(step=step, flops=flops, seconds=seconds)   # when the last status line came
 
     while True:
         # If any process has got a signal, all of them stop at this step.
         is_stopped = mean_of_all(len(signals)) > 0
-        is_last = is_stopped or progress_of(config, step, flops) >= 1
+        progress = progress_of(config, step, flops)
+        is_last = is_stopped or progress >= 1
+        if is_stopped and step == 0:   # An older run, which --overwrite would replace, stays.
+            say("stopped before the first iteration; nothing is changed")
+            return 1
 
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
+            seconds += time.perf_counter() - began   # Meanwhile, the clock stands still.
+            found = dict(val_loss=None)
             if not is_stopped:
-                evaluate_and_report(model, data, part_size, step, out)
-            weight_norm = torch.nn.utils.get_total_norm(model.parameters()).item()
+                loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
+                refuse_if_not_finite("validation loss", loss, step, out)
+                found = dict(val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
+                say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
+                    f"{skipped:.1%} skipped")
+            weight_norm = get_total_norm(model.parameters()).item()
             refuse_if_not_finite("norm of the weights", weight_norm, step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
-            state = dict(model=model.state_dict(), model_config=asdict(model_config),
-                         settings=settings, optimizers=moments, step=step, flops=flops,
-                         data=data.fingerprint)
-            save_checkpoint(out, state)
-            since = moment(config, step, flops)   # Speed is measured without these pauses.
+            save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
+                                      flops=flops, seconds=seconds, optimizers=moments,
+                                      val_loss=found["val_loss"], dtype=dtype,
+                                      data=data.fingerprint))
+            if step == 0:
+                begin_run(out, settings)   # Only now, an older run is replaced as a whole.
+            if not is_stopped:
+                write_log(out, step=step, seconds=seconds, **found)
+            began = time.perf_counter()
         if is_last:
             break
 
-        # --- From a batch to gradients
-        progress = progress_of(config, step, flops)   # --gain_cost comes late.
-        means, token_flops = forward_and_backward(model, wrapped, call, config, data, step,
-                                                  progress)
+        # --- From a batch to gradients, which are added up in the parameters
+        records, trips, token_flops = [], [], 0.0
+        for part in range(RANK, n_parts, N_PROCESSES):   # those of this process
+            x, y = get_batch(data, model_config, config.batch_size, step, part, n_parts, device)
+            # If the decider draws who skips, that depends on nothing but seed, step and part.
+            [seed] = np.random.SeedSequence((model_config.seed, step, part)).generate_state(1)
+            torch.manual_seed(int(seed))
+            # Processes exchange gradients once a step, in their last part. (DDP reads this.)
+            wrapped.require_backward_grad_sync = part + N_PROCESSES >= n_parts
+            trip = needed_trip(model, progress)   # None, unless tokens skip, or a flag has a cost
+            _, loss = call(x, y, trip=trip)
+            (loss / config.grad_accum).backward()
+            # What is reported is the cross entropy, without what --gain_cost, say, adds to it.
+            record = dict(loss=trip.cross_entropy if trip else loss.detach(), skip_rate=0.0)
+            if trip is not None:
+                trips.append(trip)
+                trip.streams.clear()   # What is large goes. The decider wants to see the rest.
+                trip.notes.clear()
+                record["skip_rate"] = trip.skipped()
+                if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
+                    record["mean_gain"] = gain.detach()
+            records.append(record)
+            part_flops = flops_per_token(model, trip) if trip else dense_flops
+            token_flops += part_flops / config.grad_accum
+        model.decider.after_iteration(trips, mean_of_all)   # --mod gain:rate moves its threshold.
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
         if is_logged or config.equalize_grads:
-            grads, block_norms = block_gradients(model)
-        if config.equalize_grads:
-            equalize(grads, block_norms)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+            block_norms = norms_of_blocks(model, config.equalize_grads)
+        norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
         # --- From gradients to weights
         # The backward pass costs as much as two forward passes.
@@ -436,14 +461,26 @@ def train(model_config, config, ckpt, data, device, signals):
         # --- Report
         if is_logged:
             refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
-            now = moment(config, step, flops)
-            tok_s, pace = pace_between(since, now, tokens_per_step, model.device)
-            report(out, step, pace, lr=config.lr * factor, grad_norm=norm.item(), flops=flops,
-                   tok_s=tok_s, tokens=step * tokens_per_step, grad_norms=block_norms.tolist(),
-                   **{name: mean_of_all(float(value)) for name, value in means.items()})
-            since = now
+            means = {}
+            for name in records[0]:
+                mean = sum(record[name] for record in records) / len(records)
+                means[name] = mean_of_all(float(mean))   # that of this process, and that of all
+            now = dict(step=step, flops=flops, seconds=seconds + time.perf_counter() - began)
+            steps, new_flops, passed = (now[name] - last[name] for name in now)
+            progress, before = (progress_of(config, each["step"], each["flops"])
+                                for each in (now, last))
+            last, lr, tok_s = now, config.lr * factor, steps * tokens_per_step / passed
+            left = max(0.0, 1 - progress) / (progress - before) * passed
+            write_log(out, **now, lr=lr, grad_norm=norm.item(), grad_norms=block_norms.tolist(),
+                      tokens=step * tokens_per_step, tok_s=tok_s, **means)
+            gain = f"mean gain {means['mean_gain']:.3f} | " if "mean_gain" in means else ""
+            say(f"iter {step:5d} | loss {means['loss']:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
+                f"{gain}{means['skip_rate']:.1%} skipped | {tok_s:,.0f} tokens/s, "
+                f"{new_flops / passed / 1e9:,.0f} GFLOP/s"
+                f"{share_of_peak(new_flops / passed, model.device)} | "
+                f"{datetime.timedelta(seconds=round(left))} left")
 
-    wait_for_all()   # Nobody leaves while another one is still writing.
+    mean_of_all(0)   # Nobody leaves while another one is still writing.
     folder = shlex.quote(config.out)
     if is_stopped:
         say(f"stopped at iteration {step}, all is saved; go on with: "
@@ -454,165 +491,174 @@ def train(model_config, config, ckpt, data, device, signals):
         f"next: python sample.py {folder}   or: python analyze.py {folder}")
     return 0
 
+# FLOP/s of a GPU in dense bfloat16 products, as its maker says
+PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
+
+def share_of_peak(flop_s, device):
+    """FLOP/s of all processes -> the share of what their GPUs could do, in words, if it is known"""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    shares = [flop_s / peak / N_PROCESSES for name, peak in PEAKS.items() if name in gpu]
+    return f" ({shares[0]:.0%} of the peak)" if shares else ""
+
+def say_if_it_was_better(out, last):
+    """last: the last iteration, with whose weights the run ends"""
+    losses = {step: entry["val_loss"] for step, entry in read_metrics(out).items()
+              if "val_loss" in entry}
+    best = min(losses, key=losses.get, default=last)
+    if best != last and losses[best] < losses.get(last, -math.inf):
+        say(f"the validation loss was lower at iteration {best}: {losses[best]:.4f}; only the last "
+            f"weights are kept")
+
 # --------------------------------------------------------------------------------------------- main
 
 def main(argv=None):
     """The command line, then a run -> its exit status. argv: a list of words, in a notebook, say"""
     typed = read_flags(argv)
-    with only_here(typed["out"]):   # Nobody else changes a run that is there, from here on.
+    # Nobody else, nor prepare.py, writes to that folder from here on.
+    with locked(typed["out"]) if RANK == 0 else contextlib.nullcontext(), memory_errors_told():
         if typed.get("or_resume") and Path(typed["out"], "ckpt.pt").exists():
             typed["resume"] = True
         model_config, config, ckpt = gather_settings(typed)
         if not config.resume:
-            refuse_if_taken(Path(config.out), config)
-        return check_and_train(model_config, config, ckpt)
+            refuse_if_taken(Path(config.out), config.overwrite)
+        if RANK == 0:
+            look_for_mistakes(model_config)
+        device = set_up_device(config.device, model_config.n_embd)
+        join_processes(device)
+        data = Data(config, model_config.block_size)
+        if config.resume and data.fingerprint != ckpt["data"]:
+            refuse(f"{config.out}: is of other data than --data has now; put it back, or start a "
+                   f"new run")
+        if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
+            refuse(f"--init_from {config.init_from}: its tokens are those of "
+                   f"{ckpt['settings']['tokenizer']}, and {config.data} has {data.tokenizer}")
+        # The rows of embedding and head: multiples of 64 are fast.
+        model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
+        with noted_signals() as signals, torch.random.fork_rng(devices=[]):
+            return train(model_config, config, ckpt, data, device, signals)
 
 def read_flags(argv=None):
     """The command line -> what is typed, a dict. `out` is always in it."""
-    typed = read_command_line([GPTConfig, TrainConfig], argv, __doc__, epilog=residuals_in_words())
-    if "vocab_size" in typed:   # `check_and_train` sets it.
+    typed = read_command_line(CONFIGS, argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:   # `main` sets it.
         refuse("--vocab_size: the data say it; leave it out")
     for name in "resume", "or_resume":
         if typed.get(name) and "out" not in typed:
             refuse(f"--{name}: continues the run in --out; give --out, too")
-    if typed.get("resume") and ("config" in typed or "init_from" in typed):
-        refuse("--resume: continues a run with its own settings; leave out --config and "
-               "--init_from")
-    if "out" not in typed:
-        typed["out"] = usual_folder(typed)
+    for name in typed.keys() & {"config", "init_from", "remove"} if typed.get("resume") else ():
+        refuse(f"--{name}: is for new runs, and --resume continues one; leave it out")
+    if "out" not in typed:   # That of attnres:group=4 is runs/attnres-group4.
+        residual = find_settings(typed)[0]["residual"]
+        typed["out"] = "runs/" + re.sub(r"[^\w.-]+", "-", str(residual).replace("=", ""))
     return typed
 
 def residuals_in_words():
     """For --help"""
-    lines = []
-    for name, kind in RESIDUALS.items():
-        options = ",".join(f"{key}={value}" for key, value in option_defaults(kind).items())
-        lines.append(f"  {name}:{options}" if options else f"  {name}")
-    return "residuals, with their options:\n" + "\n".join(lines)
+    names = [with_options(name, RESIDUALS) for name in RESIDUALS]
+    return "residuals, with their options:\n  " + "\n  ".join(names)
 
-def only_here(out):
-    """with only_here(out): no other run, and no prepare.py, writes to that folder."""
-    return locked(out) if RANK == 0 else contextlib.nullcontext()
+# ------------------------------------------------------------------------ where settings come from
 
-def check_and_train(model_config, config, ckpt):
-    """What is needed before `train`: a trial of the model, the device, the processes, the data"""
-    look_for_mistakes(model_config)
-    device = set_up_device(config.device, model_config.n_embd)
-    if N_PROCESSES > 1:
-        join_processes(device)
-    data = Data(config, model_config.block_size)
-    if config.resume and prepare.fingerprint(config.data) != ckpt["data"]:
-        refuse(f"{config.out}: is of other data than --data has now; put that back, or start a new "
-               f"run")
-    if ckpt and ckpt["settings"]["tokenizer"] != data.tokenizer:
-        refuse(f"--init_from {config.init_from}: its tokens are those of "
-               f"{ckpt['settings']['tokenizer']}, and {config.data} has {data.tokenizer}")
-    # The rows of embedding and head: multiples of 64 are fast.
-    model_config.vocab_size = math.ceil(data.vocab_size / 64) * 64
-    with noted_signals() as signals:
-        return train(model_config, config, ckpt, data, device, signals)
-
-# ------------------------------------------------------------------------------ the status line
-
-def report(out, step, pace, **found):
-    """A line of metrics.jsonl, and a line for people"""
-    write_log(out, step=step, **found)
-    about_gain = f"mean gain {found['mean_gain']:.3f} | " if "mean_gain" in found else ""
-    say(f"iter {step:5d} | loss {found['loss']:.4f} | lr {found['lr']:.2e} | gradient "
-        f"{found['grad_norm']:.2f} | {about_gain}{found['skip_rate']:.1%} skipped | {pace}")
-
-def moment(config, step, flops):
-    return dict(step=step, flops=flops, progress=progress_of(config, step, flops),
-                time=time.perf_counter())
-
-# FLOP/s of a GPU in dense bfloat16 products, as its maker says
-PEAKS = dict(A100=312e12, H100=989e12, H200=989e12)
-
-def pace_between(since, now, tokens_per_step, device):
-    """Two moments -> tokens per second, and words: these, the FLOPs per second of what ran, on a
-    GPU the share of its peak, and how long the rest of the run will take"""
-    seconds, iterations, flops, progress = (now[key] - since[key]
-                                            for key in ("time", "step", "flops", "progress"))
-    tok_s, flop_s = iterations * tokens_per_step / seconds, flops / seconds
-    pace = f"{tok_s:,.0f} tokens/s, {flop_s / 1e9:,.0f} GFLOP/s"
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for name, peak in PEAKS.items():
-        if name in gpu:
-            pace += f" ({flop_s / peak / N_PROCESSES:.0%} of the peak)"
-    left = max(0.0, 1 - now["progress"]) / progress * seconds
-    return tok_s, f"{pace} | {datetime.timedelta(seconds=round(left))} left"
-
-# -------------------------------------------------------------------- where settings come from
-
-# Of each flag, what is typed counts. What isn't typed comes from the first of these that has it:
+# What is typed counts. A flag that isn't typed gets its value from the first of these that has it:
 #
-#     --resume, --or_resume   the run in --out, as its checkpoint says
-#     --config RUN or FILE    the settings with which that run began, or those of a file
+#     --resume, --or_resume   all settings of the run in --out, as its checkpoint has them
+#     --config RUN or FILE    those with which that run began, or those of a file
 #     --init_from RUN         the model of that run
 #     the defaults
 
 DEFAULTS = asdict(GPTConfig()) | asdict(TrainConfig())
+THIS_START = "out", "config", "resume", "or_resume", "overwrite"   # have to be typed
+FROM_DATA = "tokenizer", "vocab_size"
 
-# What an earlier run can't change, and why. (Kernels change how a model is computed, and not what.)
-FIXED = {name: "its weights are of that model" for name in asdict(GPTConfig()) if name != "kernels"}
-FIXED |= dict(seed="the order of its data depends on it",
-              batch_size="the order of its data depends on it",
-              optimizer="the moments that are saved are of that optimizer",
-              eval_windows="losses on other windows can't be compared")
+# What a run that goes on can't change: all of its model (but kernels only say how it is computed),
+# and what the order of its data, its moments, or the comparison of its losses depend on
+MODEL = [name for name in asdict(GPTConfig()) if name not in ("kernels", "vocab_size")]
+FIXED = *MODEL, "batch_size", "optimizer", "eval_windows"
+# With these, weights can train on in a new run, by --init_from.
+FREE = "seed", "block_size", "repeat", "deep_supervision", "mod", "gain_cost"
 
-# Of these, --init_from is free: its weights fit all the same.
-FREE = "seed", "kernels", "block_size", "deep_supervision", "mod", "gain_cost"
+def find_settings(typed):
+    """What is typed, a dict -> all settings, a dict; the checkpoint to begin with, or None; and a
+    dict of those settings that have to be as they were"""
+    if typed.get("resume"):
+        ckpt = read_checkpoint(typed["out"])
+        earlier = of_the_run(ckpt["settings"])
+        # With --or_resume, --init_from may be typed. It says how the run began, and that is over.
+        typed = typed | dict(init_from=earlier["init_from"], remove=earlier["remove"])
+        return DEFAULTS | earlier | typed, ckpt, {name: earlier[name] for name in FIXED}
+    earlier, ckpt, fixed = {}, None, {}
+    if "config" in typed:
+        earlier = read_settings(typed["config"])
+        if typed.get("optimizer", earlier.get("optimizer")) != earlier.get("optimizer"):
+            earlier.pop("lr", None)   # It was for another optimizer.
+    source = typed.get("init_from", earlier.get("init_from"))
+    if source:
+        ckpt = read_checkpoint(str(source))
+        model = {name: ckpt["settings"][name] for name in MODEL}
+        blocks = typed.get("remove", earlier.get("remove"))
+        if blocks and model["repeat"]:
+            refuse(f"--remove: would change what --repeat {model['repeat']} of {source} means")
+        model["n_layer"] -= len(read_blocks(blocks, model["n_layer"]))
+        fixed = {name: model[name] for name in model if name not in FREE}
+        earlier = model | earlier
+    return DEFAULTS | earlier | typed, ckpt, fixed
 
 def gather_settings(typed):
-    """typed: a dict of flags and their values -> model_config, config, and the checkpoint to begin
-    with, or None. SystemExit, with a sentence, if a value is impossible"""
-    settings, ckpt = resumed_settings(typed) if typed.get("resume") else new_settings(typed)
-    model_config, config = make_configs([GPTConfig, TrainConfig], settings)
+    """What is typed, a dict -> model_config, config, and the checkpoint to begin with, or None.
+    SystemExit or Mistake, with a sentence, if a value is impossible"""
+    settings, ckpt, fixed = find_settings(typed)
+    rule = class_named(settings["residual"], RESIDUALS, Residual)
+    class_named(settings["mod"], DECIDERS, Decider)
+    with errors_named(rule):   # A config makes one of each, to see what they can do.
+        model_config, config = make_configs(CONFIGS, settings)
+    if "gate_lr" in typed and not rule.own_lr:
+        refuse(f"--gate_lr: nothing in --residual {settings['residual']} trains with it")
+    model_config.residual = with_options(model_config.residual, RESIDUALS)
+    model_config.mod = with_options(model_config.mod, DECIDERS)
     config.lr = config.lr or RATES[config.optimizer]
+    settings |= asdict(model_config)
+    for name, before in fixed.items():
+        if settings[name] != before:
+            run = config.out if config.resume else config.init_from
+            refuse(f"--{name} {settings[name]}: {run} has {before or 'none'}, and can't change it; "
+                   f"leave it out, or start a new run")
+    if config.resume and config.max_iters < ckpt["step"] and not config.max_flops:
+        refuse(f"--max_iters {config.max_iters}: {config.out} has {ckpt['step']} already")
     return model_config, config, ckpt
 
-def resumed_settings(typed):
-    ckpt = read_checkpoint(typed["out"])
-    earlier = DEFAULTS | of_the_run(ckpt["settings"])
-    # With --or_resume, --init_from may be typed. It says how the run began, and that is over.
-    settings = earlier | typed | dict(init_from=earlier["init_from"])
-    refuse_changes(settings, earlier, FIXED, typed["out"])
-    if settings["max_iters"] < ckpt["step"] and not settings["max_flops"]:
-        refuse(f"--max_iters {settings['max_iters']}: {typed['out']} has {ckpt['step']} already")
-    return settings, ckpt
-
-def new_settings(typed):
-    from_config, from_model, ckpt = {}, {}, None
-    if "config" in typed:
-        from_config = of_the_run(read_settings(typed["config"]))
-    # --config repeats a run, and so the --init_from that it began with.
-    source = typed.get("init_from", from_config.get("init_from"))
-    if source:
-        ckpt = read_checkpoint(source)
-        from_model = of_the_run(ckpt["model_config"])
-    settings = DEFAULTS | from_model | from_config   # What stands further right counts.
-    if typed.get("optimizer", settings["optimizer"]) != settings["optimizer"]:
-        settings["lr"] = 0.0   # That of --config was for another optimizer. 0: the usual one.
-    settings |= typed
-    fixed = [name for name in from_model if name not in FREE]
-    refuse_changes(settings, from_model, fixed, source)
-    return settings, ckpt
-
-def usual_folder(typed):
-    """Where a run goes without --out: that of attnres:group=4 is runs/attnres-group4."""
-    settings, _ = new_settings(typed)
-    return "runs/" + re.sub(r"[^\w.-]+", "-", str(settings["residual"]).replace("=", ""))
-
-def refuse_changes(settings, earlier, names, run):
-    for name in names:
-        if settings[name] != earlier[name]:
-            refuse(f"--{name} {settings[name]}: {run} has {earlier[name]}, and can't change it: "
-                   f"{FIXED[name]}; leave it out, or start a new run")
+def with_options(text, registry):
+    """("nag", RESIDUALS) -> "nag:directions=32,power=0.5". Runs are saved so: who edits a default
+    in model.py later doesn't change them."""
+    name, _, typed = text.partition(":")
+    options = option_defaults(partial(registry[name]))
+    options |= read_options(typed, options, allowed={})
+    words = ",".join(f"{key}={value}" for key, value in options.items()
+                     if type(value) in TYPE_NAMES)   # These can be typed.
+    return f"{name}:{words}" if words else name
 
 def of_the_run(settings):
-    """Without what says where a run goes and how it is started, and without what the data say"""
-    others = "out", "config", "resume", "or_resume", "overwrite", "tokenizer", "vocab_size"
-    return {name: value for name, value in settings.items() if name not in others}
+    return {name: value for name, value in settings.items()
+            if name not in (*THIS_START, *FROM_DATA)}
+
+def read_settings(path):
+    """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
+    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    try:
+        settings = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
+    for name in THIS_START:
+        if name in settings:
+            refuse(f"{file}: {name!r} says how a run is started; take it out, and type --{name}")
+    return of_the_run(settings)
+
+def read_blocks(text, n_blocks):
+    """Of --remove: "9,10" -> [8, 9], as blocks are numbered in the code; "" or None -> []"""
+    words = str(text).split(",") if text else []
+    known = [str(number) for number in range(1, n_blocks + 1)]
+    if not {*words} < {*known}:
+        refuse(f"--remove {text}: name some, not all, of the blocks 1 to {n_blocks}, as in 1,2")
+    return sorted({int(word) - 1 for word in words})
 
 # --------------------------------------------------------------------------------------- run folder
 
@@ -621,37 +667,23 @@ def of_the_run(settings):
 #     config.json      the settings it began with: the flags, and the tokenizer
 #     metrics.jsonl    a JSON object a line. What --resume has changed is here, too, with its flag:
 #                      {"step": 200, "--lr": 0.01}
-#     ckpt.pt          the last checkpoint: model (weights), model_config, settings (those in force
-#                      now), optimizers (moments), step, flops, data (a fingerprint)
+#     ckpt.pt          the last checkpoint, which is enough by itself: model (weights), settings
+#                      (those in force now), optimizers (moments), step, flops, seconds, val_loss
+#                      and the dtype in which it was computed, data (a fingerprint)
 #
 # People pass such folders on, so no code in one is run.
-
-def read_settings(path):
-    """A run folder, or a file such as configs/gpt2.json -> the settings it begins with, a dict"""
-    file = Path(path, "config.json") if Path(path).is_dir() else Path(path)
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        return without_old_flags(dict(settings), file)
-    except (OSError, TypeError, ValueError) as error:
-        refuse(f"{file}: no settings there ({error}); name a run of train.py, or a JSON file")
-
-def without_old_flags(settings, path):
-    """--tie was a flag of the fourth edition."""
-    if settings.pop("tie", False):
-        refuse(f"{path}: has the flag --tie, which is gone; git checkout e690699 reads it")
-    return settings
 
 def read_metrics(run):
     """-> {step: all that metrics.jsonl says about it}"""
     path, metrics = Path(run) / "metrics.jsonl", {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError):   # A crash may have cut a line short.
+        with contextlib.suppress(ValueError, KeyError, TypeError):   # A crash may have cut it.
             entry = json.loads(line)
-            metrics.setdefault(entry["step"], {}).update(entry)
+            metrics.setdefault(int(entry["step"]), {}).update(entry)
     return metrics
 
 def read_checkpoint(run):
-    """-> what a run's ckpt.pt holds, a dict"""
+    """-> what a run's ckpt.pt holds, a dict. A flag that is younger than it has its default."""
     path = Path(run) / "ckpt.pt"
     if Path(run).is_file():
         refuse(f"{run}: is a file; name the folder of a run")
@@ -660,81 +692,91 @@ def read_checkpoint(run):
     try:
         # weights_only: no code in the file is run.
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        GPTConfig(**without_old_flags(ckpt["model_config"], path))   # that it can be made
+        ckpt["settings"] = of_the_run(DEFAULTS) | ckpt["settings"]
+        return {name: ckpt[name] for name in ("model", "settings", "optimizers", "step", "flops",
+                                              "seconds", "val_loss", "dtype", "data")}
     except Exception as error:   # There are many ways in which a file can be broken.
-        what = " ".join(str(error).split())[:200]   # torch writes many lines.
-        refuse(f"{path}: is broken, or no checkpoint of this train.py ({what})")
-    if "settings" not in ckpt:   # It is of the fourth edition, whose log has what --resume changed.
-        ckpt["settings"] = read_settings(run)
-        for entry in read_metrics(run).values():
-            ckpt["settings"] |= {name.removeprefix("--"): value for name, value in entry.items()
-                                 if name.startswith("--")}
-    return ckpt
+        what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
+        refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what[:200]})")
 
-def load_weights(model, ckpt, run):
+def load_weights(model, ckpt, run, remove=""):
+    """remove: blocks to leave out, as that flag says; those behind them get lower numbers"""
+    removed, n_layer = read_blocks(remove, ckpt["settings"]["n_layer"]), ckpt["settings"]["n_layer"]
+    kept = [block for block in range(n_layer) if block not in removed]
+    weights = {}
+    for name, weight in ckpt["model"].items():
+        words = name.split(".")
+        if words[0] != "blocks":
+            weights[name] = weight
+        elif int(words[1]) in kept:
+            words[1] = str(kept.index(int(words[1])))
+            weights[".".join(words)] = weight
+    if ckpt["settings"]["mod"] != model.config.mod:   # Another decider has all to learn.
+        weights = {name: w for name, w in weights.items() if not name.startswith("decider.")}
+        weights |= {f"decider.{name}": w for name, w in model.decider.state_dict().items()}
     try:
-        model.load_state_dict(ckpt["model"])
+        model.load_state_dict(weights)
     except RuntimeError as error:
         what = " ".join(str(error).split())[:300]
         refuse(f"{run}: its weights do not fit; use the settings and the model.py with which it "
                f"was trained ({what})")
 
+def load_moments(optimizers, ckpt):
+    for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
+        # Rates and decay stay as the flags say.
+        optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
+
 def open_run(run, device="auto"):
     """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
-    settings, a dict: the flags, the tokenizer, and the fingerprint of its data. Nothing is written.
-    device: auto, cpu or cuda"""
+    settings, a dict: the flags, the tokenizer, and the checkpoint's step, val_loss, its dtype, and
+    fingerprint of the data. Nothing is written. device: as that flag. SystemExit if it can't be"""
     ckpt = read_checkpoint(run)
     # --kernels on was right for the machine that trained. Without Triton, it would be refused.
-    config = GPTConfig(**ckpt["model_config"] | dict(kernels="auto"))
-    for problem in config.problems():
-        refuse(f"{run}: {problem}. (Is a class of yours gone from model.py? Older runs can be read "
-               f"by git checkout e690699.)")
-    tokenizer = ckpt["settings"].get("tokenizer", "none")
-    if prepare.VOCABULARIES.get(tokenizer, math.inf) > config.vocab_size:
-        refuse(f"{run}: its settings name the tokenizer {tokenizer}, which is not that of its "
-               f"weights")
-    model = GPT(config)
-    model.n_vocab = prepare.VOCABULARIES[tokenizer]
+    settings = ckpt["settings"] | dict(kernels="auto")
+    config = GPTConfig(**{name: settings[name] for name in asdict(GPTConfig())})
+    try:
+        model = make_model(config)
+    except ValueError as problem:
+        refuse(f"{run}: {problem}. (Is a class of yours gone from model.py?)")
+    model.n_vocab = prepare.VOCABULARIES[settings["tokenizer"]]
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
-    return model, ckpt["settings"] | asdict(config) | dict(fingerprint=ckpt["data"])
+    return model, settings | dict(step=ckpt["step"], val_loss=ckpt["val_loss"],
+                                  val_dtype=ckpt["dtype"], fingerprint=ckpt["data"])
 
-def data_of_run(run, settings, data=""):
+def data_of_run(run, settings, data="", model=None):
     """-> the folder of the data on which a run was trained, and a sentence if they have changed
-    since, else "". settings: as open_run returns them; data: where they are now, if they moved"""
+    since, or, with its model, if its loss has; else "". settings: as open_run returns them; data:
+    where they are now, if they moved"""
     folder = data or settings["data"]
     if not Path(folder).exists():
         refuse(f"{run}: was trained on {settings['data']}, and {folder} is not here; say where "
                f"these data are, with --data")
     tokenizer = prepare.load_meta(folder)["tokenizer"]
     if tokenizer != settings["tokenizer"]:
-        refuse(f"{run}: its tokens are those of {settings['tokenizer']}, and {folder} has "
-               f"{tokenizer}")
+        refuse(f"{run}: its tokens are those of {settings['tokenizer']}; {folder} has {tokenizer}")
     if prepare.fingerprint(folder) != settings["fingerprint"]:
-        return folder, (f"{folder} is not, or no longer, what {run} was trained on: losses may "
-                        f"differ")
-    return folder, ""
+        return folder, f"{folder} is not, or no longer, what {run} was trained on"
+    if model is None:
+        return folder, ""
+    x, y = prepare.windows_of(folder, "val", settings["block_size"], settings["eval_windows"])
+    loss, _, _ = evaluate(model, x, y, prepare.token_bytes(tokenizer, settings["vocab_size"]))
+    return folder, other_loss(run, loss, settings["val_loss"], settings["val_dtype"])
 
-def is_run(folder):
-    """Other programs have a config.json or a ckpt.pt, too. The config of a run has a residual."""
-    try:
-        return "residual" in json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-
-def refuse_if_taken(out, config):
+def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
     if (out / "meta.json").exists():
         refuse(f"--out {out}: is a data set; take another --out")
     found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
-    if found and not is_run(out):
+    try:   # Other programs have a config.json or a ckpt.pt, too. That of a run has a residual.
+        is_run = "residual" in json.loads((out / "config.json").read_text())
+    except (OSError, TypeError, ValueError):
+        is_run = False
+    if found and not is_run:
         refuse(f"--out {out}: holds {found[0]}, and is no run; take another --out")
-    has_checkpoint = "ckpt.pt" in found
-    # Without one, and with no iteration in its log, it was killed when it had just begun.
-    is_empty = not has_checkpoint and not any(read_metrics(out))
-    if found and not (config.overwrite or config.or_resume and is_empty):
-        how = "--resume continues it, " if has_checkpoint else "its ckpt.pt is gone, "
-        refuse(f"--out {out}: holds a run already; {how}--overwrite replaces it, another --out "
+    if found and not overwrite:
+        how = "--resume continues it" if "ckpt.pt" in found else "its ckpt.pt is gone"
+        refuse(f"--out {out}: holds a run already; {how}, --overwrite replaces it, another --out "
                f"keeps it")
 
 def write_log(out, **values):
@@ -744,43 +786,45 @@ def write_log(out, **values):
             file.write(json.dumps(values) + "\n")
 
 def save_checkpoint(out, state):
-    """state: what ckpt.pt is to hold, a dict"""
+    """state: what ckpt.pt is to hold, a dict. A kill, or a full disk, leaves the older one."""
     if RANK == 0:
         with whole_file(out / "ckpt.pt") as file:
             torch.save(state, file)
 
 def begin_run(out, settings):
-    """The first files of a new run"""
+    """The other files of a new run, when it has its first checkpoint. (Whoever is killed here comes
+    here again by --resume, because that checkpoint is of iteration 0.)"""
     if RANK == 0:
-        for name in "ckpt.pt", "metrics.jsonl":   # of the run that this one replaces
-            (out / name).unlink(missing_ok=True)
         with whole_file(out / "config.json") as file:
             file.write(json.dumps(settings, indent=2).encode())
+        with whole_file(out / "metrics.jsonl"):
+            pass   # It is empty.
 
 def continue_run(out, settings, ckpt):
     """What was logged after the checkpoint goes: the run takes those steps again. What this start
-    changes is logged."""
-    if RANK == 0:
-        kept = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
-        with whole_file(out / "metrics.jsonl") as file:
-            file.writelines(json.dumps(entry).encode() + b"\n" for entry in kept)
-    changed = {f"--{name}": value for name, value in settings.items()
-               if value != ckpt["settings"].get(name, DEFAULTS.get(name))}
+    changes is logged, and then saved, so that a kill can't undo it."""
+    entries = [entry for step, entry in read_metrics(out).items() if step <= ckpt["step"]]
+    before = ckpt["settings"]
+    changed = {f"--{name}": value for name, value in settings.items() if value != before[name]}
     if changed:
-        words = " ".join(f"{flag} {value}" for flag, value in changed.items())
-        before, now = (f"{rate_of(each, ckpt):.2e}" for each in (ckpt["settings"], settings))
-        if before != now:   # A longer run lets it rise again, say.
-            words += f"; so the learning rate goes from {before} to {now}"
+        entries.append(dict(step=ckpt["step"]) | changed)
+        words = " ".join(f"{name} {value}" for name, value in changed.items())
+        rates = [f"{rate_of(each, ckpt):.2e}" for each in (before, settings)]
+        if rates[0] != rates[1]:   # A longer run lets it rise again, say.
+            words += f"; so the learning rate goes from {rates[0]} to {rates[1]}"
         say(f"from iteration {ckpt['step']} on: {words}")
-        save_checkpoint(out, ckpt | dict(settings=settings))   # A kill must not undo the change.
-        write_log(out, step=ckpt["step"], **changed)
+    if RANK == 0:
+        with whole_file(out / "metrics.jsonl") as file:
+            file.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
+    if changed:
+        save_checkpoint(out, ckpt | dict(settings=settings))
 
 def rate_of(settings, ckpt):
     """The learning rate that these settings, a dict, have at the iteration of a checkpoint"""
-    config = SimpleNamespace(**DEFAULTS | settings)
+    config = SimpleNamespace(**settings)
     return config.lr * lr_factor(config, progress_of(config, ckpt["step"], ckpt["flops"]))
 
-# ------------------------------------------------------------------------------ device and signals
+# --------------------------------------------------------------- device, processes, signals, errors
 
 def set_up_device(name, n_embd):
     """auto | cpu | cuda -> the device of this process: cpu, cuda:0, cuda:1, .."""
@@ -796,8 +840,19 @@ def set_up_device(name, n_embd):
         torch.set_num_threads(1)
     return "cpu"
 
+def try_to_compile(device):
+    """Without a C++ compiler, torch says so in a hundred lines, and late. One is better, now."""
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+    except Exception as error:   # of many kinds
+        what = " ".join(str(error).split())[:200]
+        refuse(f"--compile: torch can't compile on this machine; install a C++ compiler, such as "
+               f"g++, or leave it out ({what})")
+
 def join_processes(device):
-    """Each process calls it, once. From then on, they can exchange numbers and gradients."""
+    """If there are several, they can exchange numbers and gradients from then on."""
+    if N_PROCESSES == 1:
+        return
     store, rank, n_processes = next(dist.rendezvous("env://"))   # where they find each other
     # After --max_restarts, torchrun's store still has the addresses of the processes that are gone
     # (torch's issue 135712). On one machine, the number of the restart keeps them apart.
@@ -819,8 +874,9 @@ def noted_signals():
         signal.signal(number, usual[number])
 
     if threading.current_thread() is threading.main_thread():   # No other one gets signals.
-        for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-            if signal.getsignal(number) is not signal.SIG_IGN:   # nohup has SIGHUP ignored.
+        for name in "SIGINT", "SIGTERM", "SIGHUP":
+            number = getattr(signal, name, None)   # Windows has no SIGHUP.
+            if number and signal.getsignal(number) is not signal.SIG_IGN:   # nohup ignores SIGHUP.
                 usual[number] = signal.signal(number, note)   # It returns what was before.
     try:
         yield signals
@@ -828,87 +884,202 @@ def noted_signals():
         for number, handler in usual.items():
             signal.signal(number, handler)
 
+@contextlib.contextmanager
+def memory_errors_told():
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if "allocate" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        refuse(f"out of memory: a larger --grad_accum, a smaller --batch_size or model, or "
+               f"--checkpoint_blocks needs less ({' '.join(str(error).split())[:150]})")
+
 # ----------------------------------------------------------------- a trial of your own classes
 
 # A mistake in a class of yours is to cost you seconds, and not an hour. So, first of all, train.py
-# runs the residual and the decider of a config on a few tokens. (tests/test_model.py -k NAME takes
-# longer, and finds more.)
+# lets a few tokens pass the residual and the decider of a config, forward and backward, as in a
+# training. (tests/test_model.py -k NAME takes longer, and finds more.)
 
-@torch.no_grad()
 def look_for_mistakes(config):
-    """Mistake, with a sentence, if the class that --residual or --mod names has one of these: a
-    misspelt or missing method, a forgotten return, a wrong shape, a look at other tokens"""
-    kind = type(make_residual(config, 1))
-    decider_kind = type(make_decider(config))
-    look_at_names(kind, Residual, "forward")
-    look_at_names(decider_kind, Decider, "forward")
+    """Mistake, with a sentence, if the class that --residual or --mod names has one"""
+    rule = class_named(config.residual, RESIDUALS, Residual)
+    decider = class_named(config.mod, DECIDERS, Decider)
     # The depth and the width are yours, and all else is small.
-    model = GPT(GPTConfig(config.residual, config.n_layer, config.n_head, config.n_embd,
-                          block_size=4, vocab_size=8, mlp_ratio=0.1, mod=config.mod)).eval()
-    parameters = {name for residual in model.residuals() for name, _ in residual.named_parameters()}
-    for name in kind.own_lr:
-        if name not in parameters:
-            raise Mistake(f"{kind.__name__}.own_lr names {name!r}, and its parameters are "
-                          f"{', '.join(sorted(parameters)) or 'none'}")
-    model(torch.zeros(2, 3, dtype=torch.long), trip=Trip(model, Decider(config), call=look_at_shapes))
-    look_at_other_tokens(model, kind.__name__, Decider(config))   # All tokens run.
-    look_at_other_tokens(model, decider_kind.__name__, model.decider)
-    look_at_sampling(model, kind.__name__)
+    small = dataclasses.replace(config, block_size=4, vocab_size=8, mlp_ratio=0.1, kernels="off")
+    with errors_named(rule):
+        look_at_first_weights(lambda: make_residual(small, 1))
+        model = make_model(small)
+        look_at_parts(model, rule.__name__)
+        look_at_passes(model, rule.__name__, Decider(), model.residuals())   # All tokens run.
+    if model.ends.can_skip:
+        with errors_named(rule, " where some tokens skip (can_skip = False says that none can)"):
+            look_at_gradients(model.train(), rule.__name__, Coins(small, rate=0.5))
+    if decider is not Decider:
+        with errors_named(decider):
+            look_at_first_weights(lambda: make_decider(small))
+            look_at_passes(model, decider.__name__, model.decider, [model.decider])
+            _, _, trip = one_pass(model, model.decider, targets=IDX)
+            model.decider.after_iteration([trip], mean_of_all=float)
 
-def look_at_names(kind, base, method):
-    """kind: a class that is derived from base; method: what it has to replace, most of the time"""
-    known = [name for name in dir(base) if not name.startswith("_")
-             and getattr(base, name) is not getattr(torch.nn.Module, name, None)]
-    for name in vars(kind):
-        near = difflib.get_close_matches(name, known, 1, 0.85)
-        if near and name not in known and not name.startswith(near[0]):
-            raise Mistake(f"{kind.__name__} has a {name}; did you mean {near[0]}?")
-    changed = [name for name in [*known, "__init__"] if getattr(kind, name) != getattr(base, name)]
-    if not changed and kind is not base:
-        raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its {method}")
+def class_named(text, registry, base):
+    """("nag:power=1", RESIDUALS, Residual) -> NAG. Mistake if it has a misspelt method, say"""
+    name = str(text).partition(":")[0]
+    if name not in registry:
+        return base   # A config's `problems` will say so.
+    kind = partial(registry[name]).func   # the class, of a partial, too
+    if not isinstance(kind, type) or not issubclass(kind, base):
+        raise Mistake(f"{name} must be a class that is derived from {base.__name__}")
+    known = {*dir(kind.__mro__[1])} - {*dir(torch.nn.Module)} | {"forward"}
+    for written in vars(kind):
+        near = difflib.get_close_matches(written, known, 1, 0.85)
+        if near and written not in known and not written.startswith(near[0]):
+            raise Mistake(f"{kind.__name__} has a {written}; did you mean {near[0]}?")
+    replaced = [each for each in known if getattr(kind, each) is not getattr(base, each, None)
+                and callable(getattr(kind, each))]
+    if kind is not base and not replaced and (base is Decider or "__init__" not in vars(kind)):
+        raise Mistake(f"{kind.__name__} changes nothing of {base.__name__}; write its forward")
+    if isinstance(getattr(kind, "own_lr", ()), str):
+        raise Mistake(f'{kind.__name__}.own_lr must be a tuple; that of one name is ("NAME",)')
+    if getattr(kind, "knows_gain", False) and "gain" not in option_defaults(kind.forward):
+        raise Mistake(f"{kind.__name__} knows gains; write forward(self, stream, f, gain=None)")
+    return kind
 
-def look_at_shapes(residual, stream, f, gain=None):
-    """A stream keeps its form from sublayer to sublayer, unless it grows by design."""
-    after = call_residual(residual, stream, f, gain)
-    if shape_of(after) != shape_of(stream) and not residual.stream_grows:
-        raise Mistake(f"{type(residual).__name__}.forward got {shape_of(stream)} and returned "
-                      f"{shape_of(after)}. Is a return missing? (A stream of its own form needs a "
-                      f"method start, too.)")
+@contextlib.contextmanager
+def errors_named(kind, where=""):
+    """An error in a residual or a decider becomes a Mistake, a sentence, with its line of code."""
+    try:
+        yield
+    except Mistake:
+        raise
+    except Exception as error:
+        lines, torchs = [], os.path.dirname(torch.__file__)
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            file, is_of = frame.f_code.co_filename, frame.f_locals.get("self")
+            if isinstance(is_of, (Residual, Decider)) and not file.startswith(torchs):
+                lines.append((file, line))
+        for file, line in lines[-1:]:
+            where += f", in line {line} of {file}, {linecache.getline(file, line).strip()!r}"
+        what = " ".join(str(error).split())[:200]
+        raise Mistake(f"{kind.__name__} fails{where}: {what}") from error
+
+def look_at_first_weights(make):
+    """GPT draws the weight of each nn.Linear anew, whatever a class has set it to."""
+    def set_to_a_number(linear):
+        torch.nn.init.constant_(linear.weight, 0.125)
+
+    with mock.patch.object(torch.nn.Linear, "reset_parameters", set_to_a_number):
+        made = make()
+    for name, module in made.named_modules():
+        if isinstance(module, torch.nn.Linear) and (module.weight != 0.125).any():
+            raise Mistake(f"{type(made).__name__} sets {name}.weight, which GPT draws anew, as "
+                          f"each nn.Linear's; use nn.Parameter, which stays as it is")
+
+def look_at_parts(model, name):
+    known = {key for residual in model.residuals() for key, _ in residual.named_parameters()}
+    for key in model.ends.own_lr:
+        if key not in known:
+            raise Mistake(f"{name}.own_lr names {key!r}, and its parameters are "
+                          f"{', '.join(sorted(known)) or 'none'}")
+    if not model.ends.as_tensor(model.ends.start(model.wte(IDX))).any():
+        raise Mistake(f"{name}: as_tensor of the first stream is all zeros; of a stream of several "
+                      f"parts, it takes the first one, unless you write an as_tensor")
+
+def watched(residual, stream, f, gain=None):
+    """residual(stream, f, gain), and a look at what it does"""
+    name, before, inputs = type(residual).__name__, [x.clone() for x in tensors(stream)], []
+
+    def noted(x):
+        inputs.append(x)
+        return f(x)
+
+    after = call_residual(residual, stream, noted, gain)
+    if not all(x.isfinite().all() for x in tensors(after)):
+        raise Mistake(f"{name} returns numbers that are not finite, before any training")
+    same = [torch.equal(x, old) for x, old in zip(tensors(stream), before)]
+    if len(tensors(stream)) != len(before) or not all(same):
+        raise Mistake(f"{name} changes its stream in place; write x = x + u, not x += u")
+    # If it draws whether it calls f at all, it may do so in training.
+    if len(inputs) > 1 or not inputs and not residual.training:
+        raise Mistake(f"{name} calls f {len(inputs)} times; sampling and FLOPs rely on one call")
+    got, made = ([tuple(x.shape) for x in tensors(each)] for each in (stream, after))
+    if got != made and not residual.stream_grows:
+        raise Mistake(f"{name}.forward got a stream of the shapes {got} and returned {made}. Is a "
+                      f"return missing? (A stream of its own form needs a method start, too.)")
     return after
 
-def shape_of(stream):
-    """That of a stream's tensor, or of each, as text"""
-    if isinstance(stream, tuple):
-        return "(" + ", ".join(shape_of(part) for part in stream) + ")"
-    return str(tuple(stream.shape)) if torch.is_tensor(stream) else type(stream).__name__
+def tensors(stream):
+    """A list of all that are in it"""
+    if torch.is_tensor(stream):
+        return [stream]
+    if not isinstance(stream, (dict, list, tuple)):
+        return []
+    parts = stream.values() if isinstance(stream, dict) else stream
+    return [x for part in parts for x in tensors(part)]
 
+IDX = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
+
+def one_pass(model, decider, idx=IDX, targets=None, cache=None, seed=0, call=watched):
+    """-> logits, loss, and the trip. In training, gains are asked for, if there are any."""
+    torch.manual_seed(seed)
+    trip = Trip(model, decider, call=call)
+    trip.pays = model.training and model.ends.knows_gain
+    logits, loss = model(idx, targets, cache, trip)
+    return logits, loss, trip
+
+def look_at_passes(model, name, decider, modules):
+    look_at_draws(model.train(), name, decider)
+    look_at_other_tokens(model.eval(), name, decider)
+    look_at_flops(model.eval(), name, decider)
+    look_at_gradients(model.train(), name, decider, modules)
+
+def look_at_draws(model, name, decider):
+    elsewhere = random.getstate(), np.random.get_state()[2]
+    losses = [one_pass(model, decider, targets=IDX)[1] for _ in range(2)]
+    if losses[0] != losses[1] or elsewhere != (random.getstate(), np.random.get_state()[2]):
+        raise Mistake(f"{name} draws numbers that --seed doesn't reach; draw them by torch.rand")
+
+def look_at_gradients(model, name, decider, modules=()):
+    """modules: those whose parameters must get one"""
+    for seed in range(10):   # A class may draw which parameters are used.
+        one_pass(model, decider, targets=IDX, seed=seed)[1].backward()
+        missing = [(module, key) for module in modules for key, p in module.named_parameters()
+                   if p.requires_grad and p.grad is None]
+        if not missing:
+            return
+    module, key = missing[0]
+    if module is model.ends:
+        key += " of model.ends, which has no sublayer (if self.has_sublayer: ..),"
+    raise Mistake(f"{name}: {key} gets no gradient, so it never learns. Comparisons, .item() and "
+                  f".detach() pass none on")
+
+@torch.no_grad()
 def look_at_other_tokens(model, name, decider):
-    """Compares passes in which only a later token, or only another sequence, is another one."""
-    def logits(idx):
-        torch.manual_seed(0)   # All passes draw the same random numbers.
-        return model(torch.tensor(idx), trip=Trip(model, decider))[0]
-    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
-    last = logits([[0, 1, 2, 7], [4, 5, 6, 7]])
-    other = logits([[0, 1, 2, 3], [7, 6, 5, 4]])
-    small = 1e-5 * max(1.0, usual.abs().max().item())
-    if (usual - last)[0, :3].abs().max() > small:
-        raise Mistake(f"{name} looks at later tokens; only f may look at other tokens")
-    if (usual - other)[0].abs().max() > small:
-        raise Mistake(f"{name} looks at other sequences; only f may look at other tokens")
+    """Three tokens keep their logits if a later one changes, or another sequence, or if they come
+    one by one, as in sampling."""
+    def logits(idx, seed=0, cache=None):
+        return one_pass(model, decider, torch.tensor(idx), cache=cache, seed=seed)[0][:1]
 
-def look_at_sampling(model, name):
-    """There a residual gets the newest token alone. So it can't look at earlier ones."""
-    def logits(idx, cache=None):
-        return model(idx, cache=cache, trip=Trip(model, Decider(None)))[0][:, -1]
-    idx, cache = torch.tensor([[0, 1, 2, 3]]), KVCache(4)
-    usual, again = logits(idx), logits(idx)
-    for token in idx.split(1, dim=1):
-        newest = logits(token, cache)
-    small = 1e-4 * max(1.0, usual.abs().max().item())
-    # If it draws random numbers, the two usual ones differ, and nothing can be said.
-    if (usual - again).abs().max() < small < (usual - newest).abs().max():
-        raise Mistake(f"{name} looks at earlier tokens: one by one, as in sampling, they predict "
-                      f"something else; only f may look at other tokens")
+    usual = logits([[0, 1, 2, 3], [4, 5, 6, 7]])
+    found = {"later tokens": logits([[0, 1, 2, 7], [4, 5, 6, 7]]),
+             "other sequences": logits([[0, 1, 2, 3], [7, 6, 5, 4]])}
+    if torch.equal(usual, logits([[0, 1, 2, 3], [4, 5, 6, 7]], seed=1)):   # It draws nothing.
+        cache = KVCache(4)
+        one_by_one = [logits([[token]], cache=cache) for token in range(4)]
+        found["earlier tokens (so sampling, where they come one by one, differs)"] = torch.cat(
+            one_by_one, dim=1)
+    for what, those in found.items():
+        if (usual - those)[:, :3].abs().max() > 3e-5 * max(1.0, usual.abs().max().item()):
+            raise Mistake(f"{name} looks at {what}; only f may look at other tokens")
+
+def look_at_flops(model, name, decider):
+    """Compares what is counted with what torch has seen. It overlooks products with a vector, which
+    deciders may have, and the usual attention of CPUs, so that is written out."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        _, _, trip = one_pass(model, decider, call=call_residual)
+    said, ran = flops_per_token(model, trip), counter.get_total_flops() / IDX.numel()
+    if ran > 1.01 * said or ran < 0.99 * said and type(decider) is Decider:
+        raise Mistake(f"{name}: {ran:,.0f} FLOPs per token ran, and its flops() makes {said:,.0f} "
+                      f"of them; write a flops. (A decider adds its own to trip.decider_flops.)")
 
 if __name__ == "__main__":
     start(main)   # It makes sentences of errors that you can mend, such as a full disk.

@@ -90,8 +90,8 @@ import numpy as np
 import torch
 
 import prepare
-from analyze import ALL_RUN, coins, in_batches, mean_loss, steps_learned
-from model import ByGain, GPT, Without, places_of
+from analyze import ALL_RUN, coins, mean_loss, steps_learned
+from model import ByGain, GPT, Trip, places_of
 
 # ------------------------------------------------------------------------- 1: a cost for turning
 
@@ -99,12 +99,12 @@ BELOW = 0.02, 0.05, 0.1, 0.2
 CONTROLLED = 0.05, 0.1   # the angles at which both controls are measured
 ASKED = "copies", "one step", "two steps", "three steps", "four steps", "five steps", "six steps"
 
-def score(run, decider):
+def score(run, decider, without=()):
     """run: a Run of analyze.py -> an array: the share of right digits by steps asked, or, of code,
     bits per byte alone"""
     if run.puzzle:
-        return np.array(run.right_by_steps(decider))
-    return np.array([run.bits * mean_loss(run.model, run.batches, decider) / run.loss])
+        return np.array(run.right_by_steps(decider, without))
+    return np.array([run.bits * mean_loss(run.model, run.batches, decider, without) / run.loss])
 
 def as_columns(score, run):
     """-> columns of runs.csv"""
@@ -119,7 +119,7 @@ def greedy_sets(model, windows, most):
     gone, found = set(), []
     for _ in range(most):
         rest = {*range(1, 2 * len(model.order) + 1)} - gone
-        losses = {place: mean_loss(model, windows, Without(gone | {place}, ALL_RUN))
+        losses = {place: mean_loss(model, windows, ALL_RUN, gone | {place})
                   for place in rest}
         gone = gone | {min(losses, key=losses.get)}
         found.append(gone)
@@ -129,14 +129,15 @@ def score_of_fixed_set(run, sets, share):
     """-> the score if `share` of the sublayers is removed: a mix of two sets"""
     count = share * 2 * len(run.model.order)
     smaller, part = int(count), count % 1
-    scores = [score(run, Without(gone, ALL_RUN)) for gone in ([set()] + sets)[smaller:smaller + 2]]
+    scores = [score(run, ALL_RUN, gone) for gone in ([set()] + sets)[smaller:smaller + 2]]
     return (1 - part) * scores[0] + part * scores[1]
 
 def skipped_by_steps(run, decider):
     """-> the share of the sublayer runs that is skipped, by steps asked"""
     def skipped(idx, targets):
-        _, ran = run.forward(idx, decider)
-        return 1 - ran.float().mean(0, keepdim=True)
+        trip = Trip(run.model, decider)
+        run.model(idx, trip=trip)
+        return 1 - trip.who_ran().float().mean(0, keepdim=True)
     return run.by_steps(skipped)[0]
 
 def measure_skipping(run):
@@ -148,14 +149,14 @@ def measure_skipping(run):
     yield "all run", columns(0.0, score(run, ALL_RUN))
     ran, skipped = {}, {}
     for below in BELOW:
-        decider = ByGain(model.config, below)
+        decider = ByGain(model.config, below=below)
         ran[below] = run.share_that_ran(decider)
         skipped[below] = 1 - ran[below].mean().item()
         yield f"below {below}", columns(skipped[below], score(run, decider))
 
     most = int(max(skipped[below] for below in CONTROLLED) * 2 * len(model.order)) + 1
     windows = prepare.windows_of(config["data"], "train", config["block_size"], 64)
-    sets = greedy_sets(model, in_batches(*windows), most)
+    sets = greedy_sets(model, list(zip(*(tokens.split(8) for tokens in windows))), most)
     torch.manual_seed(0)   # for the coins
     for below in CONTROLLED:
         removed = score_of_fixed_set(run, sets, skipped[below])
@@ -163,7 +164,7 @@ def measure_skipping(run):
         at_random = score(run, coins(ran[below]))
         yield f"coins for {below}", columns(skipped[below], at_random)
         if run.puzzle:
-            shares = skipped_by_steps(run, ByGain(model.config, below))
+            shares = skipped_by_steps(run, ByGain(model.config, below=below))
             for asked, share in zip(ASKED, shares):
                 yield f"below {below}, {asked}", dict(skipped=f"{share:.3f}")
 
@@ -180,9 +181,7 @@ def stream_and_change(model, idx):
     streams = model.walk(idx)[::2]   # before block 1, and after each block, which is two sublayers
     for earlier, stream in zip(streams, streams[1:]):
         before, now = model.ends.as_tensor(earlier), model.ends.as_tensor(stream)
-        source = now
-        if model.ends.stream_grows:
-            source = list(stream[1].values())[-1].value   # of AttnRes: that of the last group
+        source = model.ends.sum_of_updates(stream)   # of AttnRes: that of the last group
         handed_on.append(rms(source).mean().item())
         changes.append((rms(now - before) / rms(before)).mean().item())
     return handed_on, changes
@@ -198,7 +197,7 @@ def numbers_by_block(model, batches, history):
     yield "trained", "gradient", np.mean(logged, axis=0).tolist()
     whole = mean_loss(model, batches)
     yield "trained", "worth", [
-        mean_loss(model, batches, Without(places_of(model, i), model.decider)) - whole
+        mean_loss(model, batches, without=places_of(model, i)) - whole
         for i in range(len(model.blocks))]
 
 def measure_blocks(run, history):

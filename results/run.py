@@ -10,9 +10,10 @@ runs/results, can be deleted. Until then, if you delete its lines, it is measure
 chooses learning rates; the others decide, see summarize.py. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands, each with the commit that ran it. Those up to e690699 are of earlier editions. Three
+the commands, each with the commit that ran it. Those up to cc39890 are of earlier editions. Four
 kinds are left out: NAG that paid from the start, which git checkout e690699 repeats; those with
---mod_rate, which git checkout 7cf98d5 repeats; and those with --device cuda, which need a GPU.
+--mod_rate, which git checkout 7cf98d5 repeats; nGPT, which git checkout cc39890 repeats; and those
+with --device cuda, which need a GPU.
 """
 import collections
 import concurrent.futures
@@ -58,7 +59,7 @@ def can_run(row):
         return False
     if "--gain_cost" in command and row["experiment"] in PAID_FROM_THE_START:
         return False
-    return command.startswith("--") and "--mod_rate" not in command
+    return command.startswith("--") and "--mod_rate" not in command and "ngpt" not in command
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
@@ -104,7 +105,7 @@ def inspect(folder, n_windows=512):
 def columns_of(folder, inspected):
     """Run folder -> the columns of runs.csv that are not in its plan"""
     model, config = inspected.model, inspected.config
-    ran = inspected.mean(lambda idx: inspected.forward(idx)[1].float().mean()).item()
+    ran = inspected.share_that_ran(model.decider).mean().item()
     ckpt = read_checkpoint(folder)   # The last log may be from some iterations before.
     tokens = ckpt["step"] * config["batch_size"] * config["block_size"]
     speeds = [entry["tok_s"] for entry in read_metrics(folder).values() if "tok_s" in entry]

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import kernels
 import prepare
 from flags import flag, parse, refuse, start
-from model import ByGain, GPT, GPTConfig, Runner, flops_per_token
+from model import ByGain, GPT, GPTConfig, Trip, flops_per_token
 from train import TrainConfig, get_batch, lr_factor, make_optimizers, make_ready, say
 
 @dataclass
@@ -70,7 +70,7 @@ def ours(residual, size, device="cpu", optimizer="adamw", lr=1e-3, seed=1, **opt
     model = GPT(GPTConfig(residual, size.n_layer, size.n_head, size.n_embd, size.T,
                           size.vocab_size, seed=seed, **options))
     config = TrainConfig(optimizer=optimizer, lr=lr, compile=device == "cuda")
-    call = make_ready(model, config, device)
+    _, call = make_ready(model, config, device)
     return SimpleNamespace(module=model, loss=lambda x, y: call(x, y)[1],
                            optimizers=make_optimizers(model, config))
 
@@ -172,17 +172,18 @@ def compare_programs(args, size):
 
 @torch.no_grad()
 def half_skips(model, x):
-    """-> the ByGain with which a model skips half of its sublayer runs on x, and their Runner"""
+    """-> the ByGain with which a model skips half of its sublayer runs on x, and their Trip"""
     low, high = 0.0, 4.0
     for _ in range(16):
-        decider = ByGain(model.config, (low + high) / 2)
-        runner = Runner(model, decider)
-        model(x, runner=runner)
-        if runner.skipped() < 0.5:
-            low = decider.below
+        below = (low + high) / 2
+        decider = ByGain(model.config, below=below)
+        trip = Trip(model, decider)
+        model(x, trip=trip)
+        if trip.skipped() < 0.5:
+            low = below
         else:
-            high = decider.below
-    return decider, runner
+            high = below
+    return decider, trip
 
 def skipping(args):
     """A nag of 12 x 256 that pays for gain, where half is skipped: how much of the saving that
@@ -193,15 +194,15 @@ def skipping(args):
     for x, y in zip(*(tokens.split(size.n_sequences) for tokens in windows)):
         iteration(program, [(x, y)])
     model = program.module.eval()
-    decider, runner = half_skips(model, x)
-    predicted = 1 - flops_per_token(model, runner=runner) / flops_per_token(model)
+    decider, trip = half_skips(model, x)
+    predicted = 1 - flops_per_token(model, trip) / flops_per_token(model)
 
     @torch.no_grad()
     def prefill(decider):
-        model(x, runner=Runner(model, decider))
+        model(x, trip=Trip(model, decider))
 
     def forward_and_backward(decider):
-        model(x, y, runner=Runner(model, decider))[1].backward()
+        model(x, y, trip=Trip(model, decider))[1].backward()
         model.zero_grad(set_to_none=True)
 
     for function in prefill, forward_and_backward:

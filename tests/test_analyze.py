@@ -1,221 +1,439 @@
-"""The statistics against what they must be for models that we can see through, the page, the
-command line. Tests of the probe are in test_inside.py."""
-import inspect, json, os, re, shutil, subprocess, sys
+"""The statistics against what they must be for models that we can see through, the page, the command line. Tests of
+the steps text are in test_inside.py."""
+import inspect, itertools, json, os, re, shutil, subprocess, sys
+from functools import lru_cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, train
+import analyze, prepare, train
+import model as M
+from analyze import ALL_RUN, Pass
 from conftest import ROOT, ids, make, refused, same
-from model import ByGain, Decider, Runner, Without
+from model import ByGain, Trip
 
 L = 4   # blocks
-ALL_RUN = Decider(None)
 
-def run_of(residual="pre", text="", windows=None, **config):
+def run_of(residual="pre", windows=None, text="", **config):
     """Of twelve windows"""
     model = make(residual, n_layer=L, vocab_size=320, **config)
-    settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="")
-    windows = windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1))
-    return analyze.Run(model, settings, windows, text=text, skip_below=0.3)
-
-def loss_of(run, decider=None):
-    """On every fourth window, the mean per token"""
-    idx, targets = (torch.cat(part)[::4] for part in zip(*run.batches))
-    return run.model(idx, targets, runner=Runner(run.model, decider))[1]
+    settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="", warmup=0.5)
+    return analyze.Run(model, settings, windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1)), text=text)
 
 @torch.no_grad()
+def quarter_loss(run, first=0, **trip):
+    """On every fourth window, the mean per token"""
+    idx, targets = (torch.cat(part)[first::4] for part in zip(*run.batches))
+    return run.model(idx, targets, trip=Trip(run.model, **trip))[1].item()
+
 def increase(run, places):
     """By how much the loss rises without the sublayers at these places"""
-    return (loss_of(run, Without(places, run.model.decider)) - loss_of(run)).item()
+    return pytest.approx(quarter_loss(run, without=places) - quarter_loss(run), abs=1e-9)
+
+def rms(x):
+    return x.square().mean(-1).sqrt()
 
 def degrees_between(x, y):
     return F.cosine_similarity(x, y, dim=-1).clamp(max=1).acos().rad2deg()
 
-def flat(result):
-    """{"attention": ..., "MLP": ...} -> a value per sublayer"""
-    return [float(value) for pair in zip(result["attention"], result["MLP"]) for value in pair]
+# ---------------------------------------------------------------------------------- who reads whom
+
+class Chain(M.Residual):
+    """Each reads what the one before has written, alone."""
+    def forward(self, x, f):
+        return f(self.norm(x))
+
+class Pair(NamedTuple):
+    new: torch.Tensor
+    old: torch.Tensor
+
+class SecondLast(M.Residual):
+    """Each reads the writer before the last. Its stream is a tuple; in those below, a NamedTuple, a list or a dict."""
+    pack, unpack = staticmethod(lambda new, old: (new, old)), staticmethod(tuple)
+    def start(self, x):
+        return self.pack(x, x.clone())
+    def forward(self, stream, f):
+        new, old = self.unpack(stream)
+        return self.pack(f(self.norm(old)), new)
+
+class Named(SecondLast):
+    pack = Pair
+
+class Listed(SecondLast):
+    pack = staticmethod(lambda *parts: [*parts])
+
+class InADict(SecondLast):
+    pack = staticmethod(lambda new, old: dict(new=new, old=old))
+    unpack = staticmethod(lambda stream: stream.values())
+
+OWN = dict(chain=Chain, tuple=SecondLast, named=Named, list=Listed, dict=InADict)
+
+@pytest.fixture(autouse=True)
+def own_classes(monkeypatch):
+    for name, residual in OWN.items():
+        monkeypatch.setitem(M.RESIDUALS, name, residual)
+
+@torch.no_grad()
+def effects_of(residual, idx=None, **config):
+    found = Pass(make(residual, **config), ids() if idx is None else idx)
+    return found, found.effects()
+
+def test_reads_of_rules_that_we_can_see_through():
+    _, effects = effects_of("chain")
+    assert torch.equal(effects.isnan(), torch.ones(7, 7).triu(1).bool())   # Nobody reads what comes later.
+    same(effects.tril().nan_to_num(0), torch.eye(7).double())
+    for form in "tuple", "named", "list", "dict":
+        _, effects = effects_of(form)
+        wanted = torch.zeros(7, 7).double()
+        for reader, writer in enumerate([0, 0, 1, 2, 3, 4, 6]):   # The head reads the newest one.
+            wanted[reader, writer] = 1
+        same(effects.nan_to_num(0), wanted)
+
+@torch.no_grad()
+def test_without_a_norm_it_is_the_length_of_the_update():
+    found, effects = effects_of("pre", norm="none", repeat="2:2")
+    written = [found.embedding, *found.updates]
+    for reader, writer in itertools.product(range(9), range(9)):
+        if writer <= reader:
+            share = written[writer].norm(dim=-1) / found.reads[reader].norm(dim=-1)
+            same(effects[reader, writer].item(), share.mean().item())
+    found = Pass(found.model, ids(), without={3})   # Nobody reads what nobody has written.
+    assert found.effects()[3:, 3].max() == 0 and torch.equal(found.streams[2], found.streams[3])
+
+@torch.no_grad()
+def test_what_attention_residuals_read_is_the_weighted_mean():
+    model = make("attnres:group=2")
+    found = Pass(model, ids())
+    sources = [found.embedding]
+    for place, raw in enumerate(found.raws, 1):
+        if place > 1:
+            units = torch.stack([F.rms_norm(source, [16], eps=1e-6) for source in sources])
+            weights = (units * model.ends.key_weight[place - 2] @ model.ends.query[place - 2]).softmax(0)
+            same(raw, (weights[..., None] * torch.stack(sources)).sum(0), 1e-8)
+        if place < 7:
+            grows = place % 2 == 0   # Two updates make a source.
+            sources[-grows or len(sources):] = [found.updates[place - 1] + (sources[-1] if grows else 0)]
+            same(model.ends.sum_of_updates(found.streams[place]), sources[-1])
+
+RULES = [*M.RESIDUALS, "attnres:group=2", "mixln:alpha=0.5", "hyper:kind=mhc", "hyper:kind=lite"]
+SKIPPING = [("pre", "coins:rate=0.4"), ("gated", "coins:rate=0.4"), ("nag", "gain:below=0.3"),
+            ("pre", "router:rate=0.3"), ("dict", "coins:rate=0.4"), ("named", "coins:rate=0.4")]
+
+@torch.no_grad()
+@pytest.mark.parametrize("residual, mod", [*zip(RULES, itertools.repeat("all")), *SKIPPING])
+def test_a_pass_notes_what_happens(residual, mod):
+    """The rules, run again with the updates that it has noted, come to the same streams. What is noted of the head
+    gives the logits."""
+    model = make(residual, n_layer=4, mod=mod)
+    torch.manual_seed(0)
+    found = Pass(model, ids())
+    torch.manual_seed(0)
+    logits, _ = model(ids())
+    same(model.lm_head.times(found.reads[-1], model.ends.head_weight(model.lm_head.weight)), logits)
+    assert found.ran.all() == (mod == "all") and found.ran.any()
+    assert all((update[~ran] == 0).all() for update, ran in zip(found.updates, found.ran))
+    for place, (before, after) in enumerate(zip(found.streams, found.streams[1:])):
+        if "router" in mod:   # It changes the stream, too.
+            break
+        _, _, new = analyze.run_rule(found.residuals[place], before, found.updates[place])
+        M.map_stream(same, analyze.where_ran(found.ran[place], new, before), after)
+    if "router" not in mod:
+        assert found.effects().tril().nan_to_num(9).max() < 9   # All can be compared.
+
+@torch.no_grad()
+def test_angles():
+    model = make("nag", mod="gain:below=0.3")
+    found = Pass(model, ids())
+    gains = torch.stack([r.gain(stream)[..., 0] for r, stream in zip(found.residuals[:-1], found.streams)])
+    same(found.degrees(), gains.abs().atan().rad2deg() * found.ran, 1e-6)
+    found = Pass(make(), ids())
+    x = torch.stack(found.streams)
+    same(found.degrees(), degrees_between(x[1:], x[:-1]), 1e-6)
+    tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
+    same(tiny.item(), np.rad2deg(1e-10))   # Its cosine is 1 in floating point.
+
+def test_what_its_sentence_says():
+    _, sentence = analyze.reads(run_of("chain"))
+    assert sentence.startswith("Without a sublayer, the next reader loses 100% of what it reads in the first half of")
+    assert "The head reads most of m4, " in sentence
+    assert "is alike to 100%, and at least to 99%" in analyze.reads(run_of("pre", norm="none"))[1]
 
 # ---------------------------------------------------------------------------------- any text
 
-def test_the_stream_by_hand():
-    run = run_of()
-    for _, sublayer in run.model.blocks[2].pairs():   # This block is silent.
-        torch.nn.init.zeros_(sublayer.c_proj.weight)
-    x = torch.stack(run.model.walk(torch.cat([idx for idx, _ in run.batches])))
-    size = x.square().mean(-1).sqrt().mean((1, 2))
-    found, sentence = analyze.turning(run)
-    degrees = flat(found["turned by (degrees)"])
-    assert degrees == pytest.approx(degrees_between(x[1:], x[:-1]).mean((1, 2)).tolist(), abs=1e-6)
-    places, lengths = zip(*found["length of the stream"]["stream"])
-    assert places == (0, 1, 2, 3, 4) and lengths == pytest.approx(size[::2].tolist())
-    assert f"is {lengths[-1] / lengths[0]:.1f} times as long" in sentence
-    assert degrees[4:6] == [0, 0]
-    assert flat(analyze.removal(run)[0]["without one sublayer"])[4:6] == pytest.approx([0, 0], abs=1e-12)
-    # Of a stream that is two tensors: NAG keeps the length apart.
-    nag = make("nag")
-    for stream in nag.walk(ids()):
-        same(nag.ends.as_tensor(stream).square().mean(-1, keepdim=True).sqrt(), stream[1].exp(), 1e-5)
-    tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
-    assert tiny.item() == pytest.approx(1e-10)   # Its cosine is 1 in floating point.
+@torch.no_grad()
+def test_magnitudes_by_hand():
+    run = run_of("attnres:group=4")
+    found = Pass(run.model, torch.cat([idx for idx, _ in run.quarter]))
+    panels, sentence = analyze.magnitudes(run)
+    assert panels["what is read (rms)"]["both"] == pytest.approx([rms(x).mean().item() for x in found.raws[:-1]])
+    sizes = [rms(x).mean().item() for x in found.updates]
+    assert [size for _, size in panels["update (rms)"]["MLP"]] == pytest.approx(sizes[1::2])
+    sums = [sum(found.updates[place // 4 * 4:place + 1]) for place in range(8)]   # a saw-tooth
+    assert panels["sum of updates (rms)"]["both"] == pytest.approx([rms(x).mean().item() for x in sums])
+    assert f"updates {sum(sizes[-2:]) / sum(sizes[:2]):.1f}-fold." in sentence and len(panels) == 4
 
-@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper"])
+@torch.no_grad()
+def test_sinks_against_attention():
+    run = run_of()
+    idx = torch.cat([idx for idx, _ in run.quarter])
+    attn, x = run.model.blocks[0].attn, Pass(run.model, idx).reads[0]
+    q, k, _ = attn.c_attn(x).chunk(3, dim=-1)
+    q, k = attn.turned(q, run.model.rotation[:12]), attn.turned(k, run.model.rotation[:12])
+    scores = torch.einsum("bqhc,bkhc->bhqk", q, k) * 128 ** 0.5 / 8   # heads of 8
+    weights = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
+    panels, _ = analyze.sinks(run)
+    [_, share], *_ = panels["attention to the first token"]["measured"]
+    assert share == pytest.approx(weights[:, :, 6:, 0].mean().item())
+    raw = run.model.wte(idx)
+    largest = (raw.abs().amax(-1) / rms(raw)).mean().item()
+    assert panels["largest channel / rms"]["measured"][0] == pytest.approx(largest)
+
+@torch.no_grad()
+def test_rounding_and_back():
+    run = run_of()
+    before = {name: p.clone() for name, p in run.model.named_parameters()}
+    rises = dict(analyze.rounding(run)[0][""]["rounded"])
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    for name, p in run.model.named_parameters():
+        if p.dim() == 2:   # three bits: seven values
+            p.copy_(torch.stack([(row / row.abs().max() * 3).round() / 3 * row.abs().max() for row in p]))
+    assert rises[3] == pytest.approx(quarter_loss(run) - run.quarter_loss, abs=1e-9) != 0
+
+def test_curves_by_hand(tmp_path):
+    logged = [dict(step=2, flops=20.0, seconds=1.0), dict(step=4, flops=60.0, seconds=3.0),
+              dict(step=0, val_loss=9.0), dict(step=3, val_loss=2.0), dict(step=4, val_loss=1.5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, logged)))
+    run = run_of()
+    with pytest.raises(analyze.NotHere, match="no evaluation"):
+        analyze.curves(run)
+    run.log = dict(sorted(train.read_metrics(tmp_path).items()))
+    panels, sentence = analyze.curves(run)
+    assert [panel["validation"] for panel in panels.values()] == [
+        [(3, 2.0), (4, 1.5)], [(40, 2.0), (60, 1.5)], [(2, 2.0), (3, 1.5)]]
+    assert sentence == "1.500 nats after 4 iterations, 60 FLOPs and 3 seconds."
+
+@torch.no_grad()
+@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper", "dict"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
-    lens, read = analyze.logit_lens(run)
-    lens, = lens["loss (nats per token)"].values()
-    removed, worth = analyze.removal(run)
+    lens, = analyze.logit_lens(run)[0][""].values()
+    removed, sentence = analyze.removal(run)
     of_blocks = removed["without the block"]["block"]
-    assert lens[-1].item() == pytest.approx(run.loss, rel=1e-5) and len(lens) == L + 1
-    assert removed["without one sublayer"]["MLP"][1] == pytest.approx(increase(run, {4}), abs=1e-9)
-    assert of_blocks[2] == pytest.approx(increase(run, {5, 6}), abs=1e-9)
-    best = max(of_blocks)   # Sentences number blocks from 1, and the lens has 0, too.
-    assert f"Block {of_blocks.index(best) + 1} is worth most, {best:.2f} nats." == worth
-    assert f"After block {[loss < lens[-1] + 0.1 for loss in lens].index(True)}, the head" in read
+    assert lens[-1] == pytest.approx(run.loss, rel=1e-5) and len(lens) == L + 1
+    assert removed["without one sublayer"]["MLP"][1] == increase(run, {4})
+    assert of_blocks[2] == increase(run, {5, 6})
+    assert sentence.startswith(f"Block {np.argmax(of_blocks) + 1} is worth most, {max(of_blocks):.2f} nats, and block "
+                               f"{np.argmin(of_blocks) + 1} least")
 
 def test_a_repeated_block_is_removed_wherever_it_runs():
     run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
     removed, _ = analyze.removal(run)
-    assert removed["without the block"]["block"][1] == pytest.approx(increase(run, {3, 4, 7, 8}))
-    assert removed["without one sublayer"]["MLP"][1] == pytest.approx(increase(run, {4, 8}))
+    assert removed["without the block"]["block"][1] == increase(run, {3, 4, 7, 8})
+    assert removed["without one sublayer"]["MLP"][1] == increase(run, {4, 8})
 
-def test_gradients_and_which_blocks_go_first(tmp_path):
-    run = run_of(repeat="2:2")   # blocks 1, 2, 2, 3, 4
-    with pytest.raises(analyze.NotHere, match="no gradient norms"):
-        analyze.fan_in(run)
-    logged = {2: [9, 9, 9, 9], 5: [4, 1, 1, 5], 10: [4, 1, 3, 1]}   # The first one is of the warmup.
-    lines = [dict(step=5, val_loss=1.0), *(dict(step=step, grad_norms=norms) for step, norms in logged.items())]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    run.folder = tmp_path
-    run.config |= dict(warmup=0.5, max_iters=10)
-    gradients = torch.tensor([4, 1, 2, 3]) / sum(p.numel() for p in run.model.blocks[0].parameters()) ** 0.5
-    panels, sentence = analyze.fan_in(run)
-    paths = torch.tensor([5, 4 + 3, 2, 1])
-    assert panels["gradient"]["measured"].tolist() == pytest.approx(gradients.tolist())
-    assert panels["gradient"]["as the fan-in"].tolist() == pytest.approx((paths / 15 * gradients.sum()).tolist())
-    [worth] = panels["loss increase without it (nats)"].values()
-    places = [{1, 2}, {3, 4, 5, 6}, {7, 8}, {9, 10}]
-    assert worth == pytest.approx([increase(run, each) for each in places], abs=1e-9)
-    # Ranks of the gradients are 3 0 1 2, of the paths 2 3 1 0: the squares of the differences make 14.
-    assert "fan-in: -0.40; with" in sentence
-    ranks = [sorted(worth).index(each) for each in worth]
-    rho = 1 - 6 * sum((a - b) ** 2 for a, b in zip(ranks, [3, 0, 1, 2])) / 60
-    assert sentence.endswith(f"are worth: {rho:.2f}.")
+def log_gradients(run, *norms):
+    """At the iterations 2, 4, 6, ..; half of them are the warmup."""
+    run.log = {2 * n: dict(grad_norms=each) for n, each in enumerate(norms, 1)}
 
-    lines, sentence = analyze.pruning(run)
-    [lines] = lines.values()
-    turned = [pair for kinds in zip(*analyze.turning(run)[0]["turned by (degrees)"].values()) for pair in kinds]
-    angles = [sum(turned[place - 1] for place in each) for each in places]
-    orders = {"CascadeFlow": [1, 2, 3, 0], "least worth": sorted(range(4), key=worth.__getitem__),
-              "least angle": sorted(range(4), key=angles.__getitem__), "last first": [3, 2, 1, 0]}
-    for name, order in orders.items():
-        removed = [set().union(*(places[block] for block in order[:n])) for n in range(4)]
-        assert lines[name] == pytest.approx([increase(run, each) for each in removed], abs=1e-9)
-    assert f"Without 1 of 4 blocks, the loss rises by {worth[1]:.2f} (CascadeFlow), {min(worth):.2f} (" in sentence
-    run.model.blocks[1].mlp.c_fc = torch.nn.Linear(16, 999)   # Its gradient counts for less.
-    found = analyze.gradients_of(run)
-    assert found.argmin() == 1 and found[0].item() == pytest.approx(gradients[0].item())
-    run.config["max_iters"] = 12   # It was stopped after ten: half of the run begins at 6.
-    assert analyze.gradients_of(run)[3] < found[3]
-    run.config["max_iters"] = 30   # It was stopped in the warmup.
-    with pytest.raises(analyze.NotHere, match="after the warmup"):
-        analyze.fan_in(run)
+def test_fan_in_is_linear_or_quadratic():
+    for flags, ways in (dict(), [4, 3, 2, 1]), (dict(repeat="2:2"), [5, 4 + 3, 2, 1]), (
+            dict(deep_supervision=True), [10, 6, 3, 1]), (
+            dict(deep_supervision=True, repeat="2:2"), [15, 10 + 6, 3, 1]):
+        run = run_of(**flags)
+        with pytest.raises(analyze.NotHere, match="no gradient norms"):
+            analyze.fan_in(run)
+        log_gradients(run, [9, 9, 9, 9.0], [4, 1, 1, 5.0], [4, 1, 3, 1.0])   # The first one is of the warmup.
+        panels, sentence = analyze.fan_in(run)
+        lines = panels["gradient / mean"]
+        assert lines["as the fan-in"] == pytest.approx(np.array(ways) / np.mean(ways))
+        assert lines["measured"] == pytest.approx(np.array([4, 1, 2, 3]) / 2.5)   # The blocks are alike.
+        assert ("quadratic" if "deep_supervision" in flags else "linear") in sentence
+        # Ranks of the gradients are 4 1 2 3: the squares of their differences from 4 3 2 1, say, make 8.
+        squares = sum((a - b) ** 2 for a, b in zip([4, 1, 2, 3], np.argsort(np.argsort(ways)) + 1))
+        assert f"fan-in: {1 - 6 * squares / 60:.2f}; with" in sentence
+        assert panels["worth / mean"]["measured"] == pytest.approx(
+            np.maximum(run.worth, 0) / np.maximum(run.worth, 0).mean())
+    assert analyze.rank_correlation([1, 1, 2, 3], [9, 9, 4, 0]) == pytest.approx(-1)   # Equal ones share a rank.
+    assert analyze.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+    sizes = [sum(p.numel() for p in block.parameters()) for block in run_of(taper="linear").model.blocks]
+    run = run_of(taper="linear")
+    log_gradients(run, [size ** 0.5 for size in sizes])   # Of wide blocks, gradients are larger.
+    assert analyze.gradients_of(run) == pytest.approx(1)
     del run.model.blocks[1:]
     with pytest.raises(analyze.NotHere, match="one block"):
-        analyze.pruning(run)
+        analyze.fan_in(run)
 
-def test_equal_values_share_a_rank():
-    assert analyze.ranks_of([5, 7, 5, 9.0]).tolist() == [2.5, 1, 2.5, 0]
-    assert analyze.rank_correlation([1, 1, 2, 3], [9, 9, 4, 0]) == pytest.approx(-1)
+def test_which_blocks_go_first():
+    run = run_of(repeat="2:2")   # blocks 1, 2, 2, 3, 4
+    log_gradients(run, [1, 2, 3, 4.0], [4, 1, 1, 4.0], [4, 1, 3, 2.0])
+    lines, sentence = analyze.pruning(run)
+    places = [{1, 2}, {3, 4, 5, 6}, {7, 8}, {9, 10}]
+    x = Pass(run.model, torch.cat([idx for idx, _ in run.other_quarter])).raws[::2]
+    moved = [1 - F.cosine_similarity(*pair, dim=-1).mean().item() for pair in zip(x, x[1:])]
+    moved = [moved[0], moved[1] + moved[2], *moved[3:]]
+    orders = {"CascadeFlow": [1, 2, 3, 0], "usual score": np.argsort(moved), "least worth": np.argsort(run.worth),
+              "last first": [3, 2, 1, 0]}
+    for name, order in orders.items():
+        for n, rise in enumerate(lines[""][name]):
+            assert rise == increase(run, set().union(*(places[block] for block in order[:n])))
+    # The halves of the log, behind its warmup: 4 1 1 4 and 4 1 3 2
+    assert f"CascadeFlow {analyze.rank_correlation([4, 1, 1, 4], [4, 1, 3, 2]):.2f}, usual score" in sentence
 
 # ---------------------------------------------------------------------------------- who skips
 
 @torch.no_grad()
 def test_coins_fall_the_same_whatever_else_is_measured():
     alone, after_others = run_of(mod="coins:rate=0.5"), run_of(mod="coins:rate=0.5")
-    assert after_others.worth
-    assert len({str(analyze.measure_all({"a": run}, ["removal"])) for run in (alone, after_others)}) == 1
+    assert after_others.worth and analyze.reads(after_others)
+    assert analyze.removal(alone) == analyze.removal(after_others)
+    run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
+    ran = torch.linspace(0, 1, 2 * L)
+    torch.testing.assert_close(run.share_that_ran(analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
 
 @torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "pre"])
 def test_depth_map(residual):
     """The angle of each token in each sublayer, and nan if it skips. (With pre, nobody does.)"""
-    text = "a\té$x$\n" + 50 * "x"
-    run, idx = run_of(residual, text=text), torch.tensor([[*text.encode()][:16]])
-    found = analyze.depth_map(run)
-    assert found["tokens"] == ["a", "\t", "", "é", "$", "x", "$", "\n"] + 8 * ["x"]
-    runner = Runner(run.model, ByGain(None, 0.3) if residual == "nag" else ALL_RUN)
-    x = torch.stack([run.model.ends.as_tensor(stream)[0] for stream in run.model.walk(idx, runner)])
-    ran = runner.who_ran()[:, 0]
-    angles = torch.where(ran, degrees_between(x[1:], x[:-1]), torch.nan)
-    torch.testing.assert_close(found["degrees"], angles, equal_nan=True)
-    assert ran.any() and ran.all() == (residual == "pre")
+    run, idx = run_of(residual, text="a\té$x$\n" + 50 * "x"), torch.tensor([[*b"a\t\xc3\xa9$x$\n" + 8 * b"x"]])
+    found, _ = analyze.depth_map(run)
+    assert found["columns"] == ["a", r"\t", "", "é", "$", "x", "$", "↵"] + 8 * ["x"]
+    passed = Pass(run.model, idx, ByGain(run.model.config, below=0.05) if residual == "nag" else ALL_RUN)
+    torch.testing.assert_close(found[""], passed.degrees()[:, 0].where(passed.ran[:, 0], torch.nan), equal_nan=True)
     run.text = ""
-    assert "".join(analyze.depth_map(run)["tokens"]) == analyze.A_TEXT[:16]
+    assert len(analyze.depth_map(run)[0]["columns"]) == 12   # a validation window
+
+@torch.no_grad()
+@pytest.mark.parametrize("residual", ["nag", "pre", "attnres"])
+def test_no_nested_set_is_better_than_the_fixed_one(residual):
+    """Of each size, by the loss on the windows where it is chosen"""
+    run = run_of(residual)
+    run.model.lm_head.weight.mul_(5)   # It is surer, so a loss changes more.
+    places, sets = range(1, 2 * L + 1), analyze.fixed_sets(run, 2 * L - 1)
+    @lru_cache
+    def loss(removed):
+        return quarter_loss(run, first=2, decider=ALL_RUN, without=removed)
+    turned = Pass(run.model, torch.cat([idx for idx, _ in run.other_quarter])).degrees().mean((1, 2)).tolist()
+    alone = [loss(frozenset([place])) for place in places]
+    orders = [sorted(places, key=lambda place: score[place - 1]) for score in (turned, alone)]
+    greedy = frozenset()
+    for n, found in enumerate(sets, 1):
+        greedy = min((greedy | {place} for place in places if place not in greedy), key=loss)
+        nested = [greedy] + [frozenset(order[:n]) for order in orders]
+        assert len(found) == n and loss(found) <= min(map(loss, nested)) + 1e-12
 
 @torch.no_grad()
 def test_what_skipping_costs():
-    """By gain, without those sublayers that turn least in other windows, and by coins"""
-    x, y = ids(64, 12, V=256), ids(64, 12, V=256, seed=1)
-    others = x[2::4].fill_(7)   # These windows turn otherwise.
-    run = run_of("nag", windows=(x, y))
+    run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
     run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # These gains are negative. Their size counts.
     run.model.blocks[2].attn_residual.alpha.fill_(0.16)   # These are about 0.1.
-    run.model.ends.log_scale.add_(3)   # The head is surer, so a loss changes more.
-    turned = [residual.gain(x).abs().atan().mean()
-              for residual, x in zip(run.model.residuals()[:-1], run.model.walk(others))]
-    weakest = sorted(range(1, 2 * L + 1), key=lambda place: turned[place - 1])
     panels, sentence = analyze.skip_curve(run)
-    by_gain, fixed, coins = panels["rise of the loss (nats)"].values()
-    by_hand = []
-    for below in analyze.BELOW:
-        decider = ByGain(None, below)
-        runner = Runner(run.model, decider)
-        run.model(torch.cat([idx for idx, _ in run.quarter]), runner=runner)
-        by_hand.append([runner.skipped(), (loss_of(run, decider) - loss_of(run, ALL_RUN)).item()])
-    assert by_gain == [pytest.approx(each, abs=1e-6) for each in by_hand]
-    assert by_gain[0] == pytest.approx([0, 0]) and by_gain[-1][0] > 0.5
-    removed = [round(share * 2 * L) for share, _ in by_gain]
-    assert 0 in removed   # No set of whole sublayers skips as little, so there is nothing to compare.
-    assert fixed == [pytest.approx([n / (2 * L), increase(run, weakest[:n])]) for n in removed if n > 0]
-    assert [share for share, _ in coins] == [share for share, _ in by_gain]
-    assert coins[0] == by_gain[0] and coins[3] != by_gain[3]   # Coins fall on other tokens.
-    assert all(rise != pytest.approx(0) for _, rise in coins[2:])
-    assert sentence.startswith(f"Below 0.1 (6 degrees), {by_gain[3][0]:.0%} of the sublayer runs are skipped.")
-    assert sentence.endswith(f"{by_gain[3][1]:.2f}; with coins {coins[3][1]:.2f}; if all run 0.00.")
-
-@torch.no_grad()
-def test_coins_skip_each_sublayer_as_often():
-    run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
-    ran = torch.linspace(0, 1, 2 * L)
-    torch.testing.assert_close(run.share_that_ran(analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
+    by_gain, fixed, coins = panels["rise of the loss"].values()
+    found = Pass(run.model, run.other_quarter[0][0])
+    gains = torch.stack([r.gain(stream).abs() for r, stream in zip(found.residuals[:-1], found.streams)])
+    for share, point in zip((0.1, 0.25, 0.4, 0.5), by_gain[1:]):
+        trip = Trip(run.model, ByGain(run.model.config, below=gains.quantile(share).item()))
+        run.model(torch.cat([idx for idx, _ in run.quarter]), trip=trip)
+        rise = quarter_loss(run, decider=trip.decider) - quarter_loss(run, decider=ALL_RUN)
+        assert point == pytest.approx([100 * trip.skipped(), rise], abs=1e-5)
+    assert [x for x, _ in fixed] == [100 * n / (2 * L) for n in range(len(fixed))]
+    assert fixed[-1][0] >= by_gain[-1][0] > 40
+    sets = analyze.fixed_sets(run, 3)
+    assert fixed[3][1] == increase(run, sets[2])
+    assert [share for share, _ in coins] == [share for share, _ in by_gain] and coins[3] != by_gain[3]
+    assert by_gain[0] == coins[0] == fixed[0] == [0.0, pytest.approx(0)]
+    skipped = min((x for x, _ in by_gain), key=lambda x: abs(x - 25))
+    assert sentence.startswith(f"Rise of the loss if {skipped:.0f} % of the sublayer runs are skipped:")
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod="gain:below=99")
-    assert flat(analyze.turning(run)[0]["turned by (degrees)"]) == [0] * 2 * L
-    assert analyze.depth_map(run)["degrees"].isnan().all()
+    assert analyze.magnitudes(run)[0]["what is read turns by (degrees)"]["both"] == pytest.approx([0] * 2 * L)
+    assert analyze.depth_map(run)[0][""].isnan().all() and (analyze.who_skips(run)[0][""]["measured"] == 1).all()
     lines, = analyze.skip_curve(run)[0].values()
-    assert lines["as trained"] == [pytest.approx([1.0, 0])]
-    assert lines["by gain"][0][1] == pytest.approx((loss_of(run, ByGain(None, 0)) - loss_of(run)).item())
+    assert lines["as trained"] == [pytest.approx([100, 0])]
 
-def test_a_router_skips_on_the_map():
-    run = run_of(mod="router:rate=0.25")
-    assert 0 < analyze.depth_map(run)["degrees"].isnan().double().mean() < 0.5
-    run.puzzle = dict(cells=2, most=1)
-    with pytest.raises(analyze.NotHere, match="another model"):
-        analyze.who_skips(run)
+# ---------------------------------------------------------------------------------- all of them, and yours
 
-@pytest.mark.parametrize("residual, lacks", [
-    ("pre", "skip_curve right_digits lines_inside patched written removal_by_steps gain_by_steps who_skips"),
-    ("hyper", "skip_curve")])
-def test_what_a_run_cannot_have_is_one_sentence(residual, lacks):
-    run = run_of(residual, repeat="2-3:2")
-    found = analyze.measure_all({"a": run}, lacks.split())
-    assert {*found} == {*lacks.split()}
-    for of_runs in found.values():
-        assert re.fullmatch("[^\n]{20,110}", of_runs["missing"]["a"]) and not of_runs["results"]
+def shown(run, *names):
+    """-> {name: what the page shows of it}"""
+    about = analyze.about_runs({"a": run})
+    return {name: analyze.show(name, {"a": run}, about) for name in names or analyze.STATS}
+
+PUZZLES = "right_digits lines_inside patched gain_by_steps".split()
+WITHOUT_SKIPPING = ["who_skips", *PUZZLES]
+@pytest.mark.parametrize("residual, flags, lacks", [
+    ("pre", {}, WITHOUT_SKIPPING), ("nag", dict(mod="gain:rate=0.25"), PUZZLES), ("gated", {}, WITHOUT_SKIPPING),
+    ("attnres:group=3", dict(deep_supervision=True), WITHOUT_SKIPPING),
+    ("siamese", dict(taper="cosine"), WITHOUT_SKIPPING),
+    ("pre", dict(mod="router:rate=0.25"), ["reads", "sinks", "skip_curve", *PUZZLES]),
+    ("hyper", dict(mod="coins:rate=0.3"), PUZZLES), ("pre", dict(repeat="2-3:2", norm="none"), WITHOUT_SKIPPING),
+    *[(form, dict(mod="coins:rate=0.3"), PUZZLES) for form in ("named", "list", "dict")]])
+def test_every_statistic_runs_or_refuses_in_a_sentence(residual, flags, lacks, monkeypatch):
+    """Drawn is that of nag alone, because drawing takes long."""
+    if residual != "nag":
+        monkeypatch.setattr(analyze, "as_png", lambda *_: (b"", 1))
+    run = run_of(residual, **flags)
+    run.warning = ""
+    log_gradients(run, [1, 2, 3, 4.0], [4, 1, 1, 4.0])
+    run.log[4] |= dict(val_loss=1.0, flops=2.0)
+    for name, found in shown(run).items():
+        if name in lacks:
+            assert re.fullmatch("[^\n]{20,120}", found["missing"]["a"]) and not found["results"]
+            assert "ended with" not in found["missing"]["a"]
+        else:
+            assert not found["missing"] and len(found["pictures"]) == 2, (name, found["missing"])
+            assert re.fullmatch(r"[A-Z0-9+-][^\n]{15,400}\.", found["sentences"]["a"]), found["sentences"]
+
+@pytest.fixture
+def no_stats(monkeypatch):
+    monkeypatch.setattr(analyze, "STATS", {})
+
+def test_the_example_in_its_comments(no_stats):
+    example = inspect.getsource(analyze).split("This is a whole one:\n#\n")[1].split("\n#\n# The page")[0]
+    exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
+    run = run_of()
+    run.warning = ""
+    found, = shown(run).values()
+    sizes = found["results"]["a"][""]["all tokens"]
+    assert len(sizes) == 2 * L and found["sentences"]["a"] == f"At most {max(sizes):.1f}."
+    assert found["definition"].startswith("The root of") and len(found["pictures"]) == 2
+
+def test_mistakes_in_a_statistic_of_your_own(no_stats):
+    """Each is told, and the others have their figure."""
+    def add(name, function, **options):
+        def measure(run):
+            return function(run)
+        measure.__name__ = name
+        analyze.stat(f"The {name}", **options)(measure)
+
+    right = {"x": lambda run: {"a panel": {"lacks": torch.tensor([torch.nan, 1]), "empty": []}},
+             "numpy": lambda run: ({"loss": {"x": np.array(run.worth)}}, f"The mean is {np.mean(run.worth):.2f}."),
+             "heat": lambda run: {"a": [[1, 2]], "b": [[3, None]]}}
+    wrong = {"divides": (lambda run: {"": {"x": [each / 0 for each in run.worth]}}, "ended with ZeroDivisionError"),
+             "forgets": (lambda run: None, "is a return missing"),
+             "x_and_y": (lambda run: (list(range(4)), run.worth), "must be {panel: {name: line}}"),
+             "number": (lambda run: ({"loss": {"x": run.worth}}, max(run.worth)), "its sentence is"),
+             "no_line": (lambda run: {"a panel": [1.0]}, "can't be drawn"),
+             "no_matrix": (lambda run: {"": [[1, 2], [3]]}, "can't be drawn"),
+             "a_set": (lambda run: {"a panel": {"line": {1, 2}}}, "no form in numbers.json"),
+             "pairs": (lambda run: {(1, 2): {"line": [1]}}, "no form in numbers.json"),
+             "leaves": (lambda run: sys.exit("bye"), "SystemExit")}
+    for name, function in right.items():
+        add(name, function, **(dict(draw="heat") if name == "heat" else {}))
+    for name, (function, _) in wrong.items():
+        add(name, function, **(dict(draw="heat") if name == "no_matrix" else {}))
+    run = run_of()
+    run.warning = ""
+    found = shown(run)
+    for name in right:
+        assert len(found[name]["pictures"]) == 2 and found[name]["caption"] == f"The {name}"
+    assert found["x"]["results"]["a"]["a panel"] == dict(lacks=[None, 1], empty=[])
+    for name, (_, sentence) in wrong.items():
+        assert sentence in found[name]["missing"]["a"], name
+        assert not found[name]["pictures"] and not found[name]["results"]
+        assert re.fullmatch("[^\n]{20,400}", found[name]["missing"]["a"])
 
 # ---------------------------------------------------------------------------------- the page
 
@@ -224,7 +442,8 @@ def made(data, tmp_path_factory):
     """Two runs, their data, and their page. (The odd names are no formulas, and no tags.)"""
     folder = tmp_path_factory.mktemp("analyze")
     shutil.copytree(data, folder / "data")
-    flags = "--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6 --log_interval 2 --device cpu".split()
+    flags = ("--n_layer 2 --n_embd 16 --n_head 2 --block_size 32 --batch_size 4 --max_iters 6 --log_interval 2 "
+             "--device cpu").split()
     for name, residual in (("a$x^$b", "nag"), ("_<b>", "review")):
         train.main(["--data", f"{folder}/data", "--out", f"{folder}/{name}", "--residual", residual, *flags])
     analyze.main([f"{folder}/a$x^$b", f"{folder}/_<b>", "--out", f"{folder}/out", "--text", "</script>&amp;é"])
@@ -241,53 +460,18 @@ def report_of(folder):
 def test_page(made):
     report, numbers = report_of(made / "out")
     assert list(report["statistics"]) == list(analyze.STATS)
-    assert report["runs"]["a$x^$b"]["color"] != report["runs"]["_<b>"]["color"]
     run, logged = numbers["runs"]["a$x^$b"], train.read_metrics(made / "a$x^$b")[6]
     assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=1e-6)
-    for name, stat in report["statistics"].items():
-        assert stat["caption"] and stat["title"] and stat["results"] == numbers["statistics"][name]
-        assert len(stat["results"]) + len(stat["missing"]) == 2
-        assert {*stat["sentences"]} == ({*stat["results"]} if name != "depth_map" else set())
-        assert ("image" in stat) == (made / f"out/{name}.png").exists() == bool(stat["results"]), name
-    assert "knows no gain" in numbers["missing"]["skip_curve"]["_<b>"]
-    assert {*numbers["statistics"]["pruning"]} == {"a$x^$b", "_<b>"}
-
-def test_a_statistic_of_your_own(made, monkeypatch, tmp_path):
-    """That in the comments of analyze.py, some without a docstring, and some that can't be drawn"""
-    monkeypatch.setattr(analyze, "STATS", {})
-    example = inspect.getsource(analyze).split("This is a whole one:\n#\n")[1].split("\n#\n# The page")[0]
-    exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
-
-    def add(name, returned, **options):
-        def measure(run):
-            return returned
-        measure.__name__ = name
-        analyze.stat(f"The {name}", **options)(measure)
-
-    add("line", {"a panel": {"lacks": torch.tensor([torch.nan, 1]), "empty": []}})
-    add("heat", {"a": [[1, 2]], "b": [[3, None]]}, draw="heat")
-    add("no_line", {"a panel": [1.0]})
-    add("no_matrix", [[1, 2], [3]], draw="heat")
-    add("a_set", {"a panel": {"line": {1, 2}}})
-    add("pairs", {(1, 2): {"line": [1]}})
-    analyze.main([f"{made}/a$x^$b", "--out", str(tmp_path)])   # Those are told, and the others are there.
-    report, numbers = report_of(tmp_path)
-    turned, line, heat, *_ = (found.get("a$x^$b") for found in numbers["statistics"].values())
-    degrees = turned["degrees"]["all tokens"]
-    assert len(degrees) == 4 and line["a panel"] == dict(lacks=[None, 1], empty=[])
-    assert heat == {"a": [[1, 2]], "b": [[3, None]]}
-    shown = report["statistics"]
-    assert shown["turned"]["sentences"] == {"a$x^$b": f"At most by {max(degrees):.0f} degrees."}
-    assert shown["turned"]["definition"].startswith("The angle between") and shown["line"]["caption"] == "The line"
-    assert [name for name, stat in shown.items() if "image" in stat] == ["turned", "line", "heat"]
-    for name in "no_line", "no_matrix":
-        assert "lines are {panel: {name: line}}, and heat maps {panel: matrix}" in shown[name]["missing"]["a$x^$b"]
-    for name in "a_set", "pairs":
-        assert "has no form in numbers.json" in shown[name]["missing"]["a$x^$b"] and not shown[name]["results"]
+    assert run["data"] == "data" and run["iterations"] == 6 and run["warning"] == ""
+    for name, found in report["statistics"].items():
+        assert found["caption"] and found["title"] and found["results"] == numbers["statistics"][name]
+        assert len(found["results"]) + len(found["missing"]) == 2 and {*found["sentences"]} == {*found["results"]}
+        assert bool(found["pictures"]) == (made / f"out/{name}.png").exists() == bool(found["results"]), name
+    assert "knows no gain" in numbers["missing"]["who_skips"]["_<b>"]
 
 def test_what_others_have_made_stays(made, tmp_path):
-    words = [f"{made}/a$x^$b", "--only", "turning, turning", "--out", str(tmp_path)]
-    for name in "index.html", "turning.png":
+    words = [f"{made}/a$x^$b", "--only", "logit_lens, logit_lens", "--out", str(tmp_path)]
+    for name in "index.html", "logit_lens.png":
         (tmp_path / name).write_text("mine")
         assert "no page of ours" in refused(analyze.main, words)
         assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -299,12 +483,12 @@ def test_what_others_have_made_stays(made, tmp_path):
 def test_data_that_moved_or_changed(made, tmp_path, capsys):
     run, moved = str(made / "_<b>"), made / "moved"
     os.rename(made / "data", moved)
-    words = [run, "--only", "turning", "--out", str(tmp_path / "out")]
+    words = [run, "--only", "logit_lens", "--out", str(tmp_path / "out")]
     try:
         assert f"{run}: was trained on {made}/data" in refused(analyze.main, words)
         analyze.main([*words, "--data", str(moved)])
         assert report_of(tmp_path / "out")[0]["runs"]["_<b>"]["warning"] == ""
-        shard = moved / "val_000000.bin"
+        shard = next(moved.glob("val*.bin"))
         shutil.copy(shard, made / "shard")
         shard.write_bytes(shard.read_bytes()[:-2] + b"\0\0")   # another last token
         capsys.readouterr()
@@ -315,44 +499,54 @@ def test_data_that_moved_or_changed(made, tmp_path, capsys):
     finally:
         os.rename(moved, made / "data")
 
+def test_runs_can_be_told_apart():
+    colors = [analyze.color_of(number) for number in range(40)]
+    assert len({*colors}) == 40 and all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
+    shared = dict(model=run_of().model, log={}, loss=1.0, bits=1.0, warning="")
+    runs = {str(i): SimpleNamespace(config=dict(data=data), **shared)
+            for i, data in enumerate(["x/data", "y/data", "steps", "x/data"])}
+    names = [about["data"] for about in analyze.about_runs(runs).values()]
+    assert names == [os.path.abspath("x/data"), os.path.abspath("y/data"), "steps", os.path.abspath("x/data")]
+
 def test_what_figures_show():
     """A number stands where its colour is, and points are where they should be."""
-    axes, *_ = analyze.draw_heat({"run": {"": [[0, 1], [2, 3]]}}, {"run": "r"}).axes
+    axes, *_ = analyze.draw_heat({"run": {"": [[0, 1], [2, 3]]}}, {"run": "r"}, 2).axes
     places = [axes.transData.transform(text.get_position()) for text in axes.texts]
-    shown = [axes.images[0].get_cursor_data(SimpleNamespace(x=x, y=y)) for x, y in places]
-    assert shown == [float(text.get_text()) for text in axes.texts] == [0, 1, 2, 3]
-    assert [text.get_color() for text in axes.texts] == ["black", "black", "white", "white"]
+    seen = [axes.images[0].get_cursor_data(SimpleNamespace(x=x, y=y)) for x, y in places]
+    assert seen == [float(text.get_text()) for text in axes.texts] == [0, 1, 2, 3]
     panel = {"line": [5, 6], "points": [[0, 7], [2, 8]]}
-    axes, *_ = analyze.draw_lines({"run": {"a panel": panel}}, {"run": "r"}).axes
+    axes, *_ = analyze.draw_lines({"run": {"a panel": panel}}, {"run": "r"}, 3).axes
     line, points = (np.transpose(each.get_data()).tolist() for each in axes.lines[:2])
     assert (line, points) == ([[1, 5], [2, 6]], [[0, 7], [2, 8]])
+    figure = analyze.draw_lines({"a": {"y": panel}, "b": {"y": {"line": [50, 60]}}}, dict(a="r", b="b"), 3, by_run=True)
+    first, second = figure.axes
+    assert first.get_ylim() == second.get_ylim() and second.lines[0].get_color() == "b"   # one scale
 
-def test_who_only_measures_loads_no_matplotlib():
-    """... and a notebook keeps its figures."""
-    code = """import os, sys
-import analyze, sample
+def test_a_notebook_and_its_matplotlibrc(tmp_path):
+    """Its figures stay, and what it says of colours or TeX changes none of ours."""
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nfigure.facecolor: black\n")
+    code = """import os, matplotlib, sys
+import analyze
 analyze.main(["--list"])
-assert "matplotlib" not in sys.modules
-analyze.draw_lines({"run": {"panel": {"line": [1]}}}, {"run": "r"})
-import matplotlib
+png, _ = analyze.as_png(analyze.STATS["logit_lens"], {"a$": {"": {"line": [1, 2]}}}, {"a$": "r"}, 1)
 assert "matplotlib.pyplot" not in sys.modules
-assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg"
+assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg" and matplotlib.rcParams["text.usetex"]
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | dict(MPLBACKEND="svg"), check=True,
-                          capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,
+                          env=os.environ | dict(MPLBACKEND="svg", MATPLOTLIBRC=str(tmp_path)))
     assert done.stdout.count("\n") == len(analyze.STATS)
 
-def test_bad_input(made, tmp_path, monkeypatch):
+def test_bad_input(made, tmp_path):
     run, text = str(made / "a$x^$b"), tmp_path / "text"
     text.write_text("precious $text$")
-    for words in ([run, "--only", "remuval"], [run, "--skip_below", "-1"], [run, "--windows", "-1"],
-                  [str(tmp_path)], [run, "--out", str(text)], [run, str(tmp_path / "nowhere")]):
+    for words in ([run, "--only", "remuval"], [run, "--windows", "-1"], [str(tmp_path)], [run, "--out", str(text)],
+                  [run, str(tmp_path / "nowhere")]):
         out = [] if "--out" in words else ["--out", str(tmp_path / "a/figures")]
         assert words[-1] in refused(analyze.main, words + out)
     assert [path.name for path in tmp_path.iterdir()] == ["text"]   # What is refused leaves nothing.
     analyze.main([run, "--only", "depth_map,skip_curve", "--text", str(text), "--out", str(tmp_path / "new")])
     new, old = (report_of(folder)[1]["statistics"] for folder in (tmp_path / "new", made / "out"))
-    assert "".join(new["depth_map"]["a$x^$b"]["tokens"]) == text.read_text() == "precious $text$"
+    assert "".join(new["depth_map"]["a$x^$b"]["columns"]) == text.read_text() == "precious $text$"
     assert new["skip_curve"]["a$x^$b"] == old["skip_curve"]["a$x^$b"]   # It tosses the same coins.
     both = [str(shutil.copytree(run, tmp_path / name / "run")) for name in ("a", "b")]
     opened = analyze.open_runs(analyze.AnalyzeConfig(both, windows=1))
@@ -361,8 +555,4 @@ def test_bad_input(made, tmp_path, monkeypatch):
     ckpt = torch.load(f"{both[0]}/ckpt.pt")
     ckpt["model"]["lm_head.weight"][0, 0] = torch.nan
     torch.save(ckpt, f"{both[0]}/ckpt.pt")
-    assert "run: its loss is nan" in refused(analyze.main, [both[0], "--out", str(tmp_path / "new")])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(analyze, "measure_all", None)
-    with pytest.raises(ImportError):   # before anything is measured
-        analyze.main([run, "--out", str(tmp_path / "new")])
+    assert "its loss is nan" in refused(analyze.main, [both[0], "--out", str(tmp_path / "new")])

@@ -2,6 +2,7 @@
 GPU, kernels run in Triton's interpreter (see conftest.py). This file, run as a program, compiles them for a GPU that
 isn't there."""
 import os, runpy, subprocess, sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,29 @@ def test_a_model_is_the_same_with_kernels(residual):
         out, loss = model(idx, idx)
         found.append([out, *torch.autograd.grad(loss, list(model.parameters()))])
     same(*found, 1e-4)
+
+@pytest.mark.parametrize("shape", [(7, 20), (2, 3, 2, 8), (1, 1), (0, 4)])
+def test_gradients_by_hand_on_a_cpu_are_those_of_autograd(shape):
+    """Of a norm, and of NAG's write, in float64"""
+    torch.manual_seed(0)
+    x, g, update = torch.randn(3, *shape, dtype=torch.float64).requires_grad_().unbind()
+    direction = torch.nn.functional.rms_norm(x.detach(), shape[-1:]).requires_grad_()
+    log_length, gain = torch.randn(2, *shape[:-1], 1, dtype=torch.float64).requires_grad_().unbind()
+    by_hand = kernels.fast_nag_write(direction, "auto")
+    assert kernels.suits_cpu(x) and by_hand == kernels.NagWriteOnCPU.apply
+    definition = partial(torch.nn.functional.rms_norm, normalized_shape=shape[-1:], eps=1e-6)
+    for inputs, ours, right in ((x,), lambda x: kernels.UnitOnCPU.apply(x, 1e-6), definition), (
+            (direction, log_length, update, gain), by_hand, NAG.write):
+        found = []
+        for function in ours, right:
+            outputs = function(*inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            loss = sum((out * (g if out.shape == g.shape else 1)).sin().sum() for out in outputs)
+            found.append([*outputs, *torch.autograd.grad(loss, inputs)])
+        same(*found, 1e-10)
+    for x in x.detach(), x.bfloat16(), x.to("meta"):
+        assert not kernels.suits_cpu(x) and kernels.fast_nag_write(x, "auto") is None
+    assert kernels.fast_nag_write(direction, "off") is None
 
 @each_way
 def test_nag_write_of_nothing(by_kernel):

@@ -6,7 +6,7 @@ import pytest, torch
 
 import prepare, sample, train
 from conftest import ROOT, make, refused
-from model import ByGain, Decider, EarlyExit
+from model import ByGain, Decider
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
@@ -26,42 +26,52 @@ def main(runs, capsys):
         return capsys.readouterr()
     return call
 
-def numbers(told):
-    """-> percent skipped"""
+def percent_skipped(told):
     found = re.fullmatch(r"[\d,]+ tokens/s; ([-\d.]+)% of the sublayer runs skipped", told.splitlines()[-1])
     return float(found[1])
 
 def test_text(main):
     a, b, c = (main("nag", "--prompt", "line 7: é", "--seed", seed) for seed in (1, 1, 2))
     assert a.out == b.out != c.out and a.out.startswith("line 7: é") and "tokens/s" in a.err
-    assert numbers(a.err) == 0 and torch.initial_seed() == 2   # Coins are drawn by it.
+    assert percent_skipped(a.err) == 0 and torch.initial_seed() == 2   # Coins are drawn by it.
     greedy = main("nag", "--temperature", 0, "--num_samples", 2).out
     assert greedy[:len(greedy) // 2] == greedy[len(greedy) // 2:]   # Both begin alike and draw nothing.
     assert 2 * main("nag", "--top_k", 1).out == greedy
 
-def test_skip_exit_remove(main):
-    assert numbers(main("nag", "--skip_below", 0).err) == 0
-    assert 10 < numbers(main("nag", "--skip_below", 0.3, "--max_new_tokens", 200).err) < 90
-    assert numbers(main("nag", "--skip_below", 99).err) == 100
-    two_thirds = pytest.approx(200 / 3, abs=0.06)
-    assert numbers(main("pre", "--remove", "1,3").err) == two_thirds
-    assert numbers(main("pre", "--exit", 0).err) == two_thirds
+def test_skip_and_remove(main):
+    assert percent_skipped(main("nag", "--skip_below", 0).err) == 0
+    assert 10 < percent_skipped(main("nag", "--skip_below", 0.3, "--max_new_tokens", 200).err) < 90
+    assert percent_skipped(main("nag", "--skip_below", 99).err) == 100
+    assert percent_skipped(main("pre", "--remove", "1,3").err) == pytest.approx(200 / 3, abs=0.06)
+
+def test_speed(main, monkeypatch):
+    """As it skips, and beside it that of the dense model; only if asked for"""
+    asked, usual = [], sample.new_tokens
+    def spy(model, idx, n, *args, make_trip):
+        asked.append((n, type(make_trip().decider), make_trip().without))
+        return usual(model, idx, n, *args, make_trip=make_trip)
+    monkeypatch.setattr(sample, "new_tokens", spy)
+    main("nag", "--remove", 2)
+    assert len(asked) == 1
+    said = main("nag", "--remove", 2, "--skip_below", 0.3, "--speed").err.splitlines()[-1]
+    assert re.fullmatch(r"without printing: [\d,]+ tokens/s; with all sublayers run: [\d,]+", said)
+    assert asked[2:] == [(40, ByGain, {3, 4})] * 2 + [(40, Decider, ())] * 2
 
 def test_what_the_flags_ask_for():
+    def trip(model, **flags):
+        return sample.trips_as_asked(model, sample.SampleConfig(**flags))()
     repeated = make("pre", n_layer=3, repeat="2:2")   # runs 1 2 2 3
-    assert sample.pick_decider(repeated, sample.SampleConfig()) is repeated.decider   # as trained
+    assert trip(repeated).decider is repeated.decider   # as trained
     for blocks, places in ("2", {3, 4, 5, 6}), ("1,3", {1, 2, 7, 8}):
-        picked = sample.pick_decider(repeated, sample.SampleConfig(remove=blocks))
-        assert picked.places == places and picked.decider is repeated.decider
-    picked = sample.pick_decider(repeated, sample.SampleConfig(exit=0.9))
-    assert isinstance(picked, EarlyExit) and picked.confidence == 0.9
+        assert trip(repeated, remove=blocks).without == places
+        assert trip(repeated, remove=blocks).decider is repeated.decider
     nag = make("nag", mod="gain:below=0.3")
     for model in nag, make("pre"):   # None skips, so no gain has to be known.
-        assert type(sample.pick_decider(model, sample.SampleConfig(skip_below=0.0))) is Decider
-    picked = sample.pick_decider(nag, sample.SampleConfig(skip_below=0.2, remove="2"))
-    assert isinstance(picked.decider, ByGain) and picked.decider.below == 0.2
-    said = refused(sample.pick_decider, make("pre", mod="router"), sample.SampleConfig(exit=0.9))
-    assert said.startswith("--exit: the run's own --mod router decides who skips")
+        assert type(trip(model, skip_below=0.0).decider) is Decider
+    asked = trip(nag, skip_below=0.2, remove="2")
+    assert isinstance(asked.decider, ByGain) and asked.decider.threshold == pytest.approx(0.2)
+    said = refused(sample.trips_as_asked, make("pre", mod="router"), sample.SampleConfig(skip_below=0.9))
+    assert said == "--skip_below: --mod router decides who skips; use another run"
 
 def test_depth(main):
     """A letter has the colour of its depth, and without the colours it is the same text."""
@@ -73,12 +83,9 @@ def test_depth(main):
     assert re.sub(PAINT, r"\2", shown) == main(*flags).out
     long = "0123456789" * 5   # The context has 32 letters, whose depths are those of the last 31 and of the next.
     assert main("nag", "--skip_below", 0.3, "--depth", "--prompt", long).out.startswith(long[:19] + "\033")
-    read = SimpleNamespace(who_ran=lambda: torch.tensor([[[True, True, False]], [[True, False, False]]]))
-    assert sample.shares_of_prompt("abcd", read) == [None, None, 1, 0.5]   # It has read b, c and d.
 
 @pytest.mark.parametrize("name, flags, message", [
-    ("nag", "--skip_below 0.2 --exit 0.5", "give one"), ("pre", "--skip_below 0.2", "nag"),
-    ("nag", "--skip_below 101", "from -1 to 100"), ("attnres", "--exit 0.5", "--exit"),
+    ("pre", "--skip_below 0.2", "nag"), ("nag", "--skip_below 101", "from -1 to 100"),
     ("nag", "--temperature nan", "must be from"), ("nag", "--data x", "only --inside"),
     *[("nag", f"--remove {blocks}", "blocks 1 to 3") for blocks in ("0", "4", "1,2,3", "1,x")]])
 def test_bad_input(main, name, flags, message):
@@ -87,15 +94,15 @@ def test_bad_input(main, name, flags, message):
 def said(monkeypatch, capsys, tokens, **flags):
     """What sample.py prints if a model says these tokens, and the shares that it returns. For each token, three
     quarters of the sublayers ran."""
-    runner = SimpleNamespace(skipped=lambda last: 0.25 if last else None, who_ran=lambda: torch.ones(6, 1, 1))
-    left = iter([(torch.tensor([[token]]), runner) for token in tokens])
+    trip = SimpleNamespace(skipped=lambda last: 0.25 if last else None, who_ran=lambda: torch.ones(6, 1, 1))
+    left = iter([(torch.tensor([[token]]), trip) for token in tokens])
     asked = []
-    def new_tokens(model, idx, *_):
+    def new_tokens(model, idx, *_, **__):
         asked.append(idx.tolist())
         return left
     monkeypatch.setattr(sample, "new_tokens", new_tokens)
     tokenizer = prepare.get_tokenizer("bytes")
-    shares = sample.sample(SimpleNamespace(device="cpu"), tokenizer, sample.SampleConfig(**flags))
+    shares = sample.sample(SimpleNamespace(device="cpu"), None, tokenizer, sample.SampleConfig(**flags))
     return capsys.readouterr().out, shares, asked, [token.item() for token, _ in left]
 
 PAINT = r"\033\[38;5;\d+;48;5;(\d+)m(.*?)\033\[0m"   # the number of a colour, and a text that has it
@@ -124,6 +131,10 @@ def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
     plain = said(monkeypatch, capsys, bad)[0]
     assert plain == "a\tb\n?]0;x????5né?z\n"
     assert re.sub(PAINT, r"\2", said(monkeypatch, capsys, bad, depth=True)[0]) == plain
+
+def test_it_starts_without_analyze(runs):
+    code = f"import sys, sample; sample.main(['{runs}/pre', '--max_new_tokens', '1']); assert 'analyze' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 def test_a_reader_that_has_had_enough(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"

@@ -1,14 +1,14 @@
 """train.py on tiny runs"""
-import concurrent.futures, json, math, multiprocessing, os, re, resource, runpy, shlex, shutil, signal, socket
+import concurrent.futures, io, json, math, multiprocessing, os, re, resource, runpy, shlex, shutil, signal, socket
 import subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 import numpy as np
 import flags as command_line, prepare, pytest, sample, torch, train
+import torch.nn.functional as F
 from conftest import ROOT, TINY, refused
-from model import (DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, EVERYONE, REMOVED, Residual,
-                   flops_per_token)
+from model import DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, Decider, Residual, flops_per_token
 
 # On CPUs, because what these tests compare has to be equal to the last bit.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "
@@ -45,7 +45,7 @@ def settings(run):
 
 def metrics(run):
     """What must be equal in two runs: all but the speed"""
-    return {step: {key: value for key, value in entry.items() if key != "tok_s"}
+    return {step: {key: value for key, value in entry.items() if key not in ("tok_s", "seconds")}
             for step, entry in sorted(train.read_metrics(run).items())}
 
 def reports(run):
@@ -64,7 +64,7 @@ def same_run(a, b):
     assert all(x[key] == y[key] for key in ("step", "flops")) and same_weights(x, y)
 
 def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 def edited(change):
     """A function of a path, which changes what torch or json reads there."""
@@ -117,7 +117,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     Path("data/stdlib").mkdir(parents=True)   # A prepare.py that was killed leaves it empty.
     monkeypatch.setattr(prepare, "main", lambda argv: shutil.copytree(data, argv[-1], dirs_exist_ok=True))
     assert main(f"{SIZE} --residual hyper:n=2 --max_iters 50 --log_interval 10 --eval_interval 30") == 0
-    out = Path("runs/hyper-n2")
+    out = Path("runs/hyper-n2")   # named by what is typed
     entries = metrics(out)
     assert list(entries) == [0, 10, 20, 30, 40, 50]
     assert [step for step in entries if "val_loss" in entries[step]] == [0, 30, 50]
@@ -135,10 +135,12 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     assert main(f"--config {out} --out replay") == 0
     same_run(out, Path("replay"))
     model, found = train.open_run(out)
-    assert found.items() - config.items() == {("fingerprint", prepare.fingerprint(data))} and not model.training
-    assert model.n_vocab == 257
-    nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320), 4)[0]
-    assert nats == pytest.approx(last["val_loss"], rel=1e-6)
+    assert config["residual"] == "hyper:kind=identity,n=2" and config["lr"] == 6e-3   # all that was in force
+    assert dict(found.items() - config.items()) == dict(fingerprint=prepare.fingerprint(data), step=50,
+                                                        val_loss=last["val_loss"], val_dtype="float32")
+    assert model.n_vocab == 257 and not model.training
+    nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320))[0]
+    assert nats == last["val_loss"]
     assert resume(out) == 0 and max(metrics(out)) == 50 and settings(out) == config   # Nothing is left to do.
 
 def test_a_lower_loss_of_before_is_told(data, tmp_path, monkeypatch, capsys):
@@ -159,34 +161,43 @@ def test_batches_depend_on_seed_and_step_only():
     assert (x.diff(dim=1) == 1).all() and (y - x == 1).all()   # No window is in two shards.
     assert not torch.equal(x, batches(step=4)[0][0]) and not torch.equal(x, batches(seed=2)[0][0])
 
-def test_evaluate():
+def test_evaluate(data, tmp_path):
     model, rng = GPT(GPTConfig(**TINY)), torch.Generator().manual_seed(0)
-    x, y = torch.randint(64, (2, 5, 16), generator=rng)
+    x, y = torch.randint(64, (2, 11, 16), generator=rng)
     sizes = torch.arange(64)
-    nats, bpb, skipped = train.evaluate(model, x, y, sizes, 2)   # 2 + 2 + 1 windows
+    nats, bpb, skipped = train.evaluate(model, x, y, sizes)   # 8 + 3 windows
     wanted = model(x, y)[1].item()
     assert nats == pytest.approx(wanted, rel=1e-6) and skipped == 0 and model.training
-    assert bpb == pytest.approx(wanted * 80 / math.log(2) / sizes[y].sum().item(), rel=1e-6)
-    only_ends = train.evaluate(model, x, y, torch.zeros(64), 2)
+    assert bpb == pytest.approx(wanted * 176 / math.log(2) / sizes[y].sum().item(), rel=1e-6)
+    only_ends = train.evaluate(model, x, y, torch.zeros(64))
     assert math.isfinite(only_ends[1])   # bits per byte, of no bytes
-    quarter = (torch.arange(16) < 4).expand(5, 16)
-    def decide(runner):   # Sublayer 1 is removed; a quarter of the tokens run the third.
-        return {1: REMOVED, 3: quarter[:len(runner.stream)]}.get(runner.place, EVERYONE)
-    model.decider = ByFunction(decide)
-    found = train.evaluate(model, x, y, sizes, 2)[2]
-    assert found == pytest.approx((1 + 0.75) / 6)
-    coins, found = GPT(GPTConfig(**TINY, mod="coins:rate=0.4")), []
-    for seed in 1, 2:   # Whatever was drawn before, the coins are the same.
-        torch.manual_seed(seed)
-        found.append(train.evaluate(coins, x, y, sizes, 2))
-    assert found[0] == found[1] and found[0][2] > 0.2
+    quarter = (torch.arange(16) < 4).expand(11, 16)
+    def answer(trip):   # Sublayer 1 is removed; a quarter of the tokens run the third.
+        return {1: False, 3: quarter[:len(trip.stream)]}.get(trip.place, True)
+    model.decider = ByFunction(answer)
+    assert train.evaluate(model, x, y, sizes)[2] == pytest.approx((1 + 0.75) / 6)
+
+def test_coins_have_one_loss(data, tmp_path):
+    """... whoever evaluates a checkpoint, and with any batch size. What a notebook draws stays as it was."""
+    run, losses = tmp_path / "run", []
+    for flags in "--batch_size 4", "--batch_size 4 --grad_accum 2", "--batch_size 2":
+        go(data, run, f"--mod coins:rate=0.4 --max_iters 1 --lr 1e-30 --gate_lr 0 --overwrite {flags} --residual nag")
+        losses.append([entry["val_loss"] for entry in metrics(run).values()])
+    model, found = train.open_run(run)
+    x, y = prepare.windows_of(data, "val", 32, 8)
+    before = torch.get_rng_state()
+    nats, _, skipped = train.evaluate(model, x, y, torch.ones(320))
+    assert torch.equal(torch.get_rng_state(), before) and skipped > 0.2
+    assert {nats} == {loss for each in losses for loss in each}
 
 def test_steps_by_hand(data, tmp_path):
     """Weights - lr x clipped gradients, and nothing else. Norms of blocks are logged, unclipped."""
     go(data, tmp_path, "--optimizer sgd --beta1 0 --weight_decay 0 --lr 0.5 --warmup 0.5 --min_lr 1 "
                        "--grad_clip 0.25 --grad_accum 2 --max_iters 6 --log_interval 1")
     ckpt = load(tmp_path)
-    model = GPT(GPTConfig(**ckpt["model_config"]))
+    model = train.open_run(tmp_path)[0]
+    model.load_state_dict(GPT(model.config).state_dict())   # its first weights
+    model.train()
     text = SimpleNamespace(shards=prepare.open_split(data, "train", 32))
     for step in range(6):
         model.zero_grad()
@@ -211,7 +222,7 @@ def test_muon_is_torchs(monkeypatch):
         optimizer = optimizer(weights)
         for step in range(4):
             for weight in weights:
-                # In the first step it is 0, as for the matrices of --residual rezero.
+                # In the first step it is 0, as for a sublayer behind a gate of 0.
                 weight.grad = torch.randn(weight.shape, generator=rng) * (step > 0)
             optimizer.step()
         return weights
@@ -225,10 +236,11 @@ def test_muon_is_torchs(monkeypatch):
     assert (still == 1).all()
 
 def test_equalized_gradients(data, tmp_path):
-    grads = [[torch.randn(3, 2), torch.randn(4)], [torch.randn(5) * 100], [torch.zeros(2)]]
-    norms = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
-    train.equalize(grads, norms)
-    after = torch.stack([torch.nn.utils.get_total_norm(each) for each in grads])
+    model = GPT(GPTConfig(**TINY))
+    for block, size in zip(model.blocks, (1, 100, 0)):
+        for p in block.parameters():
+            p.grad = torch.randn_like(p) * size
+    norms, after = train.norms_of_blocks(model, True), train.norms_of_blocks(model, False)
     assert torch.allclose(after[:2], norms.square().mean().sqrt().expand(2)) and after[2] == 0
     flags = "--max_iters 3 --log_interval 1 --optimizer sgd --lr 1 --grad_clip 0"   # 0: no clipping
     for name, flag in ("plain", ""), ("equal", "--equalize_grads"):   # The flag does it.
@@ -237,6 +249,7 @@ def test_equalized_gradients(data, tmp_path):
     assert plain[0]["loss"] == equal[0]["loss"] and plain[2]["loss"] != equal[2]["loss"]
     go(data, tmp_path / "rarely", f"{flags} --equalize_grads".replace("log_interval 1", "log_interval 3"))
     assert reports(tmp_path / "rarely")[-1]["loss"] == equal[2]["loss"]   # Each step has equal ones.
+    assert "--equalize_grads: adamw hardly sees" in refused(go, data, tmp_path / "x", "--equalize_grads")
 
 @pytest.mark.parametrize("mod", ["router:rate=0.25", "coins:rate=0.4"])
 def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
@@ -244,7 +257,7 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or manual_seed(seed))
     go(data, tmp_path, f"--mod {mod} --max_flops 3e8 --log_interval 1 --grad_accum 2")
     entries, model = reports(tmp_path), train.open_run(tmp_path)[0]
-    coins = [seed for seed in seeds if seed]   # others in each step, and in each part of a batch
+    coins = [seed for seed in seeds if seed > 999]   # others in each step, and in each part of a batch
     assert len({*coins}) == len(coins) == 2 * len(entries) > 4
     spent, dense = [0, *(entry["flops"] for entry in entries)], 3 * 128 * flops_per_token(model)
     assert spent[-2] < 3e8 <= spent[-1] == load(tmp_path)["flops"]
@@ -255,10 +268,6 @@ def test_executed_flops_end_a_run(data, tmp_path, monkeypatch, mod):
     assert entries[-1]["lr"] < 1.3 * 0.1 * 6e-3   # The schedule ends, too.
     assert resume(tmp_path) == 0 and reports(tmp_path) == entries   # Nothing is left to do.
 
-def test_a_training_step_costs_three_forward_passes(copy):
-    ckpt, model = load(copy), train.open_run(copy)[0]
-    assert ckpt["flops"] == pytest.approx(ckpt["step"] * 3 * 128 * flops_per_token(model))
-
 def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch, capsys):
     """A step takes one second here, and an evaluation 100."""
     now = [0]
@@ -267,14 +276,19 @@ def test_speed_is_measured_without_pauses(data, tmp_path, monkeypatch, capsys):
     def evaluate(*args):
         pass_time(100)
         return 1.0, 1.0, 0.0
+    get_batch = train.get_batch
     monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(train, "constrain_weights", lambda model: pass_time(1))
+    monkeypatch.setattr(train, "get_batch", lambda *args: pass_time(1) or get_batch(*args))
     monkeypatch.setattr(train, "evaluate", evaluate)
     go(data, tmp_path, "--max_iters 4 --log_interval 2 --eval_interval 3")
     found = train.read_metrics(tmp_path)
     assert found[2]["tok_s"] == found[4]["tok_s"] == 4 * 32
+    assert {step: entry["seconds"] for step, entry in found.items()} == {0: 0, 2: 2, 3: 3, 4: 4}
     said = capsys.readouterr().out   # Of 4 iterations of a second, 2 were left.
     assert "128 tokens/s, " in said and " GFLOP/s | 0:00:02 left" in said
+    now[0] += 1e6   # The run waits for its second part.
+    resume(tmp_path, "--max_iters 6 --log_interval 2")
+    assert train.read_metrics(tmp_path)[6]["seconds"] == 6 and train.read_metrics(tmp_path)[6]["tok_s"] == 4 * 32
 
 # --------------------------------------------------------------------------------- settings
 
@@ -298,7 +312,7 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
     assert parsed(f"--config {tmp_path}/mine.json {flags}")[1].lr == rate
 
 @pytest.mark.parametrize("text, flags, words", [
-    ('{"n_layers": 6}', "", "--n_layers: unknown flag"), ('{"tie": true}', "", "git checkout e690699"),
+    ('{"n_layers": 6}', "", "--n_layers: unknown flag"), ('{"overwrite": true}', "", "type --overwrite"),
     ("{", "", "mine.json: no settings there"), ("[1]", "", "mine.json: no settings there"),
     ('{"lr": "x"}', "", "--lr 'x': must be a number"), ('{"lr": true}', "", "--lr True: must be"),
     ('{"batch_size": 2.5}', "", "--batch_size 2.5: must be a whole number"),
@@ -307,9 +321,6 @@ def test_a_rate_is_taken_where_the_optimizer_is(tmp_path, text, flags, rate):
 def test_mistakes_in_a_file_of_settings(tmp_path, text, flags, words):
     (tmp_path / "mine.json").write_text(text)
     assert words in refused(parsed, f"--config {tmp_path}/mine.json {flags}")
-
-def test_a_resumed_run_has_a_usual_rate_too(copy):
-    assert parsed(f"--out {copy} --resume --lr 0")[1].lr == train.RATES[settings(copy)["optimizer"]]
 
 def changes(run):
     found = {step: {key.removeprefix("--"): value for key, value in entry.items() if key.startswith("--")}
@@ -333,35 +344,22 @@ def test_changed_settings_are_recorded(copy, tmp_path, capsys):
     assert parsed(f"--out {copy} --resume")[1].lr == train.open_run(copy)[1]["lr"] == 0.003
     with pytest.raises(KeyboardInterrupt):   # A change stays, also if it is stopped before it saves.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train, "forward_and_backward", Mock(side_effect=KeyboardInterrupt))
+            patch.setattr(train, "get_batch", Mock(side_effect=KeyboardInterrupt))
             resume(copy, "--max_iters 15 --lr 0.002")
     assert parsed(f"--out {copy} --resume")[1].lr == 0.002
     assert main(f"--config {copy} --out {tmp_path}/new") == 0
     assert max(metrics(tmp_path / "new")) == 8
     assert metrics(tmp_path / "new")[4] == metrics(copy)[4]
 
-def test_a_run_of_the_fourth_edition(data, copy):
-    """Its checkpoint has no settings. Its log has what was changed."""
-    def as_then(ckpt):
-        del ckpt["settings"]
-        ckpt["model_config"]["tie"] = False
-    edited(as_then)(copy / "ckpt.pt")
-    edited(lambda config: config.update(tie=False))(copy / "config.json")
-    with open(copy / "metrics.jsonl", "a") as log:
-        log.write('{"step": 4, "--lr": 0.004}\n')
-    assert train.open_run(copy)[1]["lr"] == 0.004
-    assert resume(copy, "--max_iters 9") == 0 and load(copy)["settings"]["lr"] == 0.004
-    assert changes(copy) == {4: dict(lr=0.004), 8: dict(max_iters=9)}
-    edited(lambda ckpt: ckpt["model_config"].update(tie=True))(copy / "ckpt.pt")
-    assert "git checkout e690699" in refused(train.open_run, copy)
+def test_a_run_of_an_older_edition_gets_one_sentence(copy):
+    edited(lambda ckpt: [ckpt.pop("val_loss"), ckpt.update(model_config={})])(copy / "ckpt.pt")
+    assert "no checkpoint of this edition of train.py" in refused(train.open_run, copy) == refused(resume, copy)
 
 @pytest.mark.parametrize("name", ["activation", "gate_lr", "eval_windows"])
 def test_a_run_from_before_a_flag_opens(copy, tmp_path, name):
     """A hacker adds a field with a default. Runs that lack it go on as if they had it."""
     edited(lambda config: config.pop(name))(copy / "config.json")
     edited(lambda ckpt: ckpt["settings"].pop(name))(copy / "ckpt.pt")
-    if name == "activation":
-        edited(lambda ckpt: ckpt["model_config"].pop(name))(copy / "ckpt.pt")
     model, _ = train.open_run(copy)
     assert model.config.activation == "gelu"
     sample.main([str(copy), "--max_new_tokens", "2", "--device", "cpu"])
@@ -375,7 +373,7 @@ def test_init_from(data, copy, tmp_path):
     edited(lambda meta: meta.update(name="other"))(other / "meta.json")
     def begin(out, flags):
         return main(f"--init_from {copy} --data {other} --out {tmp_path / out} --device cpu {flags}")
-    assert begin("new", "--lr 1e-30 --gate_lr 0 --max_iters 2 --seed 9") == 0
+    assert begin("new", "--lr 1e-30 --max_iters 2 --seed 9") == 0
     new, config = load(tmp_path / "new"), settings(tmp_path / "new")
     assert same_weights(new, load(copy)) and new["step"] == 2
     assert (config["init_from"], config["data"], config["n_embd"]) == (str(copy), str(other), 32)
@@ -386,16 +384,76 @@ def test_init_from(data, copy, tmp_path):
     assert "12: " in refused(parsed, f"--config {ROOT}/configs/gpt2.json --init_from {copy}")
     (tmp_path / "mine.json").write_text(json.dumps(dict(init_from=str(copy))))
     assert parsed(f"--config {tmp_path}/mine.json")[0].n_embd == 32
-    # It has not learned a router.
-    assert "its weights do not fit" in refused(begin, "x", "--mod router")
     assert begin("coins", "--mod coins --seed 9 --max_iters 2") == 0
     assert main(f"--config {tmp_path}/coins --out {tmp_path}/replay") == 0
     same_run(tmp_path / "coins", tmp_path / "replay")
     go(data, tmp_path / "nag", "--residual nag --max_iters 1")
-    free = "--mod gain --gain_cost 1 --block_size 16 --deep_supervision --kernels off --max_iters 1"
+    free = "--mod gain:rate=0.25 --gain_cost 1 --block_size 16 --repeat 1:2 --deep_supervision --max_iters 1"
     assert begin("free", f"--init_from {tmp_path}/nag {free}") == 0
+    assert begin("router", "--mod router --max_iters 1") == 0   # What a decider learns begins anew.
+    assert begin("dense", f"--init_from {tmp_path}/router --mod all --max_iters 1") == 0
+    more = "--lr 1e-30 --max_iters 1"
+    assert begin("same", f"--init_from {tmp_path}/router {more}") == 0   # It goes on with the same decider.
+    assert same_weights(load(tmp_path / "same"), load(tmp_path / "router"))
     edited(lambda ckpt: ckpt["settings"].update(tokenizer="gpt2"))(copy / "ckpt.pt")
     assert "its tokens are those of gpt2" in refused(begin, "x", "")
+
+def test_a_model_trains_on_after_a_block_was_removed(data, tmp_path):
+    go(data, tmp_path / "run", "--n_layer 3 --max_iters 2 --residual nag")
+    flags = f"--init_from {tmp_path}/run --data {data} --lr 1e-30 --gate_lr 0 --max_iters 1"
+    assert main(f"{flags} --remove 2 --out {tmp_path}/pruned") == 0
+    whole, pruned = (train.open_run(tmp_path / name)[0] for name in ("run", "pruned"))
+    idx = torch.arange(32)[None]
+    wanted = whole(idx, trip=train.Trip(whole, without={3, 4}))[0]
+    assert pruned.config.n_layer == 2 and torch.allclose(pruned(idx)[0], wanted, atol=1e-6)
+    assert main(f"--config {tmp_path}/pruned --out {tmp_path}/replay") == 0
+    same_run(tmp_path / "pruned", tmp_path / "replay")
+    assert resume(tmp_path / "pruned", "--max_iters 2") == 0
+    for line, words in ((f"{flags} --remove 4", "blocks 1 to 3"), (f"{flags} --remove 1 --n_layer 3", "has 2"),
+                        ("--remove 1", "add --init_from"), ("--resume --out x --remove 1", "--remove")):
+        assert words in refused(main, line)
+
+def test_defaults_of_a_class_may_change(data, copy, tmp_path, monkeypatch, capsys):
+    """A run is saved with the values of its options. Of other code, its loss tells."""
+    class Scaled(Residual):
+        def __init__(self, config, l, by=0.5):
+            super().__init__(config, l)
+            self.by = by
+        def forward(self, x, f):
+            return x + self.by * f(self.norm(x))
+    class Edited(Scaled):
+        def __init__(self, config, l, by=2.0):
+            super().__init__(config, l, by)
+    monkeypatch.setitem(RESIDUALS, "mine", Scaled)
+    go(data, tmp_path / "mine", "--residual mine --max_iters 4")
+    monkeypatch.setitem(RESIDUALS, "mine", Edited)
+    for line in "", "--residual mine:by=0.50":
+        assert resume(tmp_path / "mine", f"{line} --max_iters 4") == 0
+    assert "other code" not in capsys.readouterr().out
+    assert "has mine:by=0.5," in refused(resume, tmp_path / "mine", "--residual mine")
+    model, found = train.open_run(tmp_path / "mine")
+    assert model.ends.by == 0.5 and train.data_of_run("mine", found, model=model) == (str(data), "")
+    monkeypatch.setattr(Edited, "forward", lambda self, x, f: x - f(self.norm(x)))
+    folder, says = train.data_of_run("mine", found, model=train.open_run(tmp_path / "mine")[0])
+    assert folder == str(data) and re.match("mine: has the validation loss .*other code, or other data", says)
+    assert resume(tmp_path / "mine") == 0 and "other code, or other data" in capsys.readouterr().out
+
+def test_first_weights_depend_on_the_seed(data, tmp_path, monkeypatch):
+    """... also where a class draws them as it likes. What a notebook draws stays as it was."""
+    class Drawn(Residual):
+        def __init__(self, config, l):
+            super().__init__(config, l)
+            if self.has_sublayer:
+                self.b = torch.nn.Parameter(torch.randn(config.n_embd))
+        def forward(self, x, f):
+            return x + self.b * f(self.norm(x))
+    monkeypatch.setitem(RESIDUALS, "drawn", Drawn)
+    before = torch.get_rng_state()
+    for name, seed in ("a", 1), ("b", 1), ("c", 2):
+        torch.rand(5)
+        go(data, tmp_path / name, f"--residual drawn --max_iters 1 --seed {seed}")
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b") != metrics(tmp_path / "c")
+    torch.set_rng_state(before)
 
 # ------------------------------------------------------------------------ schedule and optimizers
 
@@ -444,44 +502,75 @@ def test_a_students_optimizer_resumes(data, tmp_path, monkeypatch, kind):
     assert resume(tmp_path / "parts", "--max_iters 8") == 0
     assert same_weights(load(tmp_path / "whole"), load(tmp_path / "parts"))
 
-def test_a_mistake_in_model_py_has_its_traceback(data, tmp_path, monkeypatch):
+class Dropped(Residual):
     def forward(self, x, f):
-        a, b, c, d = x   # too few values to unpack
-    monkeypatch.setitem(RESIDUALS, "mine", type("Mine", (Residual,), dict(forward=forward)))
-    with pytest.raises(ValueError, match="unpack"):
-        go(data, tmp_path / "new", "--residual mine")
+        return x + F.dropout(f(self.norm(x)), 0.5, self.training)
+
+needs_a_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")
 
 @pytest.mark.parametrize("flags", ["--checkpoint_blocks", pytest.param(
-    "--compile --checkpoint_blocks", marks=[pytest.mark.slow, pytest.mark.skipif(
-        not shutil.which("g++"), reason="torch.compile needs a C++ compiler here")])])
+    "--compile --checkpoint_blocks", marks=[pytest.mark.slow, needs_a_compiler])])
 def test_checkpointed_and_compiled_runs(data, tmp_path, monkeypatch, flags):
-    monkeypatch.setattr(train, "ForTraining", Mock(wraps=train.ForTraining))
-    for name, more in ("plain", ""), ("switched", flags):
-        go(data, tmp_path / name, f"--mod coins:rate=0.3 --max_iters 4 --log_interval 1 {more}")
-    plain, switched = ([entry["loss"] for entry in reports(tmp_path / name)]
-                       for name in ("plain", "switched"))
-    assert switched == pytest.approx(plain, rel=1e-4)
-    (_, compiles, checkpoints), _ = train.ForTraining.call_args
+    """Gradients are the same, also of a residual that draws numbers."""
+    monkeypatch.setitem(RESIDUALS, "dropped", Dropped)
+    monkeypatch.setattr(train, "for_training", Mock(wraps=train.for_training))
+    residuals = ["pre"] if "--compile" in flags else ["pre", "dropped"]
+    for residual in residuals:
+        for name, more in ("plain", ""), ("switched", flags):
+            go(data, tmp_path / name, f"--residual {residual} --mod coins:rate=0.3 --max_iters 4 --log_interval 1 "
+                                      f"--overwrite {more}")
+        plain, switched = ([[entry["loss"], entry["grad_norm"]] for entry in reports(tmp_path / name)]
+                           for name in ("plain", "switched"))
+        assert np.array(switched) == pytest.approx(np.array(plain), rel=1e-4)
+    (*_, compiles, checkpoints), _ = train.for_training.call_args
     assert checkpoints and compiles == ("--compile" in flags)
+
+def test_no_compiler(data, tmp_path, monkeypatch):
+    """One sentence, before anything is written"""
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=RuntimeError("No working C++ compiler\nfound")))
+    assert "install a C++ compiler" in refused(go, data, tmp_path / "x", "--compile")
+    assert not (tmp_path / "x").exists()
+
+def test_bfloat16_is_for_products_only(data, tmp_path):
+    """Weights, norms and the stream stay float32, and so do draws."""
+    for dtype in "auto", "float32", "bfloat16":   # On a CPU, auto is float32.
+        go(data, tmp_path / dtype, f"--residual nag --mod coins:rate=0.3 --dtype {dtype} --max_iters 6 --log_interval 1")
+    auto, float32, bfloat16 = (reports(tmp_path / dtype) for dtype in ("auto", "float32", "bfloat16"))
+    assert auto == float32 != bfloat16
+    for one, other in zip(float32, bfloat16):
+        assert one["skip_rate"] == other["skip_rate"] and one["loss"] == pytest.approx(other["loss"], rel=0.02)
+    ckpt = load(tmp_path / "bfloat16")
+    assert {weight.dtype for weight in ckpt["model"].values()} == {torch.float32}
+    assert ckpt["settings"]["dtype"] == "bfloat16" and resume(tmp_path / "bfloat16", "--max_iters 7") == 0
+    model = GPT(GPTConfig("nag", **TINY))
+    model.compute_in(torch.bfloat16)
+    for stream in model.walk(torch.arange(9)[None]):
+        assert {part.dtype for part in stream} == {torch.float32}
+    assert model(torch.arange(9)[None])[0].dtype == torch.float32
+    assert model.blocks[0].attn.c_attn(torch.randn(2, 16)).dtype == torch.bfloat16
 
 # -------------------------------------------------------------------------------- resume
 
 def at_step(number, action, monkeypatch):
-    """action(model) during this step of what is trained next, counted from 1"""
-    steps, constrain = iter(range(1, 999)), train.constrain_weights
-    def constrained(model):
-        if next(steps) == number:
-            action(model)
-        constrain(model)
-    monkeypatch.setattr(train, "constrain_weights", constrained)
+    """action(model) after this step of what is trained next, counted from 1"""
+    models, left, usual = [], iter(range(number, -999, -1)), torch.optim.AdamW.step
+    def make_model(config):
+        models.append(make(config))
+        return models[-1]
+    def step(self, *args):
+        usual(self, *args)
+        if next(left) == 1:
+            action(models[-1])
+    make = train.make_model
+    monkeypatch.setattr(train, "make_model", make_model)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
 
 @pytest.mark.parametrize("number, flags", [
     (signal.SIGHUP, "--residual nag --gain_cost 0.1 --mod gain:below=0.3 --grad_accum 2"),
-    (signal.SIGINT, "--residual ngpt --optimizer muon --lr 0.02 --schedule wsd"),
-    (signal.SIGTERM, "--residual layerscale --mod coins:rate=0.3"),
-    (signal.SIGTERM, "--residual nag --mod coins:rate=0.3"),
-    (signal.SIGINT, "--residual hyper --optimizer sgd --lr 0.1"),
-    (signal.SIGTERM, "--residual skipinit --mod router:rate=0.25")])
+    (signal.SIGINT, "--residual attnres --optimizer muon --lr 0.02 --schedule wsd"),
+    (signal.SIGTERM, "--residual nag --mod gain:rate=0.3 --optimizer muon"),
+    (signal.SIGTERM, "--residual gated --mod coins:rate=0.3"),
+    (signal.SIGTERM, "--mod router:rate=0.25")])
 def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, capsys, number, flags):
     flags = f"{flags} --max_iters 24 --log_interval 3 --eval_interval 10"
     assert go(data, tmp_path / "whole", flags) == 0
@@ -493,14 +582,12 @@ def test_resume_after_a_signal_is_bit_identical(data, tmp_path, monkeypatch, cap
     same_run(tmp_path / "whole", tmp_path / "parts")
     assert "--mod" not in flags or reports(tmp_path / "parts")[-1]["skip_rate"] > 0.1
 
-def test_runners_of_a_training_know_its_progress(data, tmp_path, monkeypatch):
-    seen = []
-    class Spy(train.Runner):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            if self.gain_has_cost:   # This is not an evaluation.
-                seen.append(self.progress)
-    monkeypatch.setattr(train, "Runner", Spy)
+def test_trips_of_a_training_know_its_progress(data, tmp_path, monkeypatch):
+    seen, needed_trip = [], train.needed_trip
+    def spy(model, *progress):   # An evaluation gives none.
+        seen.extend(progress)
+        return needed_trip(model, *progress)
+    monkeypatch.setattr(train, "needed_trip", spy)
     go(data, tmp_path, "--residual nag --gain_cost 1 --max_iters 4 --grad_accum 2")
     resume(tmp_path, "--max_iters 5")
     assert seen == [0, 0, 1/4, 1/4, 2/4, 2/4, 3/4, 3/4, 4/5, 4/5]
@@ -508,22 +595,31 @@ def test_runners_of_a_training_know_its_progress(data, tmp_path, monkeypatch):
     assert seen[10:12] == [1/2, 1/2] and len(seen) == 20
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="forks; see start")
-def test_kill_9(data, tmp_path):
-    """... while the n-th file is written: config.json, ckpt.pt of steps 0, 10, 20"""
+@pytest.mark.parametrize("n", range(1, 6))
+def test_kill_9(data, finished, tmp_path, n):
+    """... while the n-th file is written: ckpt.pt, config.json and metrics.jsonl of step 0, ckpt.pt of 10, of 20.
+    The folder is new, or it holds a run that is to be replaced, which stays until the first ckpt.pt is whole."""
     flags = "--residual nag --max_iters 20 --log_interval 5 --eval_interval 10"
     go(data, tmp_path / "whole", flags)
-    for n, begin_again in enumerate(["", "--or_resume", "--or_resume", "--resume"], 1):
-        killed = tmp_path / f"killed{n}"
+    for name, how in ("new", ""), ("replaced", "--overwrite"):
+        killed = tmp_path / name
+        if how:
+            shutil.copytree(finished, killed)
         pid = os.fork()
         if pid == 0:
             left = list(range(n))
             os.fsync = lambda file: left.pop() or os.kill(os.getpid(), signal.SIGKILL)
             try:
-                go(data, killed, flags)
+                go(data, killed, f"{flags} {how}")
             finally:
                 os._exit(0)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL and any(killed.glob(HALF))
-        assert go(data, killed, f"{flags} {begin_again}") == 0 and not any(killed.glob(HALF))
+        if how and n == 1:
+            assert content(killed).items() >= content(finished).items()
+            assert go(data, killed, f"{flags} --overwrite") == 0
+        else:
+            assert go(data, killed, f"{flags} --or_resume") == 0
+        assert not any(killed.glob(HALF)) and settings(killed) == settings(tmp_path / "whole")
         same_run(tmp_path / "whole", killed)
 
 def test_or_resume_of_a_run_that_is_there(data, finished, copy):
@@ -555,11 +651,6 @@ def test_what_is_behind_the_checkpoint(copy, end):
     assert {line["step"] for line in lines} == {0, 4, 8, 12}
     assert metrics(copy)[12].keys() >= {"loss", "val_loss"}
 
-def test_after_a_loss_that_is_not_finite_nothing_is_saved(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
-    assert "not finite" in refused(go, data, tmp_path / "new")
-    assert not (tmp_path / "new/ckpt.pt").exists()
-
 def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     """A weight gets infinite in step 8, and no checkpoint has it. And a gradient does: clipping makes
     it a zero, so the weights don't show it, and a status line finds it."""
@@ -574,9 +665,12 @@ def test_nothing_that_is_not_finite_is_saved(data, tmp_path, monkeypatch):
     assert load(pause)["step"] == 4 and resume(pause) == 0 and metrics(pause)[12]["val_loss"] > 0
     at_step(8, lambda model: (poison(model), signal.raise_signal(signal.SIGTERM)), monkeypatch)
     stops(tmp_path / "stopped", 8, "--log_interval 100 --eval_interval 100")   # It is not evaluated then.
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
+    monkeypatch.setattr(train, "clip_grad_norm_", lambda *args: torch.tensor(math.inf))
     stops(gradient, 1, "--log_interval 1")
     assert load(gradient)["step"] == 0
+    monkeypatch.setattr(train, "evaluate", lambda *args: (math.nan, math.nan, 0.0))
+    assert "iteration 0: the validation loss is not finite; look" in refused(go, data, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 # --------------------------------------------------------------------------------- run folders
 
@@ -616,12 +710,11 @@ def test_two_runs_in_one_folder(data, copy):
     assert go(data, copy, "--overwrite --max_iters 3") == 0   # The folder is free again.
     assert list(metrics(copy)) == [0, 3] and load(copy)["step"] == 3
 
-def test_overwrite_leaves_nothing_of_the_old_run(data, copy, monkeypatch):
-    """... not even if the new one is stopped before its first checkpoint"""
+def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(finished, data, copy, monkeypatch):
     monkeypatch.setattr(train, "evaluate", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         go(data, copy, "--overwrite")
-    assert {*content(copy)} == {"config.json"}
+    assert content(copy) == content(finished)
 
 def test_what_a_new_run_may_find(data, finished, tmp_path):
     """A folder that holds a run is refused, and one of another program. Notes are no obstacle.
@@ -685,7 +778,7 @@ def test_a_class_that_has_gone(data, tmp_path, monkeypatch):
         patch.setitem(DECIDERS, "mine", DECIDERS["coins"])
         go(data, tmp_path, "--mod mine --max_iters 1")
     for sentence in (refused(train.open_run, tmp_path), refused(resume, tmp_path),
-                     refused(main, f"--config {tmp_path}")):
+                     refused(main, f"--config {tmp_path} --out {tmp_path}/x")):
         assert "--mod mine" in sentence and "choose from all" in sentence
 
 # ------------------------------------------------------------------- signals, threads, and errors
@@ -737,6 +830,7 @@ def test_what_a_user_can_mend_is_one_sentence(error, words):
 
 @pytest.mark.parametrize("flags, tolerance", [
     ("--residual nag --gain_cost 0.1 --mod gain:below=0.3", 2e-3),   # A gain may be on either side.
+    ("--residual nag --mod gain:rate=0.3", 2e-3),   # It has one threshold.
     ("--mod coins:rate=0.4", 1e-4),
     ("--mod router:rate=0.25", 1e-5),
     ("--optimizer muon --lr 0.02 --residual attnres", 2e-2)])
@@ -779,7 +873,7 @@ def test_processes_stop_together(data, tmp_path):
     wait_for(killed / "ckpt.pt", two[0])
     two[1].kill()
     assert wait(*two) == [1, -signal.SIGKILL]
-    wild = "--lr 1e3 --gate_lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0 --log_interval 1"
+    wild = "--lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0 --log_interval 1"
     two = start_two(tmp_path, f"--out {out} --resume --max_iters {begun + 50} {wild}")
     assert wait(*two) == [1, 1] and load(out)["step"] == begun + 2
     assert "lower --lr" in said()[0].splitlines()[-1]
@@ -816,12 +910,13 @@ REFUSED = [   # a command line, perhaps after a variable, and the words that its
     ("--repeat 1-2:999", "--repeat 1-2:999"), ("--config nothing", "nothing: no settings there"),
     ("--out ''", "--out '': is empty"), ("--out file", "is a file"), ("--out {long}", "too long"),
     ("--grad_accum 4 --batch_size 6", "multiple of grad_accum x processes, 4 x 1"),
-    ("config=x.py", "flags begin with --"), ("my run", "need quotes"),
+    ("config=x.py", "flags begin with --"), ("--gate_lr 1 --residual pre", "nothing in --residual pre trains with it"),
     ("--lr", "=-VALUE"), ("--or_resume", "give --out"), ("--or_resume --overwrite --out {run}", "contradict"),
     ("--resume", "--out"), ("--resume --config x.json --out x", "--config"),
     ("--resume --init_from {run} --out {run}", "--init_from"),
     ("--resume --overwrite --out {run}", "contradict"),
     ("--resume --out {run} --n_embd 64", "has 32, and can't change it"),
+    ("--resume --out {run} --repeat 1:2", "has none, and can't change it"),
     ("--resume --out nowhere", "no checkpoint there"), ("--init_from file", "name the folder"),
     ("--resume --out {run} --max_iters 7", "has 8 already"), ("--data nowhere", "no data set there"),
     ("--resume --out {run} --batch_size 8", "--batch_size 8"),
@@ -857,4 +952,4 @@ def test_help(capsys):
     assert all(f"{rate:g} for {each}" in " ".join(text.split()) for each, rate in rates.items())
     titles = "skipping", "run", "optimizer", "machine", "residuals, with their options"
     assert all(f"\n{title}:" in text for title in titles)
-    assert all(f"\n  {name}" in text for name in RESIDUALS) and "\n  hyper:kind=lite,n=4" in text
+    assert all(f"\n  {name}" in text for name in RESIDUALS) and "\n  hyper:kind=identity,n=4" in text
