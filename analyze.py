@@ -387,7 +387,7 @@ def magnitudes(run):
     next reader's own mixture does so, too. Gradient: see fan_in. Source: arXiv:2603.15031."""
     def of_idx(idx):
         found = Pass(run.model, idx)
-        sums = [run.model.ends.sum_of_updates(stream) for stream in found.streams[1:]]
+        sums = [run.model.ends.running_sum(stream) for stream in found.streams[1:]]
         sizes = [torch.stack([rms(x).mean() for x in each])
                  for each in (found.updates, found.raws[:-1], sums)]
         return torch.stack([*sizes, found.degrees().mean((1, 2))])
