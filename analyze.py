@@ -39,8 +39,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (AttnRes, ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream, num_params,
-                   places_of, unit)
+from model import (AttnRes, ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream,
+                   num_params, places_of, unit)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
@@ -387,7 +387,7 @@ def magnitudes(run):
     next reader's own mixture does so, too. Gradient: see fan_in. Source: arXiv:2603.15031."""
     def of_idx(idx):
         found = Pass(run.model, idx)
-        sums = [run.model.ends.sum_of_updates(stream) for stream in found.streams[1:]]
+        sums = [run.model.ends.running_sum(stream) for stream in found.streams[1:]]
         sizes = [torch.stack([rms(x).mean() for x in each])
                  for each in (found.updates, found.raws[:-1], sums)]
         return torch.stack([*sizes, found.degrees().mean((1, 2))])
