@@ -309,7 +309,7 @@ def seeded(config, name):
 @torch.no_grad()
 def init_weights(model):
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, (CastLinear, nn.Embedding)):   # What else there is draws for itself.
             std = first_std(model.config, name, module.weight.shape[1])
             module.weight.normal_(std=std, generator=seeded(model.config, name))
     for block in model.blocks:
@@ -464,8 +464,7 @@ class Template(Residual):
     Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
     argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
     trains at --gate_lr. An init_sublayer that does nothing lets c_proj start as large as other
-    matrices. Use nn.Parameter for what you add: the weights of an nn.Linear are drawn anew after
-    __init__. If a stream has several parts, write start, and, if x isn't the first, as_tensor."""
+    matrices. If a stream has several parts, write start, and, if x isn't the first, as_tensor."""
     def __init__(self, config, l, first=1.0):   # first: b before training
         super().__init__(config, l)
         if self.has_sublayer:   # model.ends only starts and finishes, so it needs no b.
@@ -823,7 +822,7 @@ def doubly_stochastic(logits, steps=20):
         logits = logits - logits.logsumexp(-1, keepdim=True)
     matrix = logits.exp()
     # Rows sum to 1 now, columns only nearly: after a training, some were off by 0.99. So columns
-    # above 1 shrink. Then row i lacks r_i, column j lacks c_j, and entry (i, j) gets r_i c_j / sum(c)
+    # above 1 shrink. Then row i lacks r_i, column j lacks c_j, and (i, j) gets r_i c_j / sum(c)
     # (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2).
     matrix = matrix / matrix.sum(-2, keepdim=True).clamp_min(1)
     r, c = 1 - matrix.sum(-1, keepdim=True), 1 - matrix.sum(-2, keepdim=True)
@@ -1209,6 +1208,9 @@ class Router(Decider):
         self.share_that_runs = 1 - rate * len(order) / n_routed
         self.routers = nn.ModuleList(
             [nn.Linear(config.n_embd, 1, bias=False) for _ in range(config.n_layer // 2)])
+        for i, router in enumerate(self.routers):
+            std, name = first_std(config, "router", config.n_embd), f"decider.routers.{i}"
+            nn.init.normal_(router.weight, std=std, generator=seeded(config, name))
 
     def forward(self, trip):
         block, x, notes = trip.residual.block, trip.stream, trip.notes

@@ -35,7 +35,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
-from unittest import mock
 
 import numpy as np
 import torch
@@ -49,8 +48,7 @@ import prepare
 from flags import (TYPE_NAMES, Mistake, flag, make_configs, mute, option_defaults,
                    read_command_line, read_options, refuse, start)
 from model import (DECIDERS, GPT, Coins, Decider, GPTConfig, KVCache, RESIDUALS, Residual, Trip,
-                   call_residual, flops_per_token, for_training, make_decider, make_residual,
-                   needed_trip, num_params)
+                   call_residual, flops_per_token, for_training, needed_trip, num_params)
 
 # torchrun starts several processes, and numbers them. The first one, 0, speaks and writes files.
 RANK = int(os.environ.get("RANK", 0))
@@ -783,7 +781,6 @@ def look_for_mistakes(config):
     # The depth and the width are yours, and all else is small.
     small = replace(config, block_size=4, vocab_size=8, mlp_ratio=0.1, kernels="off")
     with errors_named(rule.__name__):
-        look_at_linears(rule.__name__, lambda: make_residual(small, 1))
         model = make_model(small)
         look_at_parts(rule.__name__, model)
         try_training(rule.__name__, model, Decider(), model.residuals())   # All tokens run.
@@ -793,7 +790,6 @@ def look_for_mistakes(config):
             try_training(rule.__name__, model, Coins(small, rate=0.5))
     if decider is not Decider:
         with errors_named(decider.__name__):
-            look_at_linears(decider.__name__, lambda: make_decider(small))
             try_training(decider.__name__, model, model.decider, [model.decider])
             try_reading(decider.__name__, model, model.decider)
             model.decider.after_iteration([one_pass(model, model.decider)[2]], mean_of_all=float)
@@ -829,16 +825,6 @@ def errors_named(who):
         what = " ".join(str(error).split())[:200]
         raise Mistake(f"{who} fails in line {last.lineno} of {last.filename}, {last.line!r}: "
                       f"{what}") from error
-
-def look_at_linears(name, make):
-    """GPT draws the weight of each nn.Linear anew, whatever a class has set it to."""
-    with mock.patch("torch.nn.Linear.reset_parameters",
-                    lambda linear: torch.nn.init.constant_(linear.weight, 0.125)):
-        made = make()
-    for key, module in made.named_modules():
-        if isinstance(module, torch.nn.Linear) and (module.weight != 0.125).any():
-            raise Mistake(f"{name} sets {key}.weight, which GPT draws anew, as each nn.Linear's; "
-                          f"use nn.Parameter, which stays as it is")
 
 def look_at_parts(name, model):
     known = {key for residual in model.residuals() for key, _ in residual.named_parameters()}

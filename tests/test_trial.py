@@ -44,11 +44,11 @@ class NoSuper(M.Residual):
         self.b = nn.Parameter(torch.ones(config.n_embd))
 
 class ZeroGate(Good):
-    def __init__(self, config, l, set_weight=nn.init.zeros_):
+    def __init__(self, config, l):
         super().__init__(config, l)
         if self.has_sublayer:
             self.gate = nn.Linear(config.n_embd, config.n_embd)
-            set_weight(self.gate.weight)
+            nn.init.zeros_(self.gate.weight)
 
     def forward(self, x, f):
         return x + self.b * self.gate(x).sigmoid() * f(self.norm(x))
@@ -114,7 +114,6 @@ def good(name, forward=None, **methods):
         Good.forward(self, stream[0], f), stream[1] + 1)), "Counts, where some tokens skip"),
     (good("Infinite", lambda x, new: x / 0 + new), "numbers that are not finite"),
     (OfEnds, "OfEnds: b gets no gradient"), (OfEnds, "model.ends has no sublayer"),
-    (ZeroGate, "ZeroGate sets gate.weight"), (partial(ZeroGate, set_weight=partial(nn.init.normal_, std=0.01)), "sets gate"),
     (Table, "FLOPs per token ran"), (good("Numpy", lambda x, new: new * np.random.normal()), "that --seed doesn't reach"),
     (good("Generator", lambda x, new: new * np.random.default_rng().normal()), "that --seed doesn't reach"),
     (like(M.NAG, "NoGain", forward=lambda self, stream, f: M.NAG.forward(self, stream, f)), "3 positional arguments but 4"),
@@ -178,10 +177,14 @@ def test_a_right_residual_passes(monkeypatch):
     first_weights = like(M.Residual, "FirstWeights", init_sublayer=lambda self, sublayer: None)
     wide = like(Good, "Wide", forward=lambda self, x, f: Good.forward(self, x.unflatten(-1, (4, 4)).flatten(-2), f))
     counted = like(Table, "Counted", flops=lambda self: 0)
-    gate = partial(ZeroGate, set_weight=lambda weight: None)
     for kind in (Good, DictStream, ListStream, NamedStream, Rates, OnlyItsNorm, Noise, unpacks_only, first_weights,
-                 wide, counted, gate):
+                 wide, counted, ZeroGate):
         assert told(monkeypatch, M.RESIDUALS, kind) is None, kind
+
+def test_what_a_class_sets_stays(monkeypatch):
+    monkeypatch.setitem(M.RESIDUALS, "mine", ZeroGate)
+    model = train.make_model(M.GPTConfig(**SMALL | dict(residual="mine")))
+    assert all(residual.gate.weight.eq(0).all() for residual in model.residuals()[:-1])
 
 def test_ours_pass():
     def passes(**config):
@@ -232,10 +235,7 @@ def bools(test):
     (Learned, "Learned: w gets no gradient"),
     (like(Multiplies, "Uncounted", forward=lambda self, trip: trip.notes.update(
         weight=trip.stream @ self.w.diag() @ self.w) or True), "decider adds its own"),
-    (like(M.ByGain, "Moves", after_iteration=lambda self, trips: None), "Moves fails"),
-    (like(M.Decider, "Zero", __init__=lambda self, config: (M.Decider.__init__(self, config), setattr(
-        self, "g", nn.Linear(config.n_embd, 1)), nn.init.zeros_(self.g.weight)) and None, forward=lambda self, trip: True),
-     "Zero sets g.weight")], ids=lambda value: getattr(value, "__name__", None))
+    (like(M.ByGain, "Moves", after_iteration=lambda self, trips: None), "Moves fails")], ids=lambda value: getattr(value, "__name__", None))
 def test_a_mistake_in_a_decider_is_told(monkeypatch, kind, says):
     residual = "nag" if kind.needs_gain else "pre"
     assert says in told(monkeypatch, M.DECIDERS, kind, residual=residual, **dict(mod="mine:rate=0.2") if kind.needs_gain else {})
