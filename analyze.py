@@ -24,6 +24,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 import traceback
 from collections import namedtuple
 from dataclasses import dataclass
@@ -109,17 +110,13 @@ class Run:
         # Nats per token, and bits per byte of text, as train.py has them
         self.loss, self.bits, _ = evaluate(model, x, y, token_bytes)
 
-    def mean(self, of_idx, batches=None):
-        """of_idx(idx) -> a tensor, the mean over these windows. Returns that over all windows."""
-        return mean_over(batches or self.batches, lambda idx, targets: of_idx(idx))
-
     def share_that_ran(self, decider, batches=None):
         """-> the share of the tokens that ran each sublayer (2L,)"""
-        def shares(idx):
+        def shares(idx, targets):
             trip = Trip(self.model, decider)
             self.model(idx, trip=trip)
             return trip.who_ran().float().mean((1, 2))
-        return self.mean(shares, batches)
+        return mean_over(batches or self.batches, shares)
 
     @functools.cached_property
     def quarter_loss(self):
@@ -326,7 +323,7 @@ class Pass:
 
 # =================================================================== part 4: statistics of any text
 
-@stat("How fast it learns", y="validation loss (nats)")
+@stat("How fast it learns", y="validation loss (nats)", from_zero=False)
 def curves(run):
     """By iterations, by what was computed, and by time: who leads may depend on what you count. Is
     a gap still growing when the learning rate falls, at the end?
@@ -355,13 +352,13 @@ def magnitudes(run):
     Rms, a mean over tokens. Update: what a sublayer returns; 0 where a token skips. Read: before
     the norm. (NAG reads a direction, so 1.) Sum: what updates are added to. Turns: the angle
     between what a sublayer and what the next one reads. Source: arXiv:2603.15031."""
-    def of_idx(idx):
+    def of_batch(idx, targets):
         found = Pass(run.model, idx)
         sums = [run.model.ends.sum_of_updates(stream) for stream in found.streams[1:]]
         sizes = [torch.stack([rms(x).mean() for x in each])
                  for each in (found.updates, found.raws[:-1], sums)]
         return torch.stack([*sizes, found.degrees().mean((1, 2))])
-    update, read, sums, turned = run.mean(of_idx, run.quarter).tolist()
+    update, read, sums, turned = mean_over(run.quarter, of_batch).tolist()
     numbered = [*enumerate(update, 1)]
     falls = sum(after < 0.8 * before for before, after in itertools.pairwise(sums))
     return {"what is read (rms)": {"both": read}, "sum of updates (rms)": {"both": sums},
@@ -371,10 +368,10 @@ def magnitudes(run):
         f"{sum(read[-2:]) / max(1e-30, sum(read[:2])):.1f}-fold. The sum of updates falls {falls} "
         f"times by more than a fifth.")
 
-@stat("Who reads whom", draw="heat", y="reader (head: what predicts the next token)",
-      x="writer (e: the embedding; a1: attention of block 1; m1: its MLP)",
-      label="Dark: much of what the reader reads comes from this writer (part that is gone without "
-            "it).\nRows alike: all read one sum. Rows that differ: each reader chooses.")
+@stat("Who reads whom", draw="heat", x="writer (column)", y="reader (row)", power=0.6,
+      label="Part of what a reader (row) reads that is gone without a writer (column). Rows alike, "
+            "and paler below: all read one growing sum. Rows that differ: each reader chooses. e: "
+            "the embedding; a1, m1: attention and MLP of block 1; head: predicts the next token.")
 def reads(run):
     """Where all hand on one sum, as in PreNorm, rows look alike, and fade. Rules that choose have
     rows of their own. A dark diagonal is a chain, and a dark column is read by all.
@@ -383,7 +380,8 @@ def reads(run):
     The rules run again, with zeros for one writer's update, but no attention or MLP: this is the
     direct effect alone. NAG's head reads a length, too, which comes from the embedding. Alike: of
     two neighbours' rows, scaled to a sum of 1, the part that they share."""
-    effect = run.mean(lambda idx: Pass(run.model, idx).effects(), run.quarter).cpu().numpy()
+    effect = mean_over(run.quarter, lambda idx, targets: Pass(run.model, idx).effects())
+    effect = effect.cpu().numpy()
     names = [f"{kind}{number + 1}" for number in range(len(run.model.order)) for kind in "am"]
     table, alike = np.nan_to_num(effect), []
     for reader in range(1, len(table) - 2):   # and the next one, but the head; of what both read
@@ -414,7 +412,7 @@ def sinks(run):
     channel: max |x| / rms(x) of what is read before the norm. Kurtosis: 3 if it were normal."""
     if not run.model.decider.skippers_make_keys:
         raise NotHere("its tokens that skip have no keys, so attention is over others")
-    def of_idx(idx):
+    def of_batch(idx, targets):
         found = Pass(run.model, idx)
         rotation = run.model.rotation[:idx.shape[1]]
         shares = [attention_to_first(run.model.blocks[number].attn, rotation, x)
@@ -425,7 +423,7 @@ def sinks(run):
         kurtosis = x.pow(4).mean(-1) / x.square().mean(-1).square().clamp_min(1e-30)
         shares = torch.stack(shares).repeat_interleave(2)   # twice, to have one for each sublayer
         return torch.stack([shares, largest.mean((1, 2)), kurtosis.mean((1, 2))])
-    shares, largest, kurtosis = run.mean(of_idx, run.quarter).tolist()
+    shares, largest, kurtosis = mean_over(run.quarter, of_batch).tolist()
     T = run.batches[0][0].shape[1]   # If a query looks at all tokens alike, the first one gets:
     equal = np.mean(1 / np.arange(T // 2 + 1, T + 1))
     panels = {"attention to the first token": [*enumerate(shares, 1)][::2],
@@ -528,12 +526,12 @@ def pruning(run):
     after a block (ShortGPT, arXiv:2403.03853). Least worth: as in removal. Any: a mean of five
     orders. Stable: the rank correlation of gradients in both halves of the training."""
     logged, n_blocks = gradients_of(run), len(run.model.blocks)
-    def change(idx):
+    def change(idx, targets):
         raws = Pass(run.model, idx).raws[::2]   # before each block, and the head's
         return torch.stack([1 - F.cosine_similarity(*pair, dim=-1).mean()
                             for pair in itertools.pairwise(raws)])
     usual = np.zeros(n_blocks)
-    np.add.at(usual, run.model.order, run.mean(change, run.other_quarter).cpu().numpy())
+    np.add.at(usual, run.model.order, mean_over(run.other_quarter, change).cpu().numpy())
     rise = functools.cache(run.loss_rise_without)   # Different orders come to the same blocks.
     def line(order):
         return [rise(frozenset(order[:n])) for n in range(n_blocks)]
@@ -576,9 +574,9 @@ def fixed_sets(run, most):
     @functools.cache
     def loss(removed):
         return mean_loss(run.model, run.other_quarter, ALL_RUN, removed)
-    turned = run.mean(lambda idx: Pass(run.model, idx, ALL_RUN).degrees().mean((1, 2)),
-                      run.other_quarter)
-    weakest = (turned.argsort() + 1).tolist()   # The place with the least angle comes first.
+    def turned(idx, targets):
+        return Pass(run.model, idx, ALL_RUN).degrees().mean((1, 2))
+    weakest = (mean_over(run.other_quarter, turned).argsort() + 1).tolist()
     cheapest = sorted(weakest, key=lambda place: loss(frozenset([place])))
     greedy, sets = frozenset(), []
     for n in range(1, most + 1):
@@ -623,8 +621,8 @@ def skip_curve(run):
         f"{what.capitalize()} if 25 % of the sublayer runs are skipped: {', '.join(at_a_quarter)}; "
         f"if all run: {if_all_run:.2f}.")
 
-@stat("What each sublayer turns for each token", draw="heat", y="sublayer",
-      x="token (grey: it skips)", label="degrees")
+@stat("What each sublayer turns for each token", draw="heat", x="token (grey: it skips)",
+      y="sublayer", label="degrees", power=0.6)
 def depth_map(run):
     """Dark: after this sublayer, something else is read of this token. Grey: the token skips it.
 
@@ -947,7 +945,6 @@ PRINT = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.spines.top": False,
 def new_figure(titles, colors, columns, width, height, **labels):
     """-> a figure, and its axes, one for each title (run, panel): one of both may be "". width,
     height: of a panel, in inches"""
-    columns = min(len(titles), columns)
     rows = math.ceil(len(titles) / columns)
     figure = Figure((width * columns, height * rows + 0.6), layout="constrained")   # and a legend
     grid = [figure.add_subplot(rows, columns, 1 + number) for number in range(len(titles))]
@@ -956,11 +953,12 @@ def new_figure(titles, colors, columns, width, height, **labels):
         axes.set(**labels)
     return figure, grid
 
-def draw_lines(results, colors, columns, x="", y="", first_x=1, log=False):
+def draw_lines(results, colors, columns, x="", y="", first_x=1, from_zero=True, log=False):
     """{panel: {name: line}} of each run. The colour says which run, the dashes which line. Where a
     panel has more than two lines, each run has its own: the first line in colour, the others grey.
 
-    first_x: where [y, ...] begins; log: y is logarithmic, but goes through 0"""
+    first_x: where [y, ...] begins; from_zero: y does, too; log: it grows as a logarithm, but goes
+    through 0"""
     lines = [(run, panel, name, line) for run, panels in results.items()
              for panel, named in panels.items() for name, line in named.items()]
     names = [*dict.fromkeys(name for _, _, name, _ in lines)]
@@ -968,8 +966,8 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, log=False):
     styles = dict(zip(names, itertools.cycle(STYLES)))
     greys = dict(zip(names, itertools.cycle(GREYS if by_run else GREYS[:1])))
     titles = [*dict.fromkeys((run if by_run else "", panel) for run, panel, _, _ in lines)]
-    columns = 2 if columns > 1 and len(titles) == 4 else columns
-    width = 5.0 if min(columns, len(titles)) == 1 else 3.7
+    columns = min(columns, 2 if len(titles) == 4 else len(titles))
+    width = 5.0 if columns == 1 else 3.7
     figure, grid = new_figure(titles, colors, columns, width, 2.9, xlabel=x, ylabel=y)
     for run, panel, name, line in lines:
         axes = grid[titles.index((run if by_run else "", panel))]
@@ -985,8 +983,7 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, log=False):
         if log:
             axes.set_yscale("symlog", linthresh=0.01)
             axes.yaxis.set_major_formatter("{x:g}")
-        low, high = axes.get_ylim()
-        if 0 < low < high / 2:
+        if from_zero and axes.get_ylim()[0] > 0:
             axes.set_ylim(0)
     entries = {} if by_run else {run: axes.plot([], [], color=colors[run], lw=3)[0]
                                  for run in results}
@@ -995,21 +992,22 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, log=False):
     figure.legend(entries.values(), entries, loc="outside lower left", ncols=2 * columns)
     return figure
 
-def draw_heat(results, colors, columns, x="", y="", label="", first_x=1, first_y=1):
+def draw_heat(results, colors, columns, x="", y="", label="", first_x=1, first_y=1, power=1):
     """{panel: matrix} of each run: numbers as colours. A matrix is a list of rows, and None is
     grey. A run may also have names of its "columns"; and of its "rows", which then begin at the
     top, as in a table.
 
-    label: what the colour says; first_x, first_y: numbers of the first column and row"""
+    label: what the colour says; first_x, first_y: numbers of the first column and row; power: with
+    0.6, small numbers differ, too"""
     matrices = {(run, panel): np.array(matrix, dtype=float)   # None becomes nan.
                 for run, found in results.items() for panel, matrix in found.items()
                 if panel not in ("rows", "columns")}
     largest = max(np.nanmax(matrix, initial=1e-30) for matrix in matrices.values())
-    norm = PowerNorm(0.6, 0, largest)   # Small numbers differ, too.
+    norm = PowerNorm(power, 0, largest)
     most = max(matrix.shape[1] for matrix in matrices.values())
     is_table = any("rows" in found for found in results.values())
     width = min(10, max(4.4, 0.27 * most))   # in inches
-    columns = min(columns, 2 if is_table or width < 6 else 1)
+    columns = min(columns, len(matrices), 2 if is_table or width < 6 else 1)
     figure, grid = new_figure([*matrices], colors, columns, width, width if is_table else 3.4,
                               xlabel=x, ylabel=y, facecolor="white" if is_table else "0.88")
     for axes, ((run, _), matrix) in zip(grid, matrices.items()):
@@ -1031,7 +1029,8 @@ def draw_heat(results, colors, columns, x="", y="", label="", first_x=1, first_y
                 text = f"{number:.2f}".removeprefix("0") if largest < 2 else f"{number:.0f}"
                 axes.text(left + column + 0.5, low + row + 0.5, text, ha="center", va="center",
                           fontsize=7, color="white" if norm(number) > 0.5 else "black")
-    figure.colorbar(image, ax=grid, label=label, location="bottom", aspect=40, fraction=0.05)
+    figure.colorbar(image, ax=grid, label=textwrap.fill(label, round(12 * figure.get_figwidth())),
+                    location="bottom", aspect=40, fraction=0.05, pad=0.02)
     return figure
 
 DRAWINGS = {"lines": draw_lines, "heat": draw_heat}
