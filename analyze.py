@@ -904,7 +904,7 @@ def patched(run):
         for shares, wanted in (own, right), (other, right.roll(1, dims=0)):
             shares.append((said == wanted)[:, cells // 2:].float().mean().item())
     block = next(block for block, share in enumerate(own, 1) if share >= 0.95 * own[-1])
-    sentence = (f"Block {block} fetches the line: patched after it, {own[block - 1]:.0%} of the "
+    sentence = (f"Block {block} fetches the line. Patched after it, {own[block - 1]:.0%} of the "
                 f"answer's digits are right.")
     if own[-1] < KNOWN:
         sentence = (f"It doesn't know these answers ({own[-1]:.0%} of their digits are right), so "

@@ -48,7 +48,7 @@ def test_measures_of_a_sick_stream():
 @torch.no_grad()
 def test_a_block_that_does_nothing():
     model = make(n_layer=4, vocab_size=320, n_embd=64, n_head=8)
-    for _, sublayer in model.blocks[2].pairs():
+    for sublayer in (model.blocks[2].attn, model.blocks[2].mlp):
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     found = {(when, name): numbers for when, name, numbers in rules.numbers_by_block(
         model, [(ids(12, 12, V=256), ids(12, 12, V=256, seed=1))], {5: dict(grad_norms=[1.0, 2.0, 4.0, 8.0])})}
@@ -147,7 +147,6 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps):
         return SimpleNamespace(returncode=train.main(words[2:]))
     monkeypatch.setattr(subprocess, "run", train_here)
     monkeypatch.setattr(run, "inspect", lambda folder, n_windows=0: inspect(folder, 16))   # faster, too
-    monkeypatch.setattr(rules, "in_batches", lambda x, y: [(x[:8], y[:8])])
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
              "--batch_size 1 --eval_windows 16 --residual")
     monkeypatch.setattr(run, "PLANS", {
