@@ -94,9 +94,8 @@ KNOWN = 0.9   # From this share of right digits on, a model knows them, or a pro
 class Run:
     """A trained model, and validation windows to measure it on"""
     def __init__(self, model, config, windows, puzzle=None, text="", folder=None):
-        """model: in eval mode; config: the settings of the run; windows: x, y (n, T); puzzle: what
-        meta.json says of the steps text, or None: it is another one; text: --text; folder: of the
-        run, or None: nobody knows what was logged"""
+        """model: in eval mode; windows: x, y (n, T); puzzle: what meta.json says of the steps text,
+        or None: it is another one; text: --text; folder: of the run, with its log, or None"""
         self.model, self.config, self.puzzle, self.text = model, config, puzzle, text
         self.guess = 1 / len(puzzle["table"]) if puzzle else 0   # the share that is right by chance
         self.log = dict(sorted(read_metrics(folder).items())) if folder else {}   # by iteration
@@ -179,10 +178,8 @@ class Run:
         return max(1, len([*known]) - 1)
 
 def steps_learned(right, guess):
-    """How many steps of the puzzle have been learned: a sum over 1, 2, .. steps. Each counts 1 if
-    all of its digits are right, and 0 if no more are right than by guessing.
-
-    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
+    """Shares of right digits by steps asked: 0, 1, ..; and the share by guessing -> how many steps
+    have been learned: each counts 1 if all is right, and 0 if no more is right than by guessing."""
     return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
 def skipping(model):
@@ -252,9 +249,10 @@ class Pass:
     reads       what each sublayer, and at last the head, gets, (B, T, C): 2L + 1. (A token that
                 skips an attention reads, too, to make its key.)
     raws        the same before its norm
-    residuals   the rules of all of these"""
+    residuals   the rules of all of these
+
+    decider, without: see Trip"""
     def __init__(self, model, idx, decider=None, without=()):
-        """decider, without: see Trip"""
         self.model, self.embedding = model, model.wte(idx)
         self.updates = [torch.zeros_like(self.embedding) for _ in range(2 * len(model.order))]
         self.places = []   # those that were asked for an update
@@ -426,11 +424,10 @@ def sinks(run):
     shares, largest, kurtosis = mean_over(run.quarter, of_batch).tolist()
     T = run.batches[0][0].shape[1]   # If a query looks at all tokens alike, the first one gets:
     equal = np.mean(1 / np.arange(T // 2 + 1, T + 1))
-    panels = {"attention to the first token": [*enumerate(shares, 1)][::2],
-              "largest channel / rms": largest, "kurtosis": kurtosis}
-    return {name: {"measured": line} for name, line in panels.items()}, (
+    return {"attention to the first token": {"measured": [*enumerate(shares, 1)][::2]},
+            "largest channel / rms": {"measured": largest}, "kurtosis": {"measured": kurtosis}}, (
         f"At most {max(shares):.1%} of an attention goes to the first token (to all alike: "
-        f"{equal:.1%}). Kurtosis is at most {max(kurtosis):.1f}.")
+        f"{equal:.1%}).")
 
 @stat("What fewer bits cost", x="bits per weight", y="rise of the loss (nats)", log=True)
 def rounding(run):
@@ -508,13 +505,13 @@ def fan_in(run):
     Spearman's. Source: arXiv:2606.26538."""
     gradients, ways = gradients_of(run).mean(0), np.zeros(len(run.model.blocks))
     n = np.arange(len(run.model.order), 0, -1.0)
-    supervised = run.model.config.deep_supervision
-    np.add.at(ways, run.model.order, n * (n + 1) / 2 if supervised else n)
+    if run.model.config.deep_supervision:
+        n = n * (n + 1) / 2
+    np.add.at(ways, run.model.order, n)
     lines = {"measured": gradients / gradients.mean(), "as the fan-in": ways / ways.mean()}
     return {"": lines}, (
-        f"The first block has {gradients[0] / gradients[-1]:.1f} times the gradient of the last "
-        f"(by {'quadratic' if supervised else 'linear'} fan-in {ways[0] / ways[-1]:.0f} times). "
-        f"Rank correlation of gradients and worth: {rank_correlation(gradients, run.worth):.2f}.")
+        f"Rank correlation of gradients with the fan-in: {rank_correlation(gradients, ways):.2f}; "
+        f"with what blocks are worth: {rank_correlation(gradients, run.worth):.2f}.")
 
 @stat("Which blocks can go first", x="blocks removed", y="rise of the loss (nats)", first_x=0)
 def pruning(run):
@@ -555,8 +552,7 @@ def who_skips(run):
     A token skips as it was trained to, or else if its gain is below 0.05 (3 degrees)."""
     decider = skipping(run.model)
     if type(decider) is Decider:
-        raise NotHere(f"--residual {run.model.config.residual} knows no gain, and all ran in the "
-                      f"training")
+        raise NotHere(f"--residual {run.model.config.residual} knows no gain, so all tokens run")
     skipped = 1 - run.share_that_ran(decider).cpu().numpy()
     return {"": {"measured": skipped}}, (
         f"{skipped.mean():.0%} of the sublayer runs are skipped. Nine tokens of ten skip "
@@ -644,9 +640,8 @@ def depth_map(run):
 # ============================================================= part 5: statistics of the steps text
 
 # A line asks for the digits after some steps, by its letter (a: 0, b: 1, ..). The next line has
-# them: it is the answer, and asks in its turn. A step replaces each digit, by a table: it may make
-# 5877 of 3141, and 1085 of 5877. If lines had only four digits, c3141, which asks for two steps,
-# and its answer would stand like this in a window:
+# them: it is the answer, and asks in its turn (prepare.py, part 5). If lines had only four digits,
+# c3141, which asks for two steps, and its answer would stand like this in a window:
 #
 #     column      0  1  2  3  4  5  6  7  8  9 10
 #     token       c  3  1  4  1  ↵  a  1  0  8  5
@@ -957,8 +952,8 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, from_zero=True, 
     """{panel: {name: line}} of each run. The colour says which run, the dashes which line. Where a
     panel has more than two lines, each run has its own: the first line in colour, the others grey.
 
-    first_x: where [y, ...] begins; from_zero: y does, too; log: it grows as a logarithm, but goes
-    through 0"""
+    first_x: where [y, ...] begins; from_zero: does y begin at 0? log: it grows as a logarithm, but
+    goes through 0"""
     lines = [(run, panel, name, line) for run, panels in results.items()
              for panel, named in panels.items() for name, line in named.items()]
     names = [*dict.fromkeys(name for _, _, name, _ in lines)]
@@ -1134,14 +1129,15 @@ def show(name, runs, about):
         except NotHere as why:
             missing[run_name] = str(why)
         except (Exception, SystemExit) as error:   # A statistic of your own may raise any.
-            missing[run_name] = f"it ended with {in_a_line(error, name)}"
+            traceback.print_exc()
+            missing[run_name] = f"it ended with {error!r:.200}"
     colors = {run: each["color"] for run, each in about.items()}
     try:
         if results:   # one for a laptop, and one for a phone
             pictures = [as_picture(statistic, results, colors, columns) for columns in (3, 1)]
     except Exception as error:
-        why = (f"it can't be drawn ({in_a_line(error, name)}): lines are {{panel: {{name: line}}}},"
-               f" and a heat map {{panel: matrix}}, of lists, arrays and tensors")
+        why = (f"it can't be drawn ({error!r:.100}): lines are {{panel: {{name: line}}}}, and a "
+               f"heat map {{panel: matrix}}, of lists, arrays and tensors")
         missing |= dict.fromkeys(results, why)
         results, sentences = {}, {}
     for run_name, why in missing.items():
@@ -1155,12 +1151,6 @@ def as_lists(returned):
     drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
     text = json.dumps(drawn, default=lambda value: value.tolist())
     return json.loads(text, parse_constant=lambda nan: None), str(sentence)
-
-def in_a_line(error, name):
-    """An exception -> its kind, what it says, and the line of this statistic, if it is of one"""
-    where = "".join(f" in line {frame.lineno}" for frame in
-                    traceback.extract_tb(error.__traceback__) if frame.name == name)
-    return f"{type(error).__name__}{where}: {' '.join(str(error).split()):.200}"
 
 if __name__ == "__main__":
     start(main)
