@@ -793,11 +793,10 @@ class Inside:
 
     def furthest(self, block):
         """-> (steps, where) of the furthest digits that can be read after a block, or None"""
-        for steps in range(self.k, -1, -1):
-            for where in "answer", "line":   # If both have them: in the answer they are of use.
-                if self.share[where, block][steps] >= KNOWN:
-                    return steps, where
-        return None
+        # If both places have them, the answer comes first: there they are of use.
+        places = itertools.product(range(self.k, -1, -1), ("answer", "line"))
+        return next(((steps, where) for steps, where in places
+                     if self.share[where, block][steps] >= KNOWN), None)
 
     def example(self, line):
         """What can be read while the model answers a line that asks for k steps -> such as
@@ -887,9 +886,9 @@ def patched(run):
     generator = torch.Generator().manual_seed(0)
     digits = torch.randint(len(run.puzzle["table"]), (400, cells), generator=generator)
     right = lines_after(digits, k, run.puzzle["table"])[-1]
-    texts = [f"{chr(ord('a') + k)}{spelled(line)}\na{spelled(answer[:-1])}"
+    texts = [f"{chr(ord('a') + k)}{spelled(line)}\na{spelled(answer[:-1])}".encode()
              for line, answer in zip(digits, right)]
-    idx = torch.tensor([list(text.encode()) for text in texts], device=model.device)
+    idx = torch.tensor([[*text] for text in texts], device=model.device)
     right = right.to(model.device) + ord("0")
     own, other = [], []
     for block in range(1, len(model.order) + 1):
@@ -964,6 +963,9 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, from_zero=True, 
     columns = min(columns, 2 if len(titles) == 4 else len(titles))
     width = 5.0 if columns == 1 else 3.7
     figure, grid = new_figure(titles, colors, columns, width, 2.9, xlabel=x, ylabel=y)
+    for axes, (_, panel) in zip(grid, titles):
+        if by_run:   # Panels that show the same have the same scale.
+            axes.sharey(grid[[title for _, title in titles].index(panel)])
     for run, panel, name, line in lines:
         axes = grid[titles.index((run if by_run else "", panel))]
         points = np.array(line, dtype=float)   # None becomes nan.
@@ -971,10 +973,8 @@ def draw_lines(results, colors, columns, x="", y="", first_x=1, from_zero=True, 
             points = np.stack((first_x + np.arange(len(points)), points), 1)
         axes.plot(*points.T, styles[name], markersize=8 if len(points) == 1 else 4,
                   color=greys[name] if by_run and name != names[0] else colors[run])
-    for axes, (_, panel) in zip(grid, titles):
+    for axes in grid:
         axes.locator_params(axis="x", integer=True)
-        if by_run:   # Panels that show the same have the same scale.
-            axes.sharey(grid[[title for _, title in titles].index(panel)])
         if log:
             axes.set_yscale("symlog", linthresh=0.01)
             axes.yaxis.set_major_formatter("{x:g}")

@@ -22,14 +22,12 @@ def run_of(residual="pre", windows=None, text="", **config):
     settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="data", warmup=0.5)
     return analyze.Run(model, settings, windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1)), text=text)
 
-@torch.no_grad()
 def quarter_loss(run, first=0, **trip):
     """On every fourth window, the mean per token"""
     idx, targets = (torch.cat(part)[first::4] for part in zip(*run.batches))
     return run.model(idx, targets, trip=Trip(run.model, **trip))[1].item()
 
-def increase(run, places):
-    """By how much the loss rises without the sublayers at these places"""
+def increase(run, places):   # by how much the loss rises without them
     return pytest.approx(quarter_loss(run, without=places) - quarter_loss(run), abs=1e-9)
 
 def rms(x):
@@ -67,8 +65,9 @@ OWN = dict(chain=Chain, tuple=SecondLast, list=Listed, dict=InADict)
 def own_classes(monkeypatch):
     for name, residual in OWN.items():
         monkeypatch.setitem(M.RESIDUALS, name, residual)
+    with torch.no_grad():
+        yield
 
-@torch.no_grad()
 def effects_of(residual, idx=None, **config):
     found = Pass(make(residual, **config), ids() if idx is None else idx)
     return found, found.effects()
@@ -77,6 +76,7 @@ def test_reads_of_rules_that_we_can_see_through():
     _, effects = effects_of("chain")
     assert torch.equal(effects.isnan(), torch.ones(7, 7).triu(1).bool())   # Nobody reads what comes later.
     same(effects.tril().nan_to_num(0), torch.eye(7).double())
+    assert "the next reader loses 100% of what it reads in the first half" in analyze.reads(run_of("chain"))[1]
     for form in "tuple", "list", "dict":
         _, effects = effects_of(form)
         wanted = torch.zeros(7, 7).double()
@@ -84,9 +84,9 @@ def test_reads_of_rules_that_we_can_see_through():
             wanted[reader, writer] = 1
         same(effects.nan_to_num(0), wanted)
 
-@torch.no_grad()
 def test_without_a_norm_it_is_the_length_of_the_update():
     found, effects = effects_of("pre", norm="none", repeat="2:2")
+    assert "alike to 100%." in analyze.reads(run_of("pre", norm="none"))[1]
     written = [found.embedding, *found.updates]
     for reader, writer in itertools.product(range(9), range(9)):
         if writer <= reader:
@@ -95,7 +95,6 @@ def test_without_a_norm_it_is_the_length_of_the_update():
     found = Pass(found.model, ids(), without={3})   # Nobody reads what nobody has written.
     assert found.effects()[3:, 3].max() == 0 and torch.equal(found.streams[2], found.streams[3])
 
-@torch.no_grad()
 def test_what_attention_residuals_read_is_the_weighted_mean():
     model = make("attnres:group=2")
     found = Pass(model, ids())
@@ -114,7 +113,6 @@ RULES = [*M.RESIDUALS, "attnres:group=2", "mixln:alpha=0.5", "hyper:kind=mhc", "
 SKIPPING = [("pre", "coins:rate=0.4"), ("gated", "coins:rate=0.4"), ("nag", "gain:below=0.3"),
             ("pre", "router:rate=0.3"), ("dict", "coins:rate=0.4"), ("tuple", "coins:rate=0.4")]
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual, mod", [*zip(RULES, itertools.repeat("all")), *SKIPPING])
 def test_a_pass_notes_what_happens(residual, mod):
     """The rules, run again with the updates that it has noted, come to the same streams. What is noted of the head
@@ -134,7 +132,6 @@ def test_a_pass_notes_what_happens(residual, mod):
         M.map_stream(same, analyze.where_ran(found.ran[place], new, before), after)
     assert found.effects().tril().nan_to_num(9).max() < 9   # All can be compared.
 
-@torch.no_grad()
 def test_angles():
     model = make("nag", mod="gain:below=0.3")
     found = Pass(model, ids())
@@ -146,13 +143,8 @@ def test_angles():
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     same(tiny.item(), np.rad2deg(1e-10))   # Its cosine is 1 in floating point.
 
-def test_what_its_sentence_says():
-    assert "the next reader loses 100% of what it reads in the first half" in analyze.reads(run_of("chain"))[1]
-    assert "alike to 100%." in analyze.reads(run_of("pre", norm="none"))[1]
-
 # ---------------------------------------------------------------------------------- any text
 
-@torch.no_grad()
 def test_magnitudes_by_hand():
     run = run_of("attnres:group=4")
     found = Pass(run.model, torch.cat([idx for idx, _ in run.quarter]))
@@ -164,7 +156,6 @@ def test_magnitudes_by_hand():
     assert panels["sum of updates (rms)"]["both"] == pytest.approx([rms(x).mean().item() for x in sums])
     assert sentence.endswith("The sum of updates falls 1 times by more than a fifth.") and len(panels) == 4
 
-@torch.no_grad()
 def test_sinks_against_attention():
     run = run_of()
     idx = torch.cat([idx for idx, _ in run.quarter])
@@ -180,7 +171,6 @@ def test_sinks_against_attention():
     largest = (raw.abs().amax(-1) / rms(raw)).mean().item()
     assert panels["largest channel / rms"]["measured"][0] == pytest.approx(largest)
 
-@torch.no_grad()
 def test_rounding_and_back():
     run = run_of()
     before = {name: p.clone() for name, p in run.model.named_parameters()}
@@ -204,7 +194,6 @@ def test_curves_by_hand(tmp_path):
         [(3, 2.0), (4, 1.5)], [(40, 2.0), (60, 1.5)], [(2, 2.0), (3, 1.5)]]
     assert sentence == "1.500 nats after 4 iterations and 3 seconds."
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper", "dict"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
@@ -215,9 +204,7 @@ def test_there_is_one_loss(residual):
     assert removed["without one sublayer"]["MLP"][1] == increase(run, {4})
     assert of_blocks[2] == increase(run, {5, 6})
     assert sentence.startswith(f"Block {np.argmax(of_blocks) + 1} is worth most, {max(of_blocks):.2f} nats, and block")
-
-def test_a_repeated_block_is_removed_wherever_it_runs():
-    run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
+    run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4: a block is removed wherever it runs.
     assert run.worth[1] == increase(run, {3, 4, 7, 8})
     assert analyze.removal(run)[0]["without one sublayer"]["MLP"][1] == increase(run, {4, 8})
 
@@ -266,7 +253,6 @@ def test_which_blocks_go_first():
 
 # ---------------------------------------------------------------------------------- who skips
 
-@torch.no_grad()
 def test_coins_fall_the_same_whatever_else_is_measured():
     alone, after_others = run_of(mod="coins:rate=0.5"), run_of(mod="coins:rate=0.5")
     assert after_others.worth and analyze.reads(after_others)
@@ -275,7 +261,6 @@ def test_coins_fall_the_same_whatever_else_is_measured():
     ran = torch.linspace(0, 1, 2 * L)
     torch.testing.assert_close(run.share_that_ran(analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "pre"])
 def test_depth_map(residual):
     """The angle of each token in each sublayer, and nan if it skips. (With pre, nobody does.)"""
@@ -287,7 +272,6 @@ def test_depth_map(residual):
     run.text = ""
     assert len(analyze.depth_map(run)[0]["columns"]) == 12   # a validation window
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "pre", "attnres"])
 def test_no_nested_set_is_better_than_the_fixed_one(residual):
     """Of each size, by the loss on the windows where it is chosen"""
@@ -306,7 +290,6 @@ def test_no_nested_set_is_better_than_the_fixed_one(residual):
         nested = [greedy] + [frozenset(order[:n]) for order in orders]
         assert len(found) == n and loss(found) <= min(map(loss, nested)) + 1e-12
 
-@torch.no_grad()
 def test_what_skipping_costs():
     run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
     run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # These gains are negative. Their size counts.
@@ -320,10 +303,8 @@ def test_what_skipping_costs():
         run.model(torch.cat([idx for idx, _ in run.quarter]), trip=trip)
         rise = quarter_loss(run, decider=trip.decider) - quarter_loss(run, decider=ALL_RUN)
         assert point == pytest.approx([100 * trip.skipped(), rise], abs=1e-5)
-    assert [x for x, _ in fixed] == [100 * n / (2 * L) for n in range(len(fixed))]
-    assert fixed[-1][0] >= by_gain[-1][0] > 40
-    sets = analyze.fixed_sets(run, 3)
-    assert fixed[3][1] == increase(run, sets[2])
+    assert [x for x, _ in fixed] == [100 * n / (2 * L) for n in range(len(fixed))] and fixed[-1][0] >= by_gain[-1][0] > 40
+    assert fixed[3][1] == increase(run, analyze.fixed_sets(run, 3)[2])
     assert [share for share, _ in coins] == [share for share, _ in by_gain] and coins[3] != by_gain[3]
     assert by_gain[0] == coins[0] == fixed[0] == [0.0, pytest.approx(0)]
     assert f"if 25 % of the sublayer runs are skipped: {np.interp(25, *zip(*by_gain)):.2f} (by gain), " in sentence
@@ -379,15 +360,12 @@ def test_mistakes_in_a_statistic_of_your_own(monkeypatch):
     heat = dict(draw="heat")
     right = {"x": ({}, lambda run: {"a panel": {"lacks": torch.tensor([torch.nan, 1]), "empty": []}}),
              "numpy": ({}, lambda run: ({"loss": {"x": np.array(run.worth)}}, f"{np.mean(run.worth):.2f}")),
-             "number": ({}, lambda run: ({"loss": {"x": run.worth}}, 0.5)),
              "heat": (heat, lambda run: {"a": [[1, 2]], "b": [[3, None]]})}
     wrong = {"divides": ({}, lambda run: {"": {"x": [each / 0 for each in run.worth]}}, "ended with ZeroDivisionError"),
              "forgets": ({}, lambda run: None, "can't be drawn"),
              "x_and_y": ({}, lambda run: (list(range(4)), run.worth), "lines are {panel: {name: line}}"),
-             "no_line": ({}, lambda run: {"a panel": [1.0]}, "can't be drawn"),
              "no_matrix": (heat, lambda run: {"": [[1, 2], [3]]}, "can't be drawn"),
              "a_set": ({}, lambda run: {"a panel": {"line": {1, 2}}}, "'set' object"),
-             "pairs": ({}, lambda run: {(1, 2): {"line": [1]}}, "keys must be str"),
              "leaves": ({}, lambda run: sys.exit("bye"), "SystemExit")}
     for name, (options, function, *_) in (right | wrong).items():
         add(name, function, **options)
@@ -395,11 +373,9 @@ def test_mistakes_in_a_statistic_of_your_own(monkeypatch):
     for name in right:
         assert len(found[name]["pictures"]) == 2 and found[name]["caption"] == f"The {name}"
     assert found["x"]["results"]["a"]["a panel"] == dict(lacks=[None, 1], empty=[])
-    assert found["number"]["sentences"]["a"] == "0.5"
     for name, (_, _, sentence) in wrong.items():
         assert sentence in found[name]["missing"]["a"], name
-        assert not found[name]["pictures"] and not found[name]["results"]
-        assert re.fullmatch("[^\n]{20,400}", found[name]["missing"]["a"])
+        assert not found[name]["pictures"] and not found[name]["results"] and "\n" not in found[name]["missing"]["a"]
 
 # ---------------------------------------------------------------------------------- the page
 
@@ -485,6 +461,7 @@ def test_what_figures_show():
     figure = analyze.draw_lines({"a": {"y": panel | third}, "b": {"y": {"line": [50, 60]}}}, dict(a="r", b="b"), 3)
     first, second = figure.axes
     assert first.get_ylim() == second.get_ylim() and second.lines[0].get_color() == "b"   # one scale
+    assert first.get_ylim()[0] == 0 and first.get_ylim()[1] > 60
 
 def test_a_notebook_and_its_matplotlibrc(tmp_path):
     """Its figures stay, and what it says of colours or TeX changes none of ours."""

@@ -23,6 +23,11 @@ def data(tmp_path_factory):
     prepare.SPLITS, prepare.Steps.about = splits, puzzle
     return folder
 
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
 @pytest.fixture(scope="module")
 def text(data):
     return prepare.load_meta(data)["steps"]
@@ -172,7 +177,6 @@ def test_which_block_fetches_the_line(text):
     with pytest.raises(analyze.NotHere, match="no one state"):
         patch(make("attnres"))
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["pre", "nag", "siamese", "gated"])   # Some have tuples as streams.
 def test_patch(text, residual):
     """After block 2, all of the stream is that of the window before."""
@@ -185,7 +189,6 @@ def test_patch(text, residual):
 # ---------------------------------------------------------------------------------- the statistics
 
 @pytest.fixture
-@torch.no_grad()
 def run(text, windows, data):
     """48 windows, and a model that was trained to skip. Some digit is always likelier than what is none."""
     model = make("nag", n_layer=L, vocab_size=320, block_size=32, mod="gain:below=0.3")
@@ -203,7 +206,6 @@ def means(run, measure):
                 found["abcd".index(letter)].append(float(values[i, column + cell]))
     return pytest.approx([sum(each) / len(each) for each in found])
 
-@torch.no_grad()
 def test_what_is_right_by_steps(run, text):
     """It has learned no step."""
     as_it_skips, all_run = (means(run, lambda x, y: run.model(x, trip=Trip(run.model, decider))[0].argmax(-1) == y)
@@ -224,7 +226,6 @@ def test_how_many_steps_it_knows():
     for right, k in ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1):
         assert analyze.Run.k.fget(SimpleNamespace(right=right)) == k
 
-@torch.no_grad()
 def test_who_turns_by_steps(run):
     befores = run.model.walk(torch.cat([idx for idx, _ in run.batches]))[:-1]
     panels, sentence = analyze.gain_by_steps(run)
