@@ -10,9 +10,6 @@ A dataclass becomes a command line, and a wrong value one sentence. This file kn
             return ["--kind b: is for small sizes"] if self.kind == "b" and self.size > 9 else []
 
     [config] = parse([Config])      # reads: --size 7 --kind b
-
-A flag may have options of its own, as in --residual hyper:kind=mhc,n=2: read_options reads them.
-`refuse` ends a program with a sentence, and `start` runs a script so that errors are sentences.
 """
 import argparse
 import dataclasses
@@ -22,59 +19,43 @@ import sys
 from typing import get_args
 
 def flag(default, help="", low=None, high=None, group=None):
-    """A field of a config. low, high: the range of a number, both or neither; group: the title of a
-    section of --help, which begins with this flag"""
+    """A field of a config. low, high: a number's range; group: a title in --help, before this"""
     limits = None if low is None else (low, high)
     return dataclasses.field(default=default, metadata=dict(help=help, limits=limits, group=group))
 
-# --------------------------------------------------------------------------------- a command line
-
 def parse(classes, argv=None, doc=None, positional=()):
-    """Command line -> an instance of each config class. Impossible values end the program. argv: a
-    list of words; None: those that are typed; doc: for --help; positional: names of fields that are
-    typed without --"""
+    """Command line -> an instance of each class. argv: a list of words, without it what is typed;
+    doc, epilog: begin and end of --help; positional: fields that are typed without --"""
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> what is typed, a dict; what isn't typed is not in it. epilog: a text, the end of --help"""
+    """-> a dict of what is typed. What isn't typed is not in it."""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     section = parser
-    for field in all_fields(classes):
+    for field in [field for each in classes for field in dataclasses.fields(each)]:
+        text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
         if field.metadata.get("group"):
             section = parser.add_argument_group(field.metadata["group"])
+        if limits:
+            text = f"[{limits[0]:g}, {limits[1]:g}] {text}"
+        if field.default not in ("", None):
+            text = f"{text} (default {field.default})"
         name = field.name if field.name in positional else f"--{field.name}"
+        how = dict(type=field.type)
         if get_args(field.type):
             how = dict(choices=get_args(field.type))
         elif field.type is bool:
             how = dict(action=argparse.BooleanOptionalAction)   # --compile and --no-compile
         elif field.type is list:
             how = dict(nargs="+", action="extend")
-        else:
-            how = dict(type=field.type)
-        # SUPPRESS: what is not typed is not among the results.
-        section.add_argument(name, default=argparse.SUPPRESS, help=help_text(field), **how)
+        # SUPPRESS: what is not typed is not among the results. %%: argparse takes % for a name.
+        section.add_argument(name, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **how)
     typed = vars(parser.parse_intermixed_args(argv))   # RUN --only x RUN
     for name, value in typed.items():
-        if value == "":   # from --out "$RUN", if the shell has no variable RUN
+        if "" in (value if isinstance(value, list) else [value]):   # --out "$NO_SUCH"
             refuse(f"--{name} '': is empty; give it a value, or leave it out")
     return typed
-
-def all_fields(classes):
-    fields = [field for each in classes for field in dataclasses.fields(each)]
-    names = [field.name for field in fields]
-    for name in names:
-        if names.count(name) > 1:
-            raise Mistake(f"two classes have a field {name!r}; rename one of them")
-    return fields
-
-def help_text(field):
-    text, limits = field.metadata.get("help", ""), field.metadata.get("limits")
-    if limits:
-        text = f"[{limits[0]:g}, {limits[1]:g}] {text}"
-    if field.default not in ("", None):
-        text += f" (default {field.default})"
-    return text.replace("%", "%%")   # argparse takes % for the beginning of a name.
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -86,22 +67,18 @@ class Parser(argparse.ArgumentParser):
             hint = "one that begins with - is typed as --FLAG=-VALUE"
         refuse(f"{message}; {hint}")
 
-# ------------------------------------------------------------------------------- what is allowed
-
 def make_configs(classes, values):
-    """A dict -> an instance of each class. SystemExit, with all sentences of field_problems and of
-    a config's own `problems`, if values are impossible"""
-    for name in values.keys() - {field.name for field in all_fields(classes)}:
-        refuse(f"--{name}: unknown flag, in a file of settings; see --help")
-    configs, problems = [], []
+    """A dict -> an instance of each class. SystemExit, with a sentence for all that is wrong"""
+    configs, problems, unknown = [], [], dict(values)
     for each in classes:
-        names = {field.name for field in dataclasses.fields(each)}
-        config = each(**{name: value for name, value in values.items() if name in names})
+        names = [field.name for field in dataclasses.fields(each)]
+        config = each(**{name: unknown.pop(name) for name in names if name in unknown})
         found = field_problems(config)
         if not found and hasattr(config, "problems"):   # These rely on values in their ranges.
             found = config.problems()
         problems += found
         configs.append(config)
+    problems += [f"--{name}: unknown flag, in a file of settings; see --help" for name in unknown]
     if problems:
         refuse(*problems)
     return configs
@@ -109,8 +86,8 @@ def make_configs(classes, values):
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 
 def field_problems(config):
-    """-> a sentence for each field whose value has another type, or isn't allowed. (What is typed
-    has the right type. What stands in a file may have another.)"""
+    """-> a sentence for each field whose value isn't allowed, or, as it stands in a file, has
+    another type"""
     problems = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -124,8 +101,7 @@ def field_problems(config):
     return problems
 
 def why_not_allowed(value, allowed):
-    """A reason, or None if the value is allowed. allowed: ("a", "b") are choices, (1, 64) is a
-    range, and None allows all"""
+    """A reason, or None. allowed: ("a", "b") are choices, (1, 64) is a range, None allows all"""
     if not allowed:
         return None
     if isinstance(allowed[0], str):
@@ -142,8 +118,7 @@ def option_defaults(function):
 
 def read_options(text, defaults, allowed):
     """("n=2", dict(n=4, kind="lite"), dict(n=(1, 64))) -> dict(n=2). A value gets the type of its
-    default. allowed: the choices or the range of each. ValueError, with a sentence, if there is no
-    such option, or if it can't have this value"""
+    default. allowed: the choices or the range of each. ValueError, with a sentence, if not"""
     truth = {"0": False, "false": False, "1": True, "true": True}
     found = {}
     for option in text.split(",") if text else []:
@@ -154,14 +129,11 @@ def read_options(text, defaults, allowed):
         try:
             found[key] = truth[word.lower()] if wanted is bool else wanted(word)
         except (KeyError, ValueError):
-            raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}, such as "
-                             f"{defaults[key]}") from None
+            raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}: {option}") from None
         why = why_not_allowed(found[key], allowed.get(key))
         if why:
             raise ValueError(f"option {option}: {why}")
     return found
-
-# ------------------------------------------------------------------------------ the end of a script
 
 class Mistake(ValueError):
     """A mistake in a class that the user wrote. `start` prints its sentence, and no traceback."""
@@ -175,8 +147,8 @@ def mute():
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def start(main):
-    """Runs a script: main() -> exit status, or None. What the user can mend becomes a sentence: a
-    Mistake, a file that isn't there, a full disk. All other errors show their traceback."""
+    """Runs a script: main() -> exit status, or None. What a user can mend becomes a sentence: a
+    Mistake, a file that isn't there, a full disk. Other errors show their traceback."""
     if hasattr(sys.stdout, "reconfigure"):   # It is None if it is closed; a notebook has its own.
         sys.stdout.reconfigure(errors="backslashreplace")   # for a terminal that knows ASCII only
     try:

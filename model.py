@@ -879,10 +879,13 @@ class NAG(Residual):
         write = by_hand or self.write
         return write(direction, log_length, update, gain)
 
-    def write(self, direction, log_length, update, gain):   # -> the next stream
+    def side(self, update, direction):   # the part that is orthogonal to it: eqs. 10, 11
         update = centred(update)
         along = (update * direction).mean(-1, keepdim=True)
-        side = update - direction * along                                     # eqs. 10, 11
+        return update - direction * along
+
+    def write(self, direction, log_length, update, gain):   # -> the next stream
+        side = self.side(update, direction)
         size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
         direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
         direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
@@ -998,6 +1001,9 @@ def call_residual(residual, stream, f, gain=None):
     """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
     return residual(stream, f) if gain is None else residual(stream, f, gain)
 
+def ramp(progress, begin, end):   # 0 until begin, 1 from end on, and a straight line between
+    return min(1.0, max(0.0, (progress - begin) / (end - begin)))
+
 class Trip:
     """One pass through the depth in which tokens may skip, or into which you want to look:
     model(idx, trip=Trip(model)). A decider finds here, of the sublayer that comes next:
@@ -1087,8 +1093,8 @@ class Trip:
             losses = [cross_entropy(self.model.head(stream), targets) for stream in after_blocks]
             loss = sum([*losses, loss]) / (len(losses) + 1)
         if self.pays:
-            part = min(1.0, max(0.0, (self.progress - 0.3) / 0.6))
-            loss = loss + self.model.config.gain_cost * part * self.mean_gain()
+            cost = self.model.config.gain_cost * ramp(self.progress, 0.3, 0.9)
+            loss = loss + cost * self.mean_gain()
         return loss + self.decider.loss(self)
 
     # What a pass has noted, when it is over
@@ -1126,7 +1132,9 @@ class ByGain(Decider):
 
         gain:rate=0.25    the share of all runs to skip. In training, one threshold for all
                           sublayers follows this quantile of all gains. It is stored with the
-                          weights, so in sampling each token is judged by itself.
+                          weights, so in sampling each token is judged by itself. The share grows
+                          from 0, at 10 % of a training, to this, at 30 %. (From the start, whole
+                          sublayers would be skipped before they have learned anything.)
         gain:below=0.05   this threshold. With a --gain_cost, gains learn to come below it.
 
     Differs from the paper: of its way to a threshold we know summaries only. gain:below is ours."""
@@ -1151,7 +1159,8 @@ class ByGain(Decider):
         quantiles = []   # one of each trip, and then their mean, in whichever process they are
         for trip in trips:
             gains = torch.cat([gain for gain in trip.gains if gain is not None]).abs().flatten()
-            k = max(1, round(self.rate * len(gains)))
+            rate = self.rate * ramp(trip.progress, 0.1, 0.3)
+            k = max(1, round(rate * len(gains)))
             quantiles.append(gains.kthvalue(k).values.item())
         quantile = mean_of_all(sum(quantiles) / len(quantiles))
         step = 0.2 if self.threshold > 0 else 1.0   # a running mean over about five iterations

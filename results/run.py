@@ -10,9 +10,10 @@ runs/results, can be deleted. Until then, if you delete its lines, it is measure
 chooses learning rates; the others decide, see summarize.py. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands, each with the commit that ran it. Those up to e690699 are of earlier editions. Three
+the commands, each with the commit that ran it. Those up to cc39890 are of earlier editions. Four
 kinds are left out: NAG that paid from the start, which git checkout e690699 repeats; those with
---mod_rate, which git checkout 7cf98d5 repeats; and those with --device cuda, which need a GPU.
+--mod_rate, which git checkout 7cf98d5 repeats; nGPT, which git checkout cc39890 repeats; and those
+with --device cuda, which need a GPU.
 """
 import collections
 import concurrent.futures
@@ -58,7 +59,7 @@ def can_run(row):
         return False
     if "--gain_cost" in command and row["experiment"] in PAID_FROM_THE_START:
         return False
-    return command.startswith("--") and "--mod_rate" not in command
+    return command.startswith("--") and "--mod_rate" not in command and "ngpt" not in command
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""

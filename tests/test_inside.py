@@ -18,9 +18,9 @@ CELLS, MOST, L = 4, 3, 3
 def data(tmp_path_factory):
     folder, splits = tmp_path_factory.mktemp("steps") / "data", prepare.SPLITS
     prepare.SPLITS = {name: (200, seed) for name, (_, seed) in splits.items()}
-    puzzle, prepare.Steps.about = prepare.Steps.about, dict(steps=prepare.PUZZLE | dict(cells=CELLS, most=MOST))
+    puzzle, prepare.PUZZLE = prepare.PUZZLE, prepare.PUZZLE | dict(cells=CELLS, most=MOST)
     prepare.main(["steps", "--out", str(folder)])
-    prepare.SPLITS, prepare.Steps.about = splits, puzzle
+    prepare.SPLITS, prepare.PUZZLE = splits, puzzle
     return folder
 
 @pytest.fixture(autouse=True)

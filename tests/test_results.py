@@ -48,7 +48,7 @@ def test_measures_of_a_sick_stream():
 @torch.no_grad()
 def test_a_block_that_does_nothing():
     model = make(n_layer=4, vocab_size=320, n_embd=64, n_head=8)
-    for sublayer in (model.blocks[2].attn, model.blocks[2].mlp):
+    for sublayer in model.blocks[2].attn, model.blocks[2].mlp:
         torch.nn.init.zeros_(sublayer.c_proj.weight)
     found = {(when, name): numbers for when, name, numbers in rules.numbers_by_block(
         model, [(ids(12, 12, V=256), ids(12, 12, V=256, seed=1))], {5: dict(grad_norms=[1.0, 2.0, 4.0, 8.0])})}
