@@ -352,7 +352,7 @@ def magnitudes(run):
     between what a sublayer and what the next one reads. Source: arXiv:2603.15031."""
     def of_batch(idx, targets):
         found = Pass(run.model, idx)
-        sums = [run.model.ends.sum_of_updates(stream) for stream in found.streams[1:]]
+        sums = [run.model.ends.running_sum(stream) for stream in found.streams[1:]]
         sizes = [torch.stack([rms(x).mean() for x in each])
                  for each in (found.updates, found.raws[:-1], sums)]
         return torch.stack([*sizes, found.degrees().mean((1, 2))])

@@ -13,7 +13,7 @@ The whole model is this loop:
         stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
     logits = head(ends.finish(stream))
 
-(A plain loop, and not torch's while_loop or scan, for speed: they lose some gradients in silence.)
+(Don't write it with torch's while_loop or scan: in torch 2.13, these lose gradients in silence.)
 Our words, for B sequences of T tokens, of which each has C = n_embd numbers in the stream:
 
     stream     what flows through the depth: a tensor (B, T, C) in PreNorm, and, in some other
@@ -24,7 +24,7 @@ Our words, for B sequences of T tokens, of which each has C = n_embd numbers in 
                (block_size is unrelated: as in nanoGPT, it is the longest context.)
     l          the number of a residual, 1 .. 2L. Odd ones go with an attention, even with an MLP.
     ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    trip       a pass that is watched, because tokens may skip sublayers, say (part 3)
+    trip       the record of a pass in which tokens may skip (part 3); a plain pass has none
 
 Part 1 is a whole GPT, whose rule is PreNorm: read it from top to bottom. Part 2 has the other
 residuals (--residual). In part 3 tokens skip sublayers (--mod), and part 4 has some tools. If you
@@ -45,7 +45,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from flags import Mistake, field_problems, flag, option_defaults, read_options
-from kernels import TINY, UnitOnCPU, depth_sum, fast_nag_write, suits_cpu, why_no_triton
+from kernels import TINY, depth_sum, fast_nag_write, rms_norm, why_no_triton
 
 # =================================================================================== part 1: a GPT
 
@@ -64,7 +64,7 @@ class GPTConfig:
     norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
         "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
     init: Literal["width", "gpt2", "embedding"] = flag(
-        "width", "first weights: by fan-in; gpt2: std 0.02; embedding: gpt2, but the embedding's 3")
+        "width", "std of first weights; width: by fan-in; gpt2: 0.02; embedding: 0.02, but wte 3")
     seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
     # Variants, which are off with these values
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
@@ -85,9 +85,7 @@ class GPTConfig:
 EPS = 1e-6   # keeps a norm from dividing by 0
 
 def unit(x, eps=EPS):   # x / rms(x): the direction of x, with rms 1
-    if suits_cpu(x):   # the same, with a gradient by hand, which is faster
-        return UnitOnCPU.apply(x, eps)
-    return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return rms_norm(x, eps)   # F.rms_norm(x, x.shape[-1:], eps=eps), but faster on a CPU
 
 def centred(x):
     return x - x.mean(-1, keepdim=True)
@@ -122,7 +120,7 @@ class CastLinear(nn.Linear):
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
 
-    def times(self, x, weight):   # weight: self.weight, or something that is made of it
+    def times(self, x, weight):   # -> x @ weight.T. weight: self.weight, or what is made of it
         dtype = self.dtype or x.dtype
         return F.linear(x.to(dtype), weight.to(dtype))
 
@@ -188,6 +186,15 @@ class Attention(nn.Module):
         if store is not None:   # It keeps them, and returns those of all tokens so far.
             k, v, mask = store(k, v)
         return self.c_proj(attend(q, k, v, mask).flatten(-2)).to(x.dtype)
+
+class AttentionOfPass:
+    """An attention as a residual sees it, a function of x: for tokens at certain positions, and, in
+    sampling, with what stores their keys and values"""
+    def __init__(self, attn, rotation, store):
+        self.attn, self.rotation, self.store = attn, rotation, store
+
+    def __call__(self, x):
+        return self.attn(x, self.rotation, self.store)
 
 class MLP(nn.Module):
     def __init__(self, config, hidden):
@@ -259,7 +266,7 @@ class Residual(nn.Module):
     def flops_before_f(self):   # those of them that make what f gets
         return 0
 
-    def sum_of_updates(self, stream):   # what updates are added to, for figures
+    def running_sum(self, stream):   # for figures: the sum to which updates are added
         return self.as_tensor(stream)
 
 class Block(nn.Module):
@@ -273,7 +280,7 @@ class Block(nn.Module):
 
     def forward(self, stream, rotation, store=None, trip=None):
         """The stream before the block -> that after it. trip: None in a plain pass"""
-        attention = partial(self.attn, rotation=rotation, store=store)
+        attention = AttentionOfPass(self.attn, rotation, store)
         for residual, f in (self.attn_residual, attention), (self.mlp_residual, self.mlp):
             if trip is None:
                 stream = residual(stream, f)
@@ -471,7 +478,7 @@ class Template(Residual):
 
 class Post(Residual):
     """PostNorm, the Transformer of 2017 (arXiv:1706.03762): the last norm is the final one, too.
-    Differs from the paper: in part 1 only."""
+    Differs from the paper: only in what part 1 has."""
     def __init__(self, config, l):
         super().__init__(config, l)
         if not self.has_sublayer:
@@ -493,7 +500,7 @@ class Peri(Residual):
 
 class Reordered(Residual):
     """OLMo 2 (arXiv:2501.00656): only the update is normalised.
-    Differs from the paper: in part 1 only."""
+    Differs from the paper: only in what part 1 has."""
     def forward(self, x, f):
         return x + self.norm(f(x))
 
@@ -515,7 +522,7 @@ class DeepNorm(Post):
 
 class MixLN(Residual):
     """Mix-LN (arXiv:2412.13795): a share alpha of the blocks, the first ones, are PostNorm.
-    Differs from the paper: in part 1 only."""
+    Differs from the paper: only in what part 1 has."""
     allowed = dict(alpha=(0, 1))
 
     def __init__(self, config, l, alpha=0.25):
@@ -541,7 +548,7 @@ class Siamese(Residual):
     """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
     and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
     only 1 / sqrt(2 i) of an update is added to x.
-    Differs from the paper: in part 1 only."""
+    Differs from the paper: only in what part 1 has."""
     can_skip = False   # A token that skips would miss the norm of x.
 
     def __init__(self, config, l):
@@ -555,7 +562,7 @@ class Siamese(Residual):
         y, x = stream
         return self.norm_x(x) + self.norm_y(y)
 
-    def sum_of_updates(self, stream):
+    def running_sum(self, stream):
         return torch.stack(stream, dim=-2)
 
     def forward(self, stream, f):
@@ -624,7 +631,7 @@ class AttnRes(Residual):
         _, groups = stream
         return sum(source for source, _ in groups.values())   # PreNorm's stream
 
-    def sum_of_updates(self, stream):
+    def running_sum(self, stream):
         _, groups = stream
         newest, _ = groups[max(groups)]
         return newest
@@ -636,7 +643,7 @@ class DenseFormer(Residual):
     """PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so
     far (Pagliardini et al. 2024, arXiv:2402.02622). The stream is x, and a dict from the number of
     a block (0: the embedding) to its output. Blocks that are removed have no output.
-    Differs from the paper: in part 1 only."""
+    Differs from the paper: only in what part 1 has."""
     can_skip = False
     stream_grows = True
 
@@ -693,7 +700,7 @@ class Review(Residual):
 # --------------------------------------------------------------------- several copies of the stream
 
 class Copies(Residual):
-    """What the next two rules share: the stream are n copies of the embedding, (B, T, n, C)."""
+    """What the next two rules share: n vectors a token, (B, T, n, C), at first all the embedding"""
     def start(self, x):
         return x[..., None, :].repeat_interleave(self.n, dim=-2)
 
@@ -710,7 +717,7 @@ class Gated(Copies):
         R_i <- R_i + s_i f(read),                       s = 2 sigmoid(to_write r / n), n numbers
 
     Nothing mixes the copies, so a token can skip: it keeps all of them.
-    Differs from the paper: in part 1 only."""
+    Differs from the paper: only in what part 1 has."""
     own_lr = "down", "up", "to_write"   # AdamW trains them, not Muon, as in the paper.
     allowed = dict(n=(1, 64))
     has_norm = False
@@ -815,9 +822,9 @@ def doubly_stochastic(logits, steps=20):
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     matrix = logits.exp()
-    # Rows sum to 1 now. Columns may not: after a training, some were off by 0.99. So, to be exact
-    # (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2), no column keeps more than 1. Then row
-    # i lacks r_i, column j lacks c_j, and entry (i, j) gets r_i c_j / sum(c).
+    # Rows sum to 1 now, columns only nearly: after a training, some were off by 0.99. So columns
+    # above 1 shrink. Then row i lacks r_i, column j lacks c_j, and entry (i, j) gets r_i c_j / sum(c)
+    # (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2).
     matrix = matrix / matrix.sum(-2, keepdim=True).clamp_min(1)
     r, c = 1 - matrix.sum(-1, keepdim=True), 1 - matrix.sum(-2, keepdim=True)
     return matrix + r * c / c.sum(-1, keepdim=True).clamp_min(EPS)
@@ -959,13 +966,13 @@ def make_residual(config, l):
 #     run_some    runs a sublayer for the tokens that run it, and computes nothing for the others.
 #
 # A token that skips passes by, with its stream as it is. An answer is bools (B, T), True where a
-# token runs; or True: all run; or False: the sublayer is removed. (A token that skips an attention
-# still makes its key there, for later tokens, unless the decider says skippers_make_keys = False.
-# If the attention is removed, there are no keys.)
+# token runs; or True: all run; or False: the sublayer is removed. This is more than bools that are
+# all False: there, tokens that skip an attention still make their keys, for later tokens, unless
+# the decider says skippers_make_keys = False. A sublayer that is removed makes none.
 
 class Decider(nn.Module):
-    """--mod all. Others replace some of these methods. Class Trip says what a trip has. Options are
-    keyword arguments of __init__, as those of a residual."""
+    """--mod all: nobody skips. Other deciders replace some of these methods. Class Trip says what a
+    trip has. Options are keyword arguments of __init__, as those of a residual."""
     allowed = {}                # the choices or the range of each option
     needs_skipping = False      # Must tokens of the residual be able to skip?
     needs_gain = False          # Must it know gains?
@@ -1243,7 +1250,7 @@ def run_some(trip, f, runs):
     count = int(runs.sum())
     if count == runs.numel():
         return call(residual, stream, f, gain)
-    is_attention, kv_of_all = trip.place % 2 == 1, None
+    is_attention, kv_of_all = isinstance(f, AttentionOfPass), None
     if is_attention and trip.decider.skippers_make_keys:   # In a cache, they are kept.
         kv_of_all = keys_of_all(f, input_of_f(residual, stream, gain))
     if count == 0:
@@ -1309,13 +1316,10 @@ class SomeTokens:
         size = len(self.runs), int(self.runs.sum(1).max()), *x.shape[1:]
         return x.new_full(size, fill).index_put((self.sequence, self.column), x)
 
-# In the next three, f is the attention of Block.forward: a partial of a module, f.func, with its
-# rotation and its store, f.keywords.
-
 def attention_of_some(f, some, kv_of_all, x):
-    """x (N, C): what f gets of the tokens that run it -> their updates (N, C). kv_of_all: what
-    keys_of_all returns; None: those that skip have no keys, and nobody sees them"""
-    attn, rotation = f.func, f.keywords["rotation"][some.position]
+    """x (N, C): what an AttentionOfPass f gets of the tokens that run it -> their updates (N, C).
+    kv_of_all: what keys_of_all returns; None: those that skip have no keys, and nobody sees them"""
+    attn, rotation = f.attn, f.rotation[some.position]
     if kv_of_all is None:
         q, k, v = attn.c_attn(x).chunk(3, dim=-1)
         k, v = some.spread(attn.turned(k, rotation)), some.spread(attn.heads(v))
@@ -1324,23 +1328,23 @@ def attention_of_some(f, some, kv_of_all, x):
         q = attn.c_attn.times(x, attn.c_attn.weight[:x.shape[-1]])
         k, v, mask = kv_of_all
     sees = mask.expand(len(some.runs), -1, -1)[some.sequence, some.position]   # (N, S)
-    # What fills a row up sees all keys: not every implementation likes a query without any. Nobody
-    # uses what it gets.
+    # What fills a row up sees all keys. With none, what a softmax is would be up to the kernel.
+    # Nobody uses what it gets.
     q = some.in_rows(attn.turned(q, rotation), fill=0)
     out = attend(q, k, v, some.in_rows(sees, fill=True))[some.sequence, some.column]
     return attn.c_proj(out.flatten(-2)).to(x.dtype)
 
 def keys_of_all(f, x):
     """x (B, T, C): what f would get of all tokens -> see with_older"""
-    attn = f.func
+    attn = f.attn
     k, v = attn.c_attn.times(x, attn.c_attn.weight[x.shape[-1]:]).chunk(2, dim=-1)
-    return with_older(f, attn.turned(k, f.keywords["rotation"]), attn.heads(v))
+    return with_older(f, attn.turned(k, f.rotation), attn.heads(v))
 
 def with_older(f, k, v, has_key=True):
     """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, bools
     (B, T), or True -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
-    if store := f.keywords["store"]:
-        return store(k, v, has_key)
+    if f.store is not None:
+        return f.store(k, v, has_key)
     if has_key is True:
         has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
     return k, v, causal_mask(has_key, k.shape[1])
@@ -1388,10 +1392,11 @@ def flops_per_token(model, trip=None, T=None):
     n_predictions = len(model.order) if model.training and model.config.deep_supervision else 1
     total = model.ends.flops() + n_predictions * 2 * model.lm_head.weight.numel()
     total += trip.decider_flops if trip else 0.0
-    for number, block in enumerate(model.blocks[number] for number in model.order):
-        for place, residual, sublayer in ((2 * number, block.attn_residual, block.attn),
-                                          (2 * number + 1, block.mlp_residual, block.mlp)):
-            answer, gain = (trip.answers[place], trip.gains[place]) if trip else (True, None)
+    for run, number in enumerate(model.order):
+        block, i = model.blocks[number], 2 * run   # Lists count from 0.
+        for i, residual, sublayer in ((i, block.attn_residual, block.attn),
+                                      (i + 1, block.mlp_residual, block.mlp)):
+            answer, gain = (trip.answers[i], trip.gains[i]) if trip else (True, None)
             makes_keys = trip is None or trip.decider.skippers_make_keys
             total += sublayer_flops(residual, sublayer, T, answer, gain, makes_keys)
     return total
@@ -1408,7 +1413,7 @@ def sublayer_flops(residual, sublayer, T, answer=True, gain=None, skippers_make_
     keys = queries = ran
     if torch.is_tensor(answer):
         queries = answer.float().mean(1).max().item()   # as many in all sequences: see in_rows
-        if skippers_make_keys and ran < 1:   # What f gets is computed for all, and once more.
+        if skippers_make_keys and ran < 1:   # input_of_f computes what f gets, of all tokens.
             keys = 1.0
             total += residual.flops_before_f() if gain is None else 0.0
     # Half of an attention's matrices make queries and updates, and half keys and values. Then come
@@ -1419,8 +1424,8 @@ def for_training(model, wrapped=None, compiles=False, checkpoints=False, **optio
     """-> what is called in place of a model in a training: (idx, targets, trip=None) -> None, loss.
     The model itself stays as it is, for evaluation and sampling, where shapes change all the time.
 
-    wrapped: the model, or its DDP; checkpoints: saves memory, as sublayers run again in the
-    backward pass; options: those of torch.compile"""
+    wrapped: the model, or its DistributedDataParallel; checkpoints: saves memory, as sublayers run
+    again in the backward pass; options: those of torch.compile"""
     wrapped = wrapped or model
     if compiles and not checkpoints and type(model.decider) is Decider:
         return torch.compile(wrapped, **options)   # A pass is one graph (with DDP, a few).
