@@ -107,7 +107,7 @@ def test_what_attention_residuals_read_is_the_weighted_mean():
         if place < 7:
             grows = place % 2 == 0   # Two updates make a source.
             sources[-grows or len(sources):] = [found.updates[place - 1] + (sources[-1] if grows else 0)]
-            same(model.ends.sum_of_updates(found.streams[place]), sources[-1])
+            same(model.ends.running_sum(found.streams[place]), sources[-1])
 
 RULES = [*M.RESIDUALS, "attnres:group=2", "mixln:alpha=0.5", "hyper:kind=mhc", "hyper:kind=lite"]
 SKIPPING = [("pre", "coins:rate=0.4"), ("gated", "coins:rate=0.4"), ("nag", "gain:below=0.3"),
