@@ -15,14 +15,16 @@ training on a GPU computes in bfloat16, so its log may differ in the third decim
 # noted (3), the statistics of any text (4) and of the steps text (5), the drawings (6), the page
 # and the command (7). A Trip, a decider and a place are those of model.py, part 3.
 import base64
-import codecs
+import copy
 import functools
 import inspect
 import io
 import itertools
 import json
 import math
+import os
 import sys
+import textwrap
 import traceback
 from collections import namedtuple
 from dataclasses import dataclass
@@ -33,49 +35,36 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from matplotlib.colors import PowerNorm, hsv_to_rgb, to_hex
+from matplotlib import colormaps
+from matplotlib.colors import PowerNorm, to_hex
 from matplotlib.figure import Figure   # not pyplot: a notebook keeps its own backend
-from matplotlib.ticker import FixedLocator, NullLocator
 
 import prepare
 from flags import flag, parse, refuse, start
-from model import (AttnRes, ByGain, Decider, Norm, Trip, attend, flops_per_token, map_stream,
-                   num_params, places_of, unit)
+from model import (AttnRes, ByGain, Decider, Norm, SomeTokens, Trip, attend, flops_per_token,
+                   map_stream, num_params, places_of, unit)
 from train import data_of_run, evaluate, open_run, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
 
 # A statistic is a function that measures something of a Run: a model, and windows of text. It
-# returns what is drawn, and a sentence about it. This is a whole one:
+# returns what is drawn, {panel: {name: line}}, and a sentence about it. (Without a sentence, return
+# what is drawn alone.) A line is a list, an array or a tensor of numbers, such as one for each
+# sublayer, or of pairs [x, y]. With draw="heat", numbers are shown as colours: {panel: matrix}.
 #
-#     @stat("How large the update is", x="sublayer", y="rms")
-#     def update_size(run):
-#         """A sublayer that writes little may be one to remove.
-#
-#         The root of the mean square of what it returns, a mean over all tokens."""
-#         def of_idx(idx):   # A Pass notes all that happens when a model reads windows idx (B, T).
-#             return torch.stack([rms(update).mean() for update in Pass(run.model, idx).updates])
-#         sizes = run.mean(of_idx)
-#         return {"": {"all tokens": sizes}}, f"At most {sizes.max():.1f}."
-#
-# The page shows the title, the first paragraph, a figure, and each run's sentence. The second
-# paragraph, how it is defined, opens if one clicks. Without a sentence, return what is drawn alone.
-#
-# Without another draw=, that is drawn as lines: {panel: {name: line}}. A line is a list, an array
-# or a tensor of numbers, here one for each sublayer, or of pairs [x, y]. With draw="heat", numbers
-# are shown as colours: {panel: matrix}. Part 6 has the drawings, and their keywords, such as x.
+# The page shows the title, the first paragraph of the docstring, a figure, and each run's sentence.
+# The second paragraph, how it is defined, opens if one clicks. `rounding` is a short one to copy.
 
 STATS = {}   # name: Statistic, in the order of the page, which is that of a lesson
-Statistic = namedtuple("Statistic", "measure title caption definition draw needs_puzzle options")
+Statistic = namedtuple("Statistic", "measure title caption definition draw options")
 
-def stat(title, draw="lines", needs_puzzle=False, **options):
+def stat(title, draw="lines", **options):
     """A decorator: the function below it is a statistic, which --only calls by the function's name.
-    needs_puzzle: is it for the steps text alone? options: keywords of the drawing"""
+    draw: a key of DRAWINGS (part 6); options: keywords of that drawing, such as x"""
     def add(measure):
         measure = torch.no_grad()(measure)   # It measures, and nothing learns.
         caption, _, definition = (inspect.getdoc(measure) or title).partition("\n\n")
-        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw,
-                                            needs_puzzle, options)
+        STATS[measure.__name__] = Statistic(measure, title, caption, definition, draw, options)
         return measure
     return add
 
@@ -99,23 +88,16 @@ def mean_loss(model, batches, decider=None, without=()):
         return loss.item()
     return mean_over(batches, loss_of)
 
-ALL_RUN = Decider(None)   # All tokens run all sublayers.
+ALL_RUN = Decider()   # All tokens run all sublayers.
 KNOWN = 0.9   # From this share of right digits on, a model knows them, or a probe can read them.
-
-def steps_learned(right, guess):
-    """How many steps of the puzzle have been learned: a sum over 1, 2, .. steps. Each counts 1 if
-    all of its digits are right, and 0 if no more are right than by guessing.
-
-    right: shares of right digits by steps asked: 0, 1, ..; guess: the share by guessing"""
-    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
 class Run:
     """A trained model, and validation windows to measure it on"""
     def __init__(self, model, config, windows, puzzle=None, text="", folder=None):
-        """model: in eval mode; config: of the run, a dict; windows: x, y (n, T); puzzle: what
-        meta.json says of the steps text, or None if it is another one; text: --text; folder: of
-        the run. None: nobody knows what was logged"""
+        """model: in eval mode; windows: x, y (n, T); puzzle: what meta.json says of the steps text,
+        or None: it is another one; text: --text; folder: of the run, with its log, or None"""
         self.model, self.config, self.puzzle, self.text = model, config, puzzle, text
+        self.guess = 1 / len(puzzle["table"]) if puzzle else 0   # the share that is right by chance
         self.log = dict(sorted(read_metrics(folder).items())) if folder else {}   # by iteration
         x, y = (part.to(model.device) for part in windows)
         def in_batches(first, step):
@@ -127,25 +109,20 @@ class Run:
         # Nats per token, and bits per byte of text, as train.py has them
         self.loss, self.bits, _ = evaluate(model, x, y, token_bytes)
 
-    def mean(self, of_idx, batches=None):
-        """of_idx(idx) -> a tensor, the mean over these windows. Returns that over all windows."""
-        return mean_over(batches or self.batches, lambda idx, targets: of_idx(idx))
-
     def share_that_ran(self, decider, batches=None):
         """-> the share of the tokens that ran each sublayer (2L,)"""
-        def shares(idx):
+        def shares(idx, targets):
             trip = Trip(self.model, decider)
             self.model(idx, trip=trip)
             return trip.who_ran().float().mean((1, 2))
-        return self.mean(shares, batches)
+        return mean_over(batches or self.batches, shares)
 
     @functools.cached_property
     def quarter_loss(self):
         return mean_loss(self.model, self.quarter)
 
     def loss_rise(self, decider=None, without=()):
-        """By how much the loss rises if this decider says who runs what, and nobody runs these
-        places, on a quarter of the windows"""
+        """By how much the loss rises, on a quarter of the windows. See mean_loss."""
         return mean_loss(self.model, self.quarter, decider, without) - self.quarter_loss
 
     def loss_rise_without(self, blocks):
@@ -162,24 +139,19 @@ class Run:
 
     def by_steps(self, of_targets):
         """of_targets(idx, targets) -> values (rows, B, T) of all targets, such as a row a sublayer.
-        Returns for each row a list: its means over the digits to which 0, 1, .. steps lead.
-
-        Only the second half of a line counts. Digits of the first half depend on few others, so a
-        model may have learned them by heart."""
-        cells, values, asked = self.puzzle["cells"], [], []
+        Returns for each row a list: its means over the digits to which 0, 1, .. steps lead. NotHere
+        if it is no steps text, or has too few windows"""
+        if not self.puzzle:
+            raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
+        torch.manual_seed(0)
+        values, asked = [], []
         for idx, targets in self.batches:
-            window, column, steps = (each[:, None] for each in find_answers(idx, cells))
-            column = column + torch.arange(cells // 2, cells, device=idx.device)
-            inside = column < idx.shape[1]   # An answer's end may lie beyond its window.
-            window, steps = (each.expand_as(column)[inside] for each in (window, steps))
-            values.append(of_targets(idx, targets).double()[:, window, column[inside]])
-            asked.append(steps)
+            values.append(of_targets(idx, targets).double().flatten(1))
+            asked.append(steps_asked(idx, self.puzzle["cells"]).flatten())
         values, asked = torch.cat(values, 1), torch.cat(asked)
-        for k in range(self.puzzle["most"] + 1):
-            if not (asked == k).any():
-                raise NotHere(f"its windows have no line that asks for {in_words(k)}, with its "
-                              f"answer; give it more --windows, or train with longer ones")
         means = [values[:, asked == k].mean(1) for k in range(self.puzzle["most"] + 1)]
+        if torch.stack(means).isnan().any():
+            raise NotHere("its windows lack lines of some number of steps; give it more --windows")
         return torch.stack(means, 1).tolist()
 
     def right_by_steps(self, decider=None, without=()):
@@ -190,16 +162,14 @@ class Run:
         [right] = self.by_steps(is_right)
         return right
 
+    def steps_with(self, decider=None, without=()):
+        """How many steps it has learned if this decider says who runs what"""
+        return steps_learned(self.right_by_steps(decider, without), self.guess)
+
     @functools.cached_property
     def right(self):
-        """These shares, of the model as it is"""
-        torch.manual_seed(0)
+        """The shares of right digits of the model as it is"""
         return self.right_by_steps()
-
-    @property
-    def guess(self):
-        """The share of digits that are right by chance"""
-        return 1 / len(self.puzzle["table"])
 
     @property
     def k(self):
@@ -207,25 +177,22 @@ class Run:
         known = itertools.takewhile(lambda share: share >= KNOWN, self.right)
         return max(1, len([*known]) - 1)
 
-    def steps_with(self, decider=None, without=()):
-        """How many steps it has learned if this decider says who runs what"""
-        torch.manual_seed(0)
-        return steps_learned(self.right_by_steps(decider, without), self.guess)
+def steps_learned(right, guess):
+    """Shares of right digits by steps asked: 0, 1, ..; and the share by guessing -> how many steps
+    have been learned: each counts 1 if all is right, and 0 if no more is right than by guessing."""
+    return sum(max(0.0, share - guess) / (1 - guess) for share in right[1:])
 
-def skipping(run):
-    """-> the decider that says who skips: as in training, or else those whose gain is below 0.05,
-    which is 3 degrees. NotHere if neither can be"""
-    if run.model.config.mod != "all":
-        return run.model.decider
-    if not run.model.ends.knows_gain:
-        raise NotHere(f"--residual {run.model.config.residual} knows no gain, and it was not "
-                      f"trained to skip")
-    return ByGain(run.model.config, below=0.05)
+def skipping(model):
+    """-> the decider that says who skips: as in training. If all ran there, but there are gains, it
+    is those below 0.05, which is 3 degrees."""
+    if model.config.mod == "all" and model.ends.knows_gain:
+        return ByGain(model.config, below=0.05)
+    return model.decider
 
-def refuse_routers(model, what):
+def refuse_routers(model):
     """NotHere if its decider changes the stream after a sublayer, as a router does"""
     if type(model.decider).after is not Decider.after:
-        raise NotHere(f"--mod {model.config.mod} changes the stream, too, {what}")
+        raise NotHere(f"--mod {model.config.mod} changes the stream, too, not just residuals do")
 
 # ========================================================= part 3: a pass in which all is noted
 
@@ -268,11 +235,10 @@ def run_rule(residual, stream, update=None):
 
 def where_ran(ran, new, old):
     """The next stream: new where a token ran, bools (B, T), and old where it skipped"""
-    if ran.all() or not ran.any():   # A stream that grows has no part to choose from.
+    if ran.all() or not ran.any():   # A stream that grows has no part to put anything in.
         return new if ran.any() else old
-    def choose(new, old):
-        return torch.where(ran.view(*ran.shape, *[1] * (new.dim() - 2)), new, old)
-    return map_stream(choose, new, old)
+    some = SomeTokens(ran)
+    return some.put(old, some.gather(new))
 
 class Pass:
     """A pass of windows idx (B, T), and all that happens in it, in the order of running:
@@ -283,20 +249,21 @@ class Pass:
     reads       what each sublayer, and at last the head, gets, (B, T, C): 2L + 1. (A token that
                 skips an attention reads, too, to make its key.)
     raws        the same before its norm
-    residuals   the rules of all of these"""
+    residuals   the rules of all of these
+
+    decider, without: see Trip"""
     def __init__(self, model, idx, decider=None, without=()):
-        """decider, without: see Trip"""
         self.model, self.embedding = model, model.wte(idx)
         self.updates = [torch.zeros_like(self.embedding) for _ in range(2 * len(model.order))]
         self.places = []   # those that were asked for an update
-        self.trip = trip = Trip(model, decider, without)
+        self.trip = Trip(model, decider, without)
         hooks = [residual.register_forward_pre_hook(self.note) for residual in model.residuals()]
         try:
-            self.streams = model.walk(idx, trip)
+            self.streams = model.walk(idx, self.trip)
         finally:
             for hook in hooks:
                 hook.remove()
-        self.ran = trip.who_ran()
+        self.ran = self.trip.who_ran()
         if len(self.places) > len({*self.places}):
             raise NotHere("its residual runs a sublayer twice, so there is no one update")
         blocks = [model.blocks[number] for number in model.order]
@@ -332,18 +299,18 @@ class Pass:
 
         From a writer on (0: the embedding), which writes zeros, the rules run once more. All others
         write what they did: no attention and no MLP is computed again."""
-        refuse_routers(self.model, "by weights that depend on it")
+        refuse_routers(self.model)
         n = len(self.reads)
         table = torch.full((n, n), math.nan, dtype=self.embedding.dtype)
         for writer in range(n):
             stream = self.streams[max(0, writer - 1)]   # that before it has written
+            updates = [*self.updates, None]             # The head writes nothing.
             if writer == 0:
                 stream = self.model.ends.start(torch.zeros_like(self.embedding))
+            else:
+                updates[writer - 1] = torch.zeros_like(self.embedding)
             for place in range(max(1, writer), n + 1):   # place n: the head reads
-                update = None
-                if place < n:
-                    update = self.updates[place - 1] * (place != writer)
-                read, _, new = run_rule(self.residuals[place - 1], stream, update)
+                read, _, new = run_rule(self.residuals[place - 1], stream, updates[place - 1])
                 if place > writer:
                     usual = self.reads[place - 1]
                     gone = (usual - read).norm(dim=-1) / usual.norm(dim=-1).clamp_min(1e-30)
@@ -354,7 +321,7 @@ class Pass:
 
 # =================================================================== part 4: statistics of any text
 
-@stat("How fast it learns", y="validation loss (nats)")
+@stat("How fast it learns", y="validation loss (nats)", from_zero=False)
 def curves(run):
     """By iterations, by what was computed, and by time: who leads may depend on what you count. Is
     a gap still growing when the learning rate falls, at the end?
@@ -368,78 +335,62 @@ def curves(run):
     def at_evaluations(key):   # Between two lines of the log, we interpolate.
         logged = {0: 0.0} | {step: entry[key] for step, entry in run.log.items() if key in entry}
         return np.interp([*losses], [*logged], [*logged.values()])
-    flops, seconds = at_evaluations("flops"), at_evaluations("seconds")
-    panels = {"by iteration": [*losses], "by FLOPs": flops, "by seconds": seconds}
+    panels = {"by iteration": [*losses], "by FLOPs": at_evaluations("flops"),
+              "by seconds": at_evaluations("seconds")}
     return {name: {"validation": [*zip(x, losses.values())]} for name, x in panels.items()}, (
-        f"{losses[max(losses)]:.3f} nats after {max(losses):,} iterations, {flops[-1]:.2g} FLOPs "
-        f"and {seconds[-1]:,.0f} seconds.")
+        f"{losses[max(losses)]:.3f} nats after {max(losses):,} iterations and "
+        f"{panels['by seconds'][-1]:,.0f} seconds.")
 
-@stat("How large updates are, and what they meet", x="sublayer", ylim=(0, None))
+@stat("How large updates are, and what they meet", x="sublayer")
 def magnitudes(run):
-    """PreNorm adds up all updates, so the sum grows with depth. Later ones must be larger, or turn
-    what is read by less: dilution. Attention Residuals read a mean. With attnres:group=4, a sum
-    starts anew after four updates: a saw-tooth.
+    """PreNorm adds up all updates, so the sum grows. Later ones must be larger, or turn what is
+    read by less: dilution. Attention Residuals read a mean. With attnres:group=4, a sum starts anew
+    after four updates: a saw-tooth.
 
     Rms, a mean over tokens. Update: what a sublayer returns; 0 where a token skips. Read: before
-    the norm. (NAG reads a direction, so 1, and of its updates only the direction counts.) Sum: what
-    updates are added to. Turns: the angle between what a sublayer reads and what the next one does.
-    In PreNorm, an update alone turns that (in NAG by atan(gain)); in attnres, hyper and gated, the
-    next reader's own mixture does so, too. Gradient: see fan_in. Source: arXiv:2603.15031."""
-    def of_idx(idx):
+    the norm. (NAG reads a direction, so 1.) Sum: what updates are added to. Turns: the angle
+    between what a sublayer and what the next one reads. Source: arXiv:2603.15031."""
+    def of_batch(idx, targets):
         found = Pass(run.model, idx)
         sums = [run.model.ends.running_sum(stream) for stream in found.streams[1:]]
         sizes = [torch.stack([rms(x).mean() for x in each])
                  for each in (found.updates, found.raws[:-1], sums)]
         return torch.stack([*sizes, found.degrees().mean((1, 2))])
-    update, read, sums, turned = run.mean(of_idx, run.quarter).tolist()
+    update, read, sums, turned = mean_over(run.quarter, of_batch).tolist()
     numbered = [*enumerate(update, 1)]
-    panels = {"what is read (rms)": {"both": read}, "sum of updates (rms)": {"both": sums},
-              "update (rms)": {"attention": numbered[::2], "MLP": numbered[1::2]},
-              "what is read turns by (degrees)": {"both": turned}}
-    try:
-        sizes = gradients_of(run)
-        panels["gradient of a block / mean"] = {
-            "both": [[2 * block + 1.5, size] for block, size in enumerate(sizes / sizes.mean())]}
-    except NotHere:
-        pass   # The other panels need no log.
-    def growth(sizes):   # from the first block, which is two sublayers, to the last
-        return f"{sum(sizes[-2:]) / max(1e-30, sum(sizes[:2])):.1f}-fold"
     falls = sum(after < 0.8 * before for before, after in itertools.pairwise(sums))
-    first, second = np.array_split(turned, 2)
-    return panels, (f"From the first block to the last, what is read grows {growth(read)}, and "
-                    f"updates {growth(update)}. Their sum grows {growth(sums)}, with {falls} falls "
-                    f"by more than a fifth. A sublayer turns what is read by {first.mean():.0f}° "
-                    f"in the first half, and by {second.mean():.0f}° later.")
+    return {"what is read (rms)": {"both": read}, "sum of updates (rms)": {"both": sums},
+            "update (rms)": {"attention": numbered[::2], "MLP": numbered[1::2]},
+            "what is read turns by (degrees)": {"both": turned}}, (
+        f"From the first block to the last, what is read grows "
+        f"{sum(read[-2:]) / max(1e-30, sum(read[:2])):.1f}-fold. The sum of updates falls {falls} "
+        f"times by more than a fifth.")
 
-@stat("Who reads whom", draw="heat", x="writer", y="reader", square=True, power=0.6, largest=1,
-      label="part of what is read that is gone without the writer")
+@stat("Who reads whom", draw="heat", x="writer (column)", y="reader (row)", power=0.6,
+      label="Part of what a reader (row) reads that is gone without a writer (column). Rows alike, "
+            "and paler below: all read one growing sum. Rows that differ: each reader chooses. e: "
+            "the embedding; a1, m1: attention and MLP of block 1; head: predicts the next token.")
 def reads(run):
-    """A row is a reader, a column a writer: a3 and m3 are attention and MLP of the third block, e
-    is the embedding. Dark: much of what this one reads was written by that one. Where all hand on
-    one sum, as in PreNorm, rows look alike, and fade. Rules that choose have rows of their own. A
-    dark diagonal is a chain, and a dark column is read by all.
+    """Where all hand on one sum, as in PreNorm, rows look alike, and fade. Rules that choose have
+    rows of their own. A dark diagonal is a chain, and a dark column is read by all.
 
-    All updates of a pass are kept. The rules run again, and one writer writes zeros. Which part of
-    what a reader reads is gone? |read - read without it| / |read|, a mean over tokens. (A norm can
-    make it more than 1.) No attention or MLP runs again, so this is the direct effect alone. NAG's
-    head reads a length, too, and that comes from the embedding. Alike: of two neighbours' rows,
-    scaled to a sum of 1, the part that they share."""
-    effect = run.mean(lambda idx: Pass(run.model, idx).effects(), run.quarter).cpu().numpy()
+    |read - read without the writer| / |read|, a mean over tokens; a norm can make it more than 1.
+    The rules run again, with zeros for one writer's update, but no attention or MLP: this is the
+    direct effect alone. NAG's head reads a length, too, which comes from the embedding. Alike: of
+    two neighbours' rows, scaled to a sum of 1, the part that they share."""
+    effect = mean_over(run.quarter, lambda idx, targets: Pass(run.model, idx).effects())
+    effect = effect.cpu().numpy()
     names = [f"{kind}{number + 1}" for number in range(len(run.model.order)) for kind in "am"]
-    table = np.nan_to_num(effect)
-    nearest = np.diag(table)[1:]   # What is gone for the next reader without a sublayer?
-    first, second = np.array_split(nearest, 2)
-    alike = []
+    table, alike = np.nan_to_num(effect), []
     for reader in range(1, len(table) - 2):   # and the next one, but the head; of what both read
         rows = table[reader:reader + 2, :reader + 1]
         rows = rows / np.maximum(1e-30, rows.sum(1, keepdims=True))
         alike.append(rows.min(0).sum())
-    by_head = [names[place] for place in np.argsort(-table[-1, 1:])[:3]]
+    first, second = np.array_split(np.diag(table)[1:], 2)   # of the next reader
     return {"": effect, "columns": ["e", *names], "rows": [*names, "head"]}, (
-        f"Without a sublayer, the next reader loses {first.mean():.0%} of what it reads in the "
-        f"first half of the depth, and {second.mean():.0%} in the second. What two neighbours read "
-        f"is alike to {np.mean(alike or [1]):.0%}, and at least to {min(alike or [1]):.0%}. The "
-        f"head reads most of {', '.join(by_head)}.")
+        f"What two neighbours read is alike to {np.mean(alike or [1]):.0%}. Without a sublayer, "
+        f"the next reader loses {first.mean():.0%} of what it reads in the first half of the "
+        f"depth, and {second.mean():.0%} in the second.")
 
 def attention_to_first(attn, rotation, x):
     """The share of attention that queries in the second half of windows give to the first token, a
@@ -450,7 +401,7 @@ def attention_to_first(attn, rotation, x):
     values[:, 0] = 1
     return attend(q, k, values)[:, x.shape[1] // 2:].mean()
 
-@stat("Attention sinks and heavy tails", x="sublayer", ylim=(0, None))
+@stat("Attention sinks and heavy tails", x="sublayer")
 def sinks(run):
     """Heads that have nothing to do look at the first token, a sink. And a few channels may become
     very large. NAG's paper (arXiv:2606.16112) has less of both.
@@ -459,7 +410,7 @@ def sinks(run):
     channel: max |x| / rms(x) of what is read before the norm. Kurtosis: 3 if it were normal."""
     if not run.model.decider.skippers_make_keys:
         raise NotHere("its tokens that skip have no keys, so attention is over others")
-    def of_idx(idx):
+    def of_batch(idx, targets):
         found = Pass(run.model, idx)
         rotation = run.model.rotation[:idx.shape[1]]
         shares = [attention_to_first(run.model.blocks[number].attn, rotation, x)
@@ -470,38 +421,32 @@ def sinks(run):
         kurtosis = x.pow(4).mean(-1) / x.square().mean(-1).square().clamp_min(1e-30)
         shares = torch.stack(shares).repeat_interleave(2)   # twice, to have one for each sublayer
         return torch.stack([shares, largest.mean((1, 2)), kurtosis.mean((1, 2))])
-    shares, largest, kurtosis = run.mean(of_idx, run.quarter).tolist()
+    shares, largest, kurtosis = mean_over(run.quarter, of_batch).tolist()
     T = run.batches[0][0].shape[1]   # If a query looks at all tokens alike, the first one gets:
     equal = np.mean(1 / np.arange(T // 2 + 1, T + 1))
-    panels = {"attention to the first token": [*enumerate(shares, 1)][::2],
-              "largest channel / rms": largest, "kurtosis": kurtosis}
-    return {name: {"measured": line} for name, line in panels.items()}, (
+    return {"attention to the first token": {"measured": [*enumerate(shares, 1)][::2]},
+            "largest channel / rms": {"measured": largest}, "kurtosis": {"measured": kurtosis}}, (
         f"At most {max(shares):.1%} of an attention goes to the first token (to all alike: "
-        f"{equal:.1%}). Largest channel: at most {max(largest):.1f} rms; kurtosis: at most "
-        f"{max(kurtosis):.1f}.")
+        f"{equal:.1%}).")
 
-@stat("What fewer bits cost", x="bits per weight", y="rise of the loss (nats)", asinh=True)
+@stat("What fewer bits cost", x="bits per weight", y="rise of the loss (nats)", log=True)
 def rounding(run):
     """Numbers of 32 bits need four times the memory of numbers of 8. How few will do? All matrices
     are rounded to few bits, with embedding and head, and nothing is trained after it.
 
     Each row is rounded to the nearest of 2^bits - 1 values around 0. (Parameters of the residuals
     stay as they are.)"""
-    matrices = [module.weight for module in run.model.modules()
-                if isinstance(module, (nn.Linear, nn.Embedding))]
-    originals, rises = [matrix.clone() for matrix in matrices], {}
-    before = run.quarter_loss
-    try:
-        for bits in 8, 6, 4, 3:
-            for matrix, original in zip(matrices, originals):
-                step = original.abs().amax(1, keepdim=True).clamp_min(1e-30) / (2 ** (bits - 1) - 1)
-                matrix.copy_((original / step).round() * step)
-            rises[bits] = mean_loss(run.model, run.quarter) - before
-    finally:
-        for matrix, original in zip(matrices, originals):
-            matrix.copy_(original)
-    said = [f"{rise:+.3f} nats at {bits} bits" for bits, rise in rises.items()]
-    return {"": {"rounded": [*rises.items()]}}, f"The loss rises by {', '.join(said)}."
+    rises = {}
+    for bits in 8, 6, 4, 3:
+        model = copy.deepcopy(run.model)
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                largest = module.weight.abs().amax(1, keepdim=True).clamp_min(1e-30)
+                step = largest / (2 ** (bits - 1) - 1)
+                module.weight.copy_((module.weight / step).round() * step)
+        rises[bits] = mean_loss(model, run.quarter) - run.quarter_loss
+    return {"": {"rounded": [*rises.items()]}}, (
+        f"The loss rises by {rises[4]:.3f} nats at 4 bits, and by {rises[3]:.3f} at 3.")
 
 @stat("What the head can read after each block", x="blocks run", y="loss (nats)", first_x=0)
 def logit_lens(run):
@@ -514,13 +459,10 @@ def logit_lens(run):
         return torch.stack([F.cross_entropy(each.flatten(0, 1), targets.flatten())
                             for each in logits])
     losses = mean_over(run.batches, losses_of).tolist()
-    half = (losses[0] + losses[-1]) / 2
-    block = next(block for block, loss in enumerate(losses) if loss <= half)
     return {"": {"after each block": losses}}, (
-        f"From {losses[0]:.2f} nats to {losses[-1]:.2f}: half of the way is over after block "
-        f"{block} of {len(losses) - 1}.")
+        f"{losses[len(losses) // 2]:.2f} nats after half of the blocks, {losses[-1]:.2f} at last.")
 
-@stat("What a sublayer is worth", x="block", y="rise of the loss (nats)", asinh=True)
+@stat("What a sublayer is worth", x="block", y="rise of the loss (nats)", log=True)
 def removal(run):
     """How much the loss rises without one sublayer, or without a whole block; near 0: it could go.
 
@@ -529,113 +471,92 @@ def removal(run):
     blocks = [places_of(run.model, block) for block in range(len(run.model.blocks))]
     lines = {name: [run.loss_rise(without=places[first::2]) for places in blocks]
              for first, name in enumerate(("attention", "MLP"))}
-    order = np.argsort(run.worth)
+    most, least = np.argmax(run.worth), np.argmin(run.worth)
     return {"without one sublayer": lines, "without the block": {"block": run.worth}}, (
-        f"Block {order[-1] + 1} is worth most, {run.worth[order[-1]]:.2f} nats, and block "
-        f"{order[0] + 1} least, {run.worth[order[0]]:.3f}.")
+        f"Block {most + 1} is worth most, {run.worth[most]:.2f} nats, and block {least + 1} least, "
+        f"{run.worth[least]:.3f}.")
 
-def gradients_of(run, half=None):
-    """-> for each block the norm of its gradient in the training (blocks,), a mean over what was
-    logged after the warmup; half: 0 or 1, only the first or the second half of that. Per root of
-    the block's size, or with --taper, wide blocks would always win. NotHere if nothing was logged
-    """
-    if len(run.model.blocks) == 1:
-        raise NotHere("one block has nobody to be compared with")
+def gradients_of(run):
+    """-> the norm of each block's gradient, as logged in the training after the warmup (n, blocks).
+    Per root of the block's size, or with --taper, wide blocks would always win"""
     end = max(run.log, default=0)
     norms = [entry["grad_norms"] for step, entry in run.log.items()
              if "grad_norms" in entry and step >= run.config["warmup"] * end]
-    if half is not None and len(norms) > 1:
-        norms = np.array_split(norms, 2)[half]
-    if len(norms) == 0:
-        raise NotHere("its metrics.jsonl has no gradient norms of blocks")
+    if not norms or len(run.model.blocks) == 1:
+        raise NotHere("its metrics.jsonl has no gradient norms of several blocks to compare")
     sizes = [sum(p.numel() for p in block.parameters()) for block in run.model.blocks]
-    return np.mean(norms, 0) / np.sqrt(sizes)
+    return np.array(norms) / np.sqrt(sizes)
 
 def rank_correlation(x, y):
     """Spearman's. 1: both have the same order; -1: the opposite one. Equal values share a rank."""
-    def ranks(values):
-        values = np.asarray(values)
-        return [(values < each).sum() + (values == each).sum() / 2 for each in values]
-    ranks = np.array([ranks(x), ranks(y)])
+    ranks = np.array([[(values < each).sum() + (values == each).sum() / 2 for each in values]
+                      for values in (np.asarray(x), np.asarray(y))])
     is_flat = (ranks.std(1) == 0).any()   # All values of one are equal, so there is no order.
     return 0.0 if is_flat else np.corrcoef(ranks)[0, 1]
 
-@stat("Gradients, and what blocks are worth", x="block", ylim=(0, None))
+@stat("Gradients, and what blocks are worth", x="block", y="gradient / mean")
 def fan_in(run):
     """In PreNorm, a block's gradient comes through each later block, and past it: the earlier a
     block, the larger its fan-in. Do gradients fall like this, and tell what a block is worth?
 
     Gradient: norm per root of the block's size, a mean over the log after the warmup. Fan-in: n if
     n blocks run from this one on, and n (n + 1) / 2 with --deep_supervision, where a loss follows
-    each of them; of a block that --repeat runs twice, the sum. Worth: as in removal. All are scaled
-    to a mean of 1. Rank correlation: Spearman's. Source: arXiv:2606.26538."""
-    gradients, ways = gradients_of(run), np.zeros(len(run.model.blocks))
+    each of them; if --repeat runs it twice, the sum. Worth: as in removal. Rank correlation:
+    Spearman's. Source: arXiv:2606.26538."""
+    gradients, ways = gradients_of(run).mean(0), np.zeros(len(run.model.blocks))
     n = np.arange(len(run.model.order), 0, -1.0)
-    supervised = run.model.config.deep_supervision
-    np.add.at(ways, run.model.order, n * (n + 1) / 2 if supervised else n)
-    worth = np.maximum(run.worth, 0)   # Some blocks do harm.
-    lines = {"measured": gradients, "as the fan-in": ways}
-    return {"gradient / mean": {name: line / line.mean() for name, line in lines.items()},
-            "worth / mean": {"measured": worth / max(1e-30, worth.mean())}}, (
-        f"The first block has {gradients[0] / gradients[-1]:.1f} times the gradient of the last "
-        f"(by fan-in {ways[0] / ways[-1]:.0f} times). Rank correlation of the gradients with the "
-        f"{'quadratic' if supervised else 'linear'} fan-in: "
-        f"{rank_correlation(gradients, ways):.2f}; with what blocks are worth: "
-        f"{rank_correlation(gradients, run.worth):.2f}.")
+    if run.model.config.deep_supervision:
+        n = n * (n + 1) / 2
+    np.add.at(ways, run.model.order, n)
+    lines = {"measured": gradients / gradients.mean(), "as the fan-in": ways / ways.mean()}
+    return {"": lines}, (
+        f"Rank correlation of gradients with the fan-in: {rank_correlation(gradients, ways):.2f}; "
+        f"with what blocks are worth: {rank_correlation(gradients, run.worth):.2f}.")
 
-@stat("Which blocks can go first", x="blocks removed", y="rise of the loss (nats)", first_x=0,
-      by_run=True)
+@stat("Which blocks can go first", x="blocks removed", y="rise of the loss (nats)", first_x=0)
 def pruning(run):
     """CascadeFlow first removes the block that had the least gradients in the training, so it needs
-    no text. Is its line as low as that of the usual score, which needs some? And is it lower than
-    if the last blocks go first, or any?
+    no text. Is its line as low as that of the usual score, which needs some? And lower than if the
+    last blocks go first, or any?
 
-    Gradients as in fan_in (CascadeFlow Pruning, arXiv:2606.26538). Usual score: 1 - cosine of what
-    is read before and after a block (ShortGPT, arXiv:2403.03853). Least worth: as in removal.
-    Any: a mean of five orders. Stable: the rank correlation of a score of the first half of the
-    training with that of the second; of the usual score, on two sets of windows."""
-    gradients, n_blocks = gradients_of(run), len(run.model.blocks)
-    def influence(batches):
-        def change(idx):
-            raws = Pass(run.model, idx).raws[::2]   # before each block, and the head's
-            return torch.stack([1 - F.cosine_similarity(*pair, dim=-1).mean()
-                                for pair in itertools.pairwise(raws)])
-        changes = np.zeros(n_blocks)
-        np.add.at(changes, run.model.order, run.mean(change, batches).cpu().numpy())
-        return changes
-    @functools.cache   # Different orders often come to the same blocks.
-    def rise(removed):
-        return run.loss_rise_without(removed)
+    Gradients as in fan_in (arXiv:2606.26538). Usual score: 1 - cosine of what is read before and
+    after a block (ShortGPT, arXiv:2403.03853). Least worth: as in removal. Any: a mean of five
+    orders. Stable: the rank correlation of gradients in both halves of the training."""
+    logged, n_blocks = gradients_of(run), len(run.model.blocks)
+    def change(idx, targets):
+        raws = Pass(run.model, idx).raws[::2]   # before each block, and the head's
+        return torch.stack([1 - F.cosine_similarity(*pair, dim=-1).mean()
+                            for pair in itertools.pairwise(raws)])
+    usual = np.zeros(n_blocks)
+    np.add.at(usual, run.model.order, mean_over(run.other_quarter, change).cpu().numpy())
+    rise = functools.cache(run.loss_rise_without)   # Different orders come to the same blocks.
     def line(order):
         return [rise(frozenset(order[:n])) for n in range(n_blocks)]
-    usual = influence(run.other_quarter)
-    scores = {"CascadeFlow": gradients, "usual score": usual, "least worth": run.worth,
+    scores = {"CascadeFlow": logged.mean(0), "usual score": usual, "least worth": run.worth,
               "last first": -np.arange(n_blocks)}
     lines = {name: line(np.argsort(score, kind="stable").tolist())
              for name, score in scores.items()}
     rng = np.random.default_rng(0)
     lines["any"] = np.mean([line(rng.permutation(n_blocks).tolist()) for _ in range(5)], 0)
-    stable = rank_correlation(gradients_of(run, 0), gradients_of(run, 1))
-    usual_stable = rank_correlation(influence(run.quarter), usual)
-    counts = [n for n in (1, 2, 4) if n < n_blocks]
-    rises = "; ".join(f"{name} {', '.join(f'{line[n]:.2f}' for n in counts)}"
-                      for name, line in lines.items())
-    return {"": lines}, (
-        f"Without {', '.join(map(str, counts))} of {n_blocks} blocks, the loss rises by: {rises}. "
-        f"Stable: CascadeFlow {stable:.2f}, usual score {usual_stable:.2f}.")
+    half, n = len(logged) // 2, max(1, n_blocks // 4)
+    stable = rank_correlation(logged[:len(logged) - half].mean(0), logged[half:].mean(0))
+    rises = ", ".join(f"{line[n]:.2f} ({name})" for name, line in lines.items())
+    return {"": lines}, (f"Without {n} of {n_blocks} blocks, the loss rises by {rises}. "
+                         f"CascadeFlow's score is stable to {stable:.2f}.")
 
-@stat("Who skips", x="sublayer", y="share of the tokens that skip it", ylim=(-0.03, 1.03))
+@stat("Who skips", x="sublayer", y="share of the tokens that skip it")
 def who_skips(run):
     """A sublayer that nearly all tokens skip could be removed: that is no adaptive depth. What
     counts is between 0 and 1.
 
     A token skips as it was trained to, or else if its gain is below 0.05 (3 degrees)."""
-    skipped = 1 - run.share_that_ran(skipping(run)).cpu().numpy()
-    dead = skipped[skipped >= 0.9]
+    decider = skipping(run.model)
+    if type(decider) is Decider:
+        raise NotHere(f"--residual {run.model.config.residual} knows no gain, so all tokens run")
+    skipped = 1 - run.share_that_ran(decider).cpu().numpy()
     return {"": {"measured": skipped}}, (
-        f"{skipped.mean():.0%} of the sublayer runs are skipped. {len(dead)} sublayers are skipped "
-        f"by nine tokens of ten; without them it would be "
-        f"{(skipped.sum() - dead.sum()) / len(skipped):.0%}.")
+        f"{skipped.mean():.0%} of the sublayer runs are skipped. Nine tokens of ten skip "
+        f"{(skipped >= 0.9).sum()} of {len(skipped)} sublayers.")
 
 def coins(shares):
     """A decider that tosses a coin for each token. shares (2L,): of the tokens that are to run each
@@ -644,43 +565,38 @@ def coins(shares):
 
 def fixed_sets(run, most):
     """-> sets of 1, 2, .. most places, which all tokens skip: those without which the loss is least
-    on other windows. Each is the best of four nested ways to come so far: the place without which
-    the loss is least goes next; it goes next from the best set so far; those that turn least go
-    first; those that are worth least alone go first."""
+    on other windows. Each is the best of three: the one before with the place whose removal costs
+    least; those that turn least; those whose removal alone costs least."""
     @functools.cache
     def loss(removed):
         return mean_loss(run.model, run.other_quarter, ALL_RUN, removed)
-    turned = run.mean(lambda idx: Pass(run.model, idx, ALL_RUN).degrees().mean((1, 2)),
-                      run.other_quarter)
-    weakest = (turned.argsort() + 1).tolist()   # The place with the least angle comes first.
+    def turned(idx, targets):
+        return Pass(run.model, idx, ALL_RUN).degrees().mean((1, 2))
+    weakest = (mean_over(run.other_quarter, turned).argsort() + 1).tolist()
     cheapest = sorted(weakest, key=lambda place: loss(frozenset([place])))
-    def one_more(removed):
-        return min((removed | {place} for place in weakest if place not in removed), key=loss)
-    greedy, best, sets = frozenset(), frozenset(), []
+    greedy, sets = frozenset(), []
     for n in range(1, most + 1):
-        greedy = one_more(greedy)
-        others = one_more(best), frozenset(weakest[:n]), frozenset(cheapest[:n])
-        best = min(greedy, *others, key=loss)
-        sets.append(best)
+        greedy = min((greedy | {place} for place in weakest if place not in greedy), key=loss)
+        sets.append(min(greedy, frozenset(weakest[:n]), frozenset(cheapest[:n]), key=loss))
     return sets
 
-@stat("What skipping costs", x="sublayer runs skipped (%)", by_run=True)
+@stat("What skipping costs", x="sublayer runs skipped (%)")
 def skip_curve(run):
     """By gain, tokens skip what would turn them least. Two controls skip as much: coins, and a
     fixed set of sublayers, which all tokens skip. Skipping adapts to the token only where its line
     is better than that set's. (Only NAG knows a gain.)
 
     By gain: one threshold for all sublayers, that of the lowest 10, 25, 40 and 50 % of all gains.
-    Fixed set: those sublayers whose removal costs the least loss, on other windows (see fixed_sets
-    in analyze.py). Coins: of each sublayer, as many random tokens skip as by gain. As trained: as
-    --mod says; it was trained for none of the others."""
+    Fixed set: sublayers whose removal costs the least loss, on other windows (fixed_sets). Coins:
+    of each sublayer, as many random tokens skip as by gain. As trained: as --mod says."""
+    refuse_routers(run.model)
     model, what, batches, value_of = run.model, "rise of the loss", run.quarter, run.loss_rise
     if run.puzzle:
         what, batches, value_of = "steps learned", run.batches, run.steps_with
-    refuse_routers(model, "by its weights: without them, it is another model")
     n, if_all_run, most = 2 * len(model.order), value_of(ALL_RUN), 0.5
-    begin, lines = [[0.0, if_all_run]], {"by gain": [], "a fixed set": [], "coins": []}
+    lines = {"by gain": [], "a fixed set": [[0.0, if_all_run]], "coins": []}
     if model.ends.knows_gain:
+        lines |= {"by gain": [[0.0, if_all_run]], "coins": [[0.0, if_all_run]]}
         found = Pass(model, run.other_quarter[0][0], ALL_RUN)
         gains = torch.stack([residual.gain(stream).abs() for residual, stream
                              in zip(found.residuals[:-1], found.streams)])
@@ -690,23 +606,19 @@ def skip_curve(run):
             most = 1 - who_ran.mean().item()   # It isn't quite the share.
             lines["by gain"].append([100 * most, value_of(decider)])
             lines["coins"].append([100 * most, value_of(coins(who_ran))])
-        lines["by gain"], lines["coins"] = begin + lines["by gain"], begin + lines["coins"]
-    sets = fixed_sets(run, min(n - 1, math.ceil(n * most)))
-    lines["a fixed set"] = begin + [[100 * len(places) / n, value_of(ALL_RUN, places)]
-                                    for places in sets]
+    for places in fixed_sets(run, min(n - 1, math.ceil(n * most))):
+        lines["a fixed set"].append([100 * len(places) / n, value_of(ALL_RUN, places)])
     if model.config.mod != "all":
         share = 1 - run.share_that_ran(model.decider, batches).mean().item()
         lines["as trained"] = [[100 * share, value_of(model.decider)]]
-    at = min([x for x, _ in lines["by gain"]] or [25], key=lambda x: abs(x - 25))
-    values = [f"{np.interp(at, *zip(*line)):.2f} ({name})" for name, line in lines.items()
-              if len(line) > 1]
-    free = max(x for x, value in lines["a fixed set"] if abs(value - if_all_run) <= 0.05)
+    at_a_quarter = [f"{np.interp(25, *zip(*line)):.2f} ({name})" for name, line in lines.items()
+                    if len(line) > 1]
     return {what: lines}, (
-        f"{what.capitalize()} if {at:.0f} % of the sublayer runs are skipped: {', '.join(values)}; "
-        f"if all run: {if_all_run:.2f}. A fixed set of {free:.0f} % changes it by 0.05 at most.")
+        f"{what.capitalize()} if 25 % of the sublayer runs are skipped: {', '.join(at_a_quarter)}; "
+        f"if all run: {if_all_run:.2f}.")
 
-@stat("What each sublayer turns for each token", draw="heat", y="sublayer", power=0.5,
-      x="token (grey: it skips)", label="degrees")
+@stat("What each sublayer turns for each token", draw="heat", x="token (grey: it skips)",
+      y="sublayer", label="degrees", power=0.6)
 def depth_map(run):
     """Dark: after this sublayer, something else is read of this token. Grey: the token skips it.
 
@@ -716,29 +628,20 @@ def depth_map(run):
     tokens = encoding.encode_ordinary(run.text[:10_000])[:run.model.config.block_size]
     if not tokens:
         tokens = run.batches[0][0][0, :64].tolist()
-    try:
-        decider = skipping(run)
-    except NotHere:
-        decider = ALL_RUN
-    found = Pass(run.model, torch.tensor([tokens], device=run.model.device), decider)
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")   # A character may be many tokens.
-    names = [decoder.decode(encoding.decode_single_token_bytes(token)) for token in tokens]
-    # repr writes a tab as '\t'. We leave its quotes out.
-    names = [repr(name.replace("\n", "↵"))[1:-1] for name in names]
+    found = Pass(run.model, torch.tensor([tokens], device=run.model.device), skipping(run.model))
+    names = [encoding.decode_single_token_bytes(token).decode(errors="replace") for token in tokens]
+    names = [repr(name.replace("\n", "↵"))[1:-1] for name in names]   # repr writes a tab as '\t'.
     degrees = found.degrees()[:, 0]
-    most = (degrees.mean(1).argmax() + 1).item()
-    skipped = 1 - found.ran.double().mean()
+    turned = degrees.mean(1)
     return {"": degrees.masked_fill(~found.ran[:, 0], math.nan), "columns": names}, (
-        f"{skipped:.0%} of these sublayer runs are skipped. Sublayer {most} turns most, by "
-        f"{degrees[most - 1].mean():.0f}°, from {degrees[most - 1].min():.0f}° to "
-        f"{degrees[most - 1].max():.0f}°.")
+        f"Sublayer {turned.argmax() + 1} turns most, by {turned.max():.0f}°. "
+        f"{1 - found.ran.double().mean():.0%} of these sublayer runs are skipped.")
 
 # ============================================================= part 5: statistics of the steps text
 
 # A line asks for the digits after some steps, by its letter (a: 0, b: 1, ..). The next line has
-# them: it is the answer, and asks in its turn. A step replaces each digit, by a table: it may make
-# 5877 of 3141, and 1085 of 5877. If lines had only four digits, c3141, which asks for two steps,
-# and its answer would stand like this in a window:
+# them: it is the answer, and asks in its turn (prepare.py, part 5). If lines had only four digits,
+# c3141, which asks for two steps, and its answer would stand like this in a window:
 #
 #     column      0  1  2  3  4  5  6  7  8  9 10
 #     token       c  3  1  4  1  ↵  a  1  0  8  5
@@ -761,6 +664,16 @@ def find_answers(idx, cells):
     window, column = is_answer.nonzero().T
     return window, column, idx[window, column - (cells + 2)] - ord("a")
 
+def steps_asked(idx, cells):
+    """Windows idx (n, T) -> (n, T): how many steps lead to the digit that is predicted there, if it
+    is in the second half of an answer; else -1. Digits of the first half depend on few others, so a
+    model may have learned them by heart."""
+    window, column, steps = find_answers(idx, cells)
+    asked = F.pad(torch.full_like(idx, -1), (0, cells))   # An answer may end beyond its window.
+    for cell in range(cells // 2, cells):
+        asked[window, column + cell] = steps
+    return asked[:, :idx.shape[1]]
+
 def lines_after(digits, steps, table):
     """digits (..., cells) -> a tensor (steps + 1, ..., cells): the digits after 0, 1, .. steps"""
     lines = [torch.as_tensor(digits)]
@@ -774,10 +687,11 @@ def solve(line, puzzle):
     steps, digits = ord(line[0]) - ord("a"), [int(digit) for digit in line[1:]]
     return [spelled(each) for each in lines_after(digits, steps, puzzle["table"])]
 
-def some_digits(puzzle):
-    """For a line: those of pi, the first sixteen again and again. (With 6 symbols, 9 becomes 3.)"""
+def example_line(k, puzzle):
+    """A line that asks for k steps. Its digits are those of pi, the first sixteen again and again.
+    (With 6 symbols, 9 becomes 3.)"""
     of_pi = ("3141592653589793" * 7)[:puzzle["cells"]]
-    return "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
+    return chr(ord("a") + k) + "".join(str(int(digit) % len(puzzle["table"])) for digit in of_pi)
 
 def answers(model, lines, puzzle):
     """-> tokens (lines, cells): what a model answers to each line, the likeliest each time. (We
@@ -789,8 +703,7 @@ def spelled(digits):
     """A tensor of digits -> a text. What is no digit becomes a question mark."""
     return "".join(str(digit) if 0 <= digit <= 9 else "?" for digit in digits.tolist())
 
-@stat("How many steps it has learned", needs_puzzle=True, x="steps asked for", first_x=0,
-      y="share of right digits", ylim=(-0.03, 1.03))
+@stat("How many steps it has learned", x="steps asked for", first_x=0, y="share of right digits")
 def right_digits(run):
     """A line's letter says how many steps lead to the next one: a 0, b 1, c 2. A step replaces each
     digit, by a table that also asks for its left neighbour. Below the figure, the model answers a
@@ -798,16 +711,14 @@ def right_digits(run):
 
     Digits in the second half of a line count: the first ones may be learned by heart. Steps
     learned: how far a share is above guessing (1 / symbols), summed over 1, 2, .. steps."""
-    digits = some_digits(run.puzzle)
-    lines = [chr(ord("a") + k) + digits for k in range(run.puzzle["most"] + 1)]
-    found = answers(run.model, lines, run.puzzle)
-    rows = [[line, [spelled(said - ord("0")), solve(line, run.puzzle)[-1]]]
-            for line, said in zip(lines, found)]
-    shares = {"measured": run.right, "guessing": [run.guess] * len(lines)}
-    known = f"it knows {in_words(run.k)}" if min(run.right[:2]) >= KNOWN else "it knows none yet"
-    return {"": shares, "table": [["the line", "its answer"], *rows]}, (
-        f"{steps_learned(run.right, run.guess):.1f} steps learned; {known}, with {KNOWN:.0%} of "
-        f"the digits right.")
+    lines = [example_line(k, run.puzzle) for k in range(len(run.right))]
+    said = [spelled(tokens - ord("0")) for tokens in answers(run.model, lines, run.puzzle)]
+    rows = [[line, [digits, solve(line, run.puzzle)[-1]]] for line, digits in zip(lines, said)]
+    knows = in_words(run.k) if min(run.right[:2]) >= KNOWN else "none"
+    return {"": {"measured": run.right, "guessing": [run.guess] * len(lines)},
+            "table": [["the line", "its answer"], *rows]}, (
+        f"{steps_learned(run.right, run.guess):.1f} steps learned. Those that it knows, with "
+        f"{KNOWN:.0%} of the digits right: {knows}.")
 
 # --------------------------------------------------------------------------------- the lines inside
 
@@ -882,22 +793,18 @@ class Inside:
 
     def furthest(self, block):
         """-> (steps, where) of the furthest digits that can be read after a block, or None"""
-        for steps in range(self.k, -1, -1):
-            for where in "answer", "line":   # If both have them: in the answer they are of use.
-                if self.share[where, block][steps] >= KNOWN:
-                    return steps, where
-        return None
+        # If both places have them, the answer comes first: there they are of use.
+        places = itertools.product(range(self.k, -1, -1), ("answer", "line"))
+        return next(((steps, where) for steps, where in places
+                     if self.share[where, block][steps] >= KNOWN), None)
 
     def example(self, line):
-        """What can be read while the model answers a line that asks for k steps -> a dict, such as
+        """What can be read while the model answers a line that asks for k steps -> such as
 
-            dict(line="c3141", answer="1085", true="1085", blocks=[row, row, ..])
+            dict(line="c3141", answer="1085", true="1085", blocks=[None, row, ..])
 
-        blocks: for each block, from 0 on, None if nothing can be read, or the furthest digits, as
-
-            dict(steps=1, where="line", share=0.99, digits="5877", true="5877")
-
-        share: how often these probes are right, on other lines; digits: what they read here"""
+        row: the furthest digits after a block, as read here, and how often that is right elsewhere:
+        dict(steps=1, where="line", share=0.99, digits="5877", true="5877"); None: nothing"""
         [answer] = answers(self.model, [line], self.puzzle)
         # Here the line is the only one of its window. The answer's last digit predicts no cell.
         idx = torch.cat([torch.tensor([*f"{line}\na".encode()]), answer[:-1]])[None]
@@ -914,38 +821,34 @@ class Inside:
         return dict(line=line, answer=spelled(answer - ord("0")), true=spelled(digits[:, self.k]),
                     blocks=rows)
 
-@stat("The lines inside, which nobody wrote", draw="heat", needs_puzzle=True, y="blocks run",
-      x="the line after so many steps", label="share of digits read", first=(0, 0), largest=1)
+@stat("The lines inside, which nobody wrote", draw="heat", first_x=0, first_y=0, y="blocks run",
+      x="the line after so many steps", label="share of digits read")
 def lines_inside(run):
     """The text never has the lines between a line and its answer. A linear probe looks for their
     digits in the stream, where the line stands, and where the answer is predicted. Below the
     figure is one line, and the furthest digits that it reads after each block.
 
-    Ridge regression from unit(stream after a block) to the digit in this cell after 0, 1, .. steps;
-    share of right digits on other windows. Who doesn't know the left neighbour can choose among as
-    many digits as the table has different rows: with two, .5 is no step. To be read, a digit needs
-    a share of .9. Lines ask for the most steps of which the model gets 90 % right. Our tests check
-    that the probe reads no such line in an untrained model, nor shuffled digits."""
+    Ridge regression from unit(stream) to the digit in this cell after 0, 1, .. steps; the share of
+    right digits on other windows. Who doesn't know the left neighbour is right by half, so .5 is no
+    step. To be read, digits need a share of .9. Lines ask for the most steps that it knows."""
     # To fit probes takes many windows, whatever --windows says.
     T, k = run.batches[0][0].shape[1], run.k
     windows, _ = prepare.windows_of(run.config["data"], "val", T, WINDOWS)
     inside = Inside(run.model, run.puzzle, windows, k)
-    panels = {name: [inside.share[where, block] for block in inside.blocks]
-              for where, name in (("line", "where the line stands"),
-                                  ("answer", "where the answer is predicted"))}
-    example = inside.example(chr(ord("a") + k) + some_digits(run.puzzle))
-    rows = [["", example["line"], ""]]
+    shares = {where: [inside.share[where, block] for block in inside.blocks]
+              for where in ("line", "answer")}
+    example = inside.example(example_line(k, run.puzzle))
+    rows, steps = [["", example["line"], ""]], []
     for block, row in enumerate(example["blocks"]):
-        name = f"after block {block}" if block else "embedding"
-        read = [name, "nothing yet", ""]
+        read = ["nothing yet", ""]
         if row:
-            read = [name, [row["digits"], row["true"], row["steps"] / k],
+            read = [[row["digits"], row["true"], row["steps"] / k],
                     f"{in_words(row['steps'])}, in the {row['where']}"]
-        rows.append(read)
+        rows.append([f"after block {block}" if block else "embedding", *read])
+        steps.append(str(row["steps"]) if row else "none")
     rows.append(["the answer", [example["answer"], example["true"]], "wrong digits are red"])
-    furthest = [inside.furthest(block) for block in inside.blocks]
-    steps = ["none" if each is None else str(each[0]) for each in furthest]
-    return panels | {"table": rows}, (
+    return {"where the line stands": shares["line"],
+            "where the answer is predicted": shares["answer"], "table": rows}, (
         f"After block 0, 1, .. a probe reads up to step {', '.join(steps)}, of {k}, if {KNOWN:.0%} "
         f"of its digits are to be right.")
 
@@ -955,7 +858,7 @@ class Patch(Decider):
     """All run. After one block, some columns of window i get the stream of window i - 1, and those
     of the first window that of the last. Their tokens stay."""
     def __init__(self, block, columns):
-        super().__init__(config=None)
+        super().__init__()
         self.block, self.columns = block, columns
 
     def after(self, trip, stream):
@@ -967,174 +870,146 @@ class Patch(Decider):
             return x
         return map_stream(patched, stream)
 
-@stat("Which block fetches the line", needs_puzzle=True, x="patched after block",
-      y="share of the digits", ylim=(-0.03, 1.03))
+@stat("Which block fetches the line", x="patched after block", y="share of the digits")
 def patched(run):
-    """A probe sees that digits are there, but not that the model uses them. So after one block, the
-    stream of another line takes the place of this one's. Whose answer comes out? At some block, the
-    answer stops needing the place where the line stands.
+    """A probe sees that digits are there, but not that the model uses them. So where a line stands,
+    the stream of another line takes its place after one block. Whose answer comes out? At some
+    block, the answer stops needing the place where the line stands.
 
-    400 lines of random digits, alone in their windows, with right answers, of as many steps as in
-    the figure above, and the second half of these answers. All sublayers run. Chance is 1 /
-    symbols. After an early patch, the line belongs to one answer, and the digits so far to the
-    other: so neither comes out whole."""
-    model, cells, k = run.model, run.puzzle["cells"], run.k
+    400 lines of random digits, with right answers, of as many steps as in the figure above; the
+    second half of these answers. All sublayers run. After an early patch, the line belongs to one
+    answer, and the digits so far to the other: so neither comes out whole."""
+    model, k, cells = run.model, run.k, run.puzzle["cells"]
     if model.ends.stream_grows:   # as with --residual attnres
         raise NotHere("its stream has a part for each block, so there is no one state to patch")
-    refuse_routers(model, "by its weights: without them, it is another model")
+    refuse_routers(model)
     generator = torch.Generator().manual_seed(0)
     digits = torch.randint(len(run.puzzle["table"]), (400, cells), generator=generator)
     right = lines_after(digits, k, run.puzzle["table"])[-1]
-    texts = [f"{chr(ord('a') + k)}{spelled(line)}\na{spelled(answer[:-1])}"
+    texts = [f"{chr(ord('a') + k)}{spelled(line)}\na{spelled(answer[:-1])}".encode()
              for line, answer in zip(digits, right)]
-    idx = torch.tensor([list(text.encode()) for text in texts], device=model.device)
+    idx = torch.tensor([[*text] for text in texts], device=model.device)
     right = right.to(model.device) + ord("0")
-    begin = cells + 2   # of the answer: the column of its letter
-    panels = {}
-    for where, columns in [("where the line stands", slice(0, begin)),
-                           ("where the answer is predicted", slice(begin, None))]:
-        own, other = [], []
-        for block in range(1, len(model.order) + 1):
-            logits, _ = model(idx, trip=Trip(model, Patch(block, columns)))
-            said = logits[:, -cells:].argmax(-1)   # The last columns predict the answer.
-            for shares, wanted in (own, right), (other, right.roll(1, dims=0)):
-                shares.append((said == wanted)[:, cells // 2:].float().mean().item())
-        panels[where] = {"its own answer": own, "the other line's answer": other}
-    own = panels["where the line stands"]["its own answer"]
-    if own[-1] < KNOWN:
-        return panels, (f"It doesn't know these answers ({own[-1]:.0%} of their digits are right), "
-                        f"so a patch shows nothing.")
+    own, other = [], []
+    for block in range(1, len(model.order) + 1):
+        patch = Patch(block, slice(0, cells + 2))   # up to the answer's letter
+        logits, _ = model(idx, trip=Trip(model, patch))
+        said = logits[:, -cells:].argmax(-1)        # The last columns predict the answer.
+        for shares, wanted in (own, right), (other, right.roll(1, dims=0)):
+            shares.append((said == wanted)[:, cells // 2:].float().mean().item())
     block = next(block for block, share in enumerate(own, 1) if share >= 0.95 * own[-1])
-    return panels, (f"Block {block} fetches the line. After it, the answer no longer needs the "
-                    f"line's place: {own[block - 1]:.0%} of its digits are right, and "
-                    f"{own[max(0, block - 2)]:.0%} one block earlier.")
+    sentence = (f"Block {block} fetches the line. Patched after it, {own[block - 1]:.0%} of the "
+                f"answer's digits are right.")
+    if own[-1] < KNOWN:
+        sentence = (f"It doesn't know these answers ({own[-1]:.0%} of their digits are right), so "
+                    f"a patch shows nothing.")
+    return {"": {"its own answer": own, "the other line's answer": other}}, sentence
 
-@stat("What turns, and for whom", draw="heat", needs_puzzle=True, x="steps asked for", y="sublayer",
-      label="degrees", first=(0, 1))
+@stat("What turns, and for whom", draw="heat", first_x=0, x="steps asked for", y="sublayer",
+      label="degrees")
 def gain_by_steps(run):
     """By how much a sublayer turns what is read, by the steps that the line asks for (0: a copy). A
     row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
     those who need it.
 
     The angle of magnitudes, a mean over where the digit is predicted; 0 if it skips."""
-    def of_targets(idx, targets):
-        found = Pass(run.model, idx)
-        return torch.cat((found.degrees(), found.ran.sum(0, keepdim=True)))
-    *rows, n_run = run.by_steps(of_targets)
-    more = max((row[run.k] - row[0] for row in rows), key=abs)
-    place = 1 + [row[run.k] - row[0] for row in rows].index(more)
+    rows = run.by_steps(lambda idx, targets: Pass(run.model, idx).degrees())
+    more = [row[run.k] - row[0] for row in rows]
+    place = np.abs(more).argmax()
     return {"": rows}, (
-        f"Sublayer {place} differs most: it turns digits after {in_words(run.k)} by "
-        f"{abs(more):.0f}° {'more' if more > 0 else 'less'} than copies. A copied digit runs "
-        f"{n_run[0]:.1f} of {len(rows)} sublayers, and one after {in_words(run.k)} "
-        f"{n_run[run.k]:.1f}.")
+        f"Sublayer {place + 1} differs most: it turns digits after {in_words(run.k)} by "
+        f"{more[place]:+.0f}°, compared with copies.")
 
 # ================================================================================= part 6: drawings
 
 # A drawing gets results, {run: what a statistic has returned}, colors, {run: colour}, and how many
 # panels may stand in a row. It returns a figure. Its other keywords are what stands in @stat(...).
 
-# Colours of Okabe and Ito, which the colour-blind can tell apart, too, and two more
+# Those of Okabe and Ito, which the colour-blind can tell apart, too, and two more; and many more
 COLORS = "#0072b2 #d55e00 #009e73 #cc79a7 #e69f00 #56b4e9 #7f4f24 #333333".split()
+COLORS += [to_hex(color) for color in colormaps["tab20b"].colors]
 STYLES = ["o-", "s--", "^:", "v-.", "D-"]
-CONTROLS = ["#222222", "#777777", "#a8a8a8", "#c8c8c8"]
+GREYS = ["#4d4d4d", "#222222", "#777777", "#a8a8a8", "#c8c8c8"]
 # Whatever your own matplotlibrc says
 PRINT = {"font.size": 9.5, "axes.titlesize": 10.5, "axes.spines.top": False,
          "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "lines.linewidth": 1.5,
          "lines.markersize": 4, "legend.frameon": False,
          "text.parse_math": False}   # A $ is part of a name, or of a text.
 
-def color_of(number):
-    """A colour for run 0, 1, ..: all are different."""
-    if number < len(COLORS):
-        return COLORS[number]
-    hue = 0.618 * number % 1   # The golden ratio never comes near the same hue again soon.
-    return to_hex(hsv_to_rgb((hue, 0.8, 0.5 + 0.1 * (number % 4))))
+def new_figure(titles, colors, columns, width, height, **labels):
+    """-> a figure, and its axes, one for each title (run, panel): one of both may be "". width,
+    height: of a panel, in inches"""
+    rows = math.ceil(len(titles) / columns)
+    figure = Figure((width * columns, height * rows + 0.6), layout="constrained")   # and a legend
+    grid = [figure.add_subplot(rows, columns, 1 + number) for number in range(len(titles))]
+    for axes, (run, panel) in zip(grid, titles):
+        axes.set_title(": ".join(filter(None, (run, panel))), color=colors.get(run, "black"))
+        axes.set(**labels)
+    return figure, grid
 
-def new_figure(n_panels, columns, width, height, legend=0.0):
-    """-> a figure, and the axes of its panels. width, height: of a panel, in inches; legend: the
-    height of what stands below them"""
-    columns = min(n_panels, columns)
-    rows = math.ceil(n_panels / columns)
-    figure = Figure((width * columns, height * rows + legend), layout="constrained")
-    return figure, [figure.add_subplot(rows, columns, 1 + panel) for panel in range(n_panels)]
+def draw_lines(results, colors, columns, x="", y="", first_x=1, from_zero=True, log=False):
+    """{panel: {name: line}} of each run. The colour says which run, the dashes which line. Where a
+    panel has more than two lines, each run has its own: the first line in colour, the others grey.
 
-def points_of(line, first_x):
-    """[[x, y], ...], or [y, ...] that begins at first_x -> all x, and all y"""
-    line = np.array(line, dtype=float)   # None becomes nan.
-    if line.ndim == 1:
-        line = np.stack((first_x + np.arange(len(line)), line), 1)
-    return line.T
-
-def draw_lines(results, colors, columns, x="", y="", first_x=1, ylim=(None, None), asinh=False,
-               by_run=False):
-    """{panel: {name: line}} of each run. The colour says which run, the dashes which line. by_run:
-    a panel for each run, with the first of all names in its colour, and the others grey.
-
-    x, y: names of the axes; first_x: where [y, ...] begins; asinh: y grows as in a logarithm, but
+    first_x: where [y, ...] begins; from_zero: does y begin at 0? log: it grows as a logarithm, but
     goes through 0"""
-    names = dict.fromkeys(name for panels in results.values() for lines in panels.values()
-                          for name in lines)
+    lines = [(run, panel, name, line) for run, panels in results.items()
+             for panel, named in panels.items() for name, line in named.items()]
+    names = [*dict.fromkeys(name for _, _, name, _ in lines)]
+    by_run = any(len(named) > 2 for panels in results.values() for named in panels.values())
     styles = dict(zip(names, itertools.cycle(STYLES)))
-    grey = dict(zip(list(names)[1:], itertools.cycle(CONTROLS)))
-    drawn = [(run, title, name, line) for run, panels in results.items()
-             for title, lines in panels.items() for name, line in lines.items()]
-    titles = dict.fromkeys((run if by_run else None, title) for run, title, _, _ in drawn)
-    n_in_row = 2 if columns > 1 and len(titles) == 4 else min(columns, len(titles))
-    figure, grid = new_figure(len(titles), n_in_row, 5.0 if n_in_row == 1 else 3.7, 2.9, 0.6)
-    axes_of = dict(zip(titles, grid))
-    for (run, title), axes in axes_of.items():
-        axes.set_title(": ".join(filter(None, (run, title))), color=colors.get(run, "black"))
-        axes.set(xlabel=x, ylabel=y)
+    greys = dict(zip(names, itertools.cycle(GREYS if by_run else GREYS[:1])))
+    titles = [*dict.fromkeys((run if by_run else "", panel) for run, panel, _, _ in lines)]
+    columns = min(columns, 2 if len(titles) == 4 else len(titles))
+    width = 5.0 if columns == 1 else 3.7
+    figure, grid = new_figure(titles, colors, columns, width, 2.9, xlabel=x, ylabel=y)
+    for axes, (_, panel) in zip(grid, titles):
         if by_run:   # Panels that show the same have the same scale.
-            axes.sharey(next(each for (_, name), each in axes_of.items() if name == title))
-    for run, title, name, line in drawn:
-        axes = axes_of[run if by_run else None, title]
-        size = 8 if len(line) == 1 else 4   # A single point would be overlooked.
-        if len(line):
-            axes.plot(*points_of(line, first_x), styles[name], markersize=size,
-                      color=grey.get(name, colors[run]) if by_run else colors[run])
+            axes.sharey(grid[[title for _, title in titles].index(panel)])
+    for run, panel, name, line in lines:
+        axes = grid[titles.index((run if by_run else "", panel))]
+        points = np.array(line, dtype=float)   # None becomes nan.
+        if points.ndim == 1:
+            points = np.stack((first_x + np.arange(len(points)), points), 1)
+        axes.plot(*points.T, styles[name], markersize=8 if len(points) == 1 else 4,
+                  color=greys[name] if by_run and name != names[0] else colors[run])
     for axes in grid:
         axes.locator_params(axis="x", integer=True)
-        if asinh:
-            axes.set_yscale("asinh", linear_width=0.01)
-            axes.yaxis.set_major_locator(FixedLocator([-1, -0.1, 0, 0.01, 0.03, 0.1, 0.3, 1, 3]))
+        if log:
+            axes.set_yscale("symlog", linthresh=0.01)
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_locator(NullLocator())
-        axes.set_ylim(ylim)   # at last: it ends the search for limits that fit
-    entries = {}
-    if not by_run:   # A thick line for each run, and a grey one for each name
-        entries = {run: axes.plot([], [], color=colors[run], lw=3)[0] for run in results}
-    if by_run or len(names) > 1:
-        entries |= {name: axes.plot([], [], styles[name], color=grey.get(name, "0.3")
-                                    if by_run else "0.3")[0] for name in names}
-    figure.legend(entries.values(), entries, loc="outside lower left",
-                  ncols=2 * n_in_row)
+        if from_zero and axes.get_ylim()[0] > 0:
+            axes.set_ylim(0)
+    entries = {} if by_run else {run: axes.plot([], [], color=colors[run], lw=3)[0]
+                                 for run in results}
+    if len(names) > 1:
+        entries |= {name: axes.plot([], [], styles[name], color=greys[name])[0] for name in names}
+    figure.legend(entries.values(), entries, loc="outside lower left", ncols=2 * columns)
     return figure
 
-def draw_heat(results, colors, columns, x="", y="", label="", first=(1, 1), largest=None, power=1,
-              square=False):
+def draw_heat(results, colors, columns, x="", y="", label="", first_x=1, first_y=1, power=1):
     """{panel: matrix} of each run: numbers as colours. A matrix is a list of rows, and None is
-    grey. A run may also have names of its "columns" and "rows".
+    grey. A run may also have names of its "columns"; and of its "rows", which then begin at the
+    top, as in a table.
 
-    first: numbers of the first column and row; largest: where the colours end; power: 0.5 makes
-    small numbers differ, too; square: the first row stands at the top"""
-    panels = [(run, name, np.array(matrix, dtype=float))   # None becomes nan.
-              for run, found in results.items() for name, matrix in found.items()
-              if name not in ("rows", "columns")]
-    largest = largest or max(np.nanmax(matrix, initial=1e-30) for _, _, matrix in panels)
+    label: what the colour says; first_x, first_y: numbers of the first column and row; power: with
+    0.6, small numbers differ, too"""
+    matrices = {(run, panel): np.array(matrix, dtype=float)   # None becomes nan.
+                for run, found in results.items() for panel, matrix in found.items()
+                if panel not in ("rows", "columns")}
+    largest = max(np.nanmax(matrix, initial=1e-30) for matrix in matrices.values())
     norm = PowerNorm(power, 0, largest)
-    most = max(matrix.shape[1] for _, _, matrix in panels)
+    most = max(matrix.shape[1] for matrix in matrices.values())
+    is_table = any("rows" in found for found in results.values())
     width = min(10, max(4.4, 0.27 * most))   # in inches
-    figure, grid = new_figure(len(panels), 1 if width > 6 and not square else columns, width,
-                              width if square else 3.4, 0.6)
-    for axes, (run, name, matrix) in zip(grid, panels):
+    columns = min(columns, len(matrices), 2 if is_table or width < 6 else 1)
+    figure, grid = new_figure([*matrices], colors, columns, width, width if is_table else 3.4,
+                              xlabel=x, ylabel=y, facecolor="white" if is_table else "0.88")
+    for axes, ((run, _), matrix) in zip(grid, matrices.items()):
         names, (n_rows, n_columns) = results[run], matrix.shape
-        left, low = (start - 0.5 for start in first)   # The middle of a cell is a whole number.
+        left, low = first_x - 0.5, first_y - 0.5   # The middle of a cell is a whole number.
         image = axes.imshow(matrix, aspect="auto", norm=norm, cmap="magma_r", origin="lower",
                             extent=(left, left + n_columns, low, low + n_rows))
-        axes.set(xlabel=x, ylabel=y, facecolor="white" if square else "0.88")
-        axes.set_title(": ".join(filter(None, (run, name))), color=colors[run])
         axes.grid(False)
         axes.locator_params(integer=True, nbins=16)
         if "columns" in names:
@@ -1143,25 +1018,28 @@ def draw_heat(results, colors, columns, x="", y="", label="", first=(1, 1), larg
         if "rows" in names:
             axes.set_yticks(range(1, n_rows + 1), names["rows"])
             axes.tick_params(axis="x", rotation=90 if n_columns > 26 else 0)
-        if square:
             axes.invert_yaxis()
         for (row, column), number in np.ndenumerate(matrix):
             if most <= 14 and not math.isnan(number):
                 text = f"{number:.2f}".removeprefix("0") if largest < 2 else f"{number:.0f}"
                 axes.text(left + column + 0.5, low + row + 0.5, text, ha="center", va="center",
                           fontsize=7, color="white" if norm(number) > 0.5 else "black")
-    figure.colorbar(image, ax=grid, label=label, location="bottom", aspect=40, fraction=0.05)
+    figure.colorbar(image, ax=grid, label=textwrap.fill(label, round(12 * figure.get_figwidth())),
+                    location="bottom", aspect=40, fraction=0.05, pad=0.02)
     return figure
 
 DRAWINGS = {"lines": draw_lines, "heat": draw_heat}
 
-def as_png(statistic, results, colors, columns):
-    """-> bytes of a figure, and its width in inches. columns: how many panels may stand in a row"""
+def as_picture(statistic, results, colors, columns):
+    """-> a figure for the page: its png, as text, and its width in pixels. columns: how many panels
+    may stand in a row"""
+    drawn = {run: {panel: found for panel, found in panels.items() if panel != "table"}
+             for run, panels in results.items()}
     png = io.BytesIO()
     with matplotlib.style.context(["default", PRINT]):
-        figure = DRAWINGS[statistic.draw](results, colors, columns, **statistic.options)
+        figure = DRAWINGS[statistic.draw](drawn, colors, columns, **statistic.options)
         figure.savefig(png, format="png", dpi=144)
-    return png.getvalue(), figure.get_figwidth()
+    return dict(png=base64.b64encode(png.getvalue()).decode(), width=96 * figure.get_figwidth())
 
 # =============================================================== part 7: the page, and the command
 
@@ -1187,25 +1065,25 @@ def main(argv=None):
     make_folder(out)   # now, not after minutes of measuring
     about = about_runs(runs)
     found = {name: show(name, runs, about) for name in STATS if name in wanted}
+
+    def write(name, content):
+        with prepare.whole_file(out / name) as file:
+            file.write(content)
+
     numbers = dict(runs=about, statistics={name: each["results"] for name, each in found.items()},
                    missing={name: each["missing"] for name, each in found.items()})
-    with prepare.whole_file(out / "numbers.json") as file:
-        file.write(json.dumps(numbers, indent=1).encode())
+    write("numbers.json", json.dumps(numbers, indent=1).encode())
     for name, each in found.items():
         if each["pictures"]:
-            with prepare.whole_file(out / f"{name}.png") as file:
-                file.write(base64.b64decode(each["pictures"][0]["png"]))
+            write(f"{name}.png", base64.b64decode(each["pictures"][0]["png"]))
     template = (Path(__file__).parent / "analyze.html").read_text(encoding="utf-8")
     # JSON may write < as \u003c. So a </script> in a text doesn't end the script of the page.
     report = json.dumps(dict(runs=about, statistics=found)).replace("<", "\\u003c")
-    with prepare.whole_file(out / "index.html") as file:
-        file.write(template.replace("REPORT", report).encode())
+    write("index.html", template.replace("REPORT", report).encode())
     say(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
 def make_folder(out):
     """SystemExit if it has files, but no page of ours"""
-    if out.is_file():
-        refuse(f"--out {out}: is a file; name a folder")
     out.mkdir(parents=True, exist_ok=True)
     numbers = out / "numbers.json"   # the first file of a page
     is_ours = numbers.exists() and '"statistics":' in numbers.read_text(errors="replace")
@@ -1234,80 +1112,45 @@ def open_runs(args):
 
 def about_runs(runs):
     """-> {run: what the page says of it above all figures}"""
-    folders = {Path(run.config["data"]).resolve() for run in runs.values()}
-    about = {}
-    for number, (name, run) in enumerate(runs.items()):
-        folder = Path(run.config["data"]).resolve()
-        is_unique = [each.name for each in folders].count(folder.name) == 1
-        about[name] = dict(
-            config=run.config, color=color_of(number), loss=run.loss, bits=run.bits,
-            data=folder.name if is_unique else str(folder), warning=run.warning,
-            iterations=max(run.log, default=0), parameters=num_params(run.model),
-            flops=flops_per_token(run.model))
-    return about
-
-FORM = ("what is drawn must be {panel: {name: line}}, or, for a heat map, {panel: matrix}, of "
-        "lists, arrays, tensors and numbers")
-
-def as_drawn(returned):
-    """What a statistic has returned -> what is drawn, as numbers.json has it: lists for tensors and
-    arrays, and None for what is no number; and its sentence. NotHere if it has another form"""
-    drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
-    if drawn is None:
-        raise NotHere("it returned None; is a return missing?")
-    if not isinstance(drawn, dict):
-        raise NotHere(f"it returned {drawn!r:.40}, and {FORM}")
-    if not isinstance(sentence, str):
-        raise NotHere(f"its sentence is {sentence!r:.60}; make a text of it, as f\"...\" does")
-    try:
-        text = json.dumps(drawn, default=lambda value: value.tolist())
-    except (AttributeError, TypeError, ValueError) as error:   # such as a set, or a tuple as a key
-        raise NotHere(f"what it returned has no form in numbers.json ({error}); {FORM}")
-    return json.loads(text, parse_constant=lambda nan: None), sentence
+    return {name: dict(config=run.config, color=color, data=os.path.relpath(run.config["data"]),
+                       loss=run.loss, bits=run.bits, warning=run.warning,
+                       iterations=max(run.log, default=0), parameters=num_params(run.model),
+                       flops=flops_per_token(run.model))
+            for (name, run), color in zip(runs.items(), itertools.cycle(COLORS))}
 
 def show(name, runs, about):
     """Measures and draws one statistic -> all that the page shows of it. One that fails becomes a
-    sentence, so that the others have their page all the same. Returns a dict:
-
-    results     {run: what is drawn}, as in numbers.json
-    sentences   {run: a sentence}
-    missing     {run: why it can't have it}
-    pictures    one for a laptop, and one for a phone; or none
-    title, caption, definition   of the statistic"""
+    sentence, so that the others have their page all the same."""
     statistic, results, sentences, missing, pictures = STATS[name], {}, {}, {}, []
     for run_name, run in runs.items():
         print(f"{name} of {run_name}", file=sys.stderr)
         try:
-            if statistic.needs_puzzle and not run.puzzle:
-                raise NotHere("it is for the steps text (prepare.py steps), whose depth is known")
-            results[run_name], sentences[run_name] = as_drawn(statistic.measure(run))
+            results[run_name], sentences[run_name] = as_lists(statistic.measure(run))
         except NotHere as why:
             missing[run_name] = str(why)
         except (Exception, SystemExit) as error:   # A statistic of your own may raise any.
-            missing[run_name] = f"it ended with {in_a_line(error, name)}"
+            traceback.print_exc()
+            missing[run_name] = f"it ended with {error!r:.200}"
     colors = {run: each["color"] for run, each in about.items()}
-    drawable = {run: {panel: found for panel, found in panels.items() if panel != "table"}
-                for run, panels in results.items()}
     try:
-        for columns in (3, 1) if drawable else ():
-            if statistic.draw == "heat":
-                columns = min(columns, 2)
-            png, width = as_png(statistic, drawable, colors, columns)
-            pictures.append(dict(png=base64.b64encode(png).decode(), width=96 * width))
-    except Exception as error:   # What it got has some other form.
-        why = f"it can't be drawn ({in_a_line(error, name)}); {FORM}"
+        if results:   # one for a laptop, and one for a phone
+            pictures = [as_picture(statistic, results, colors, columns) for columns in (3, 1)]
+    except Exception as error:
+        why = (f"it can't be drawn ({error!r:.100}): lines are {{panel: {{name: line}}}}, and a "
+               f"heat map {{panel: matrix}}, of lists, arrays and tensors")
         missing |= dict.fromkeys(results, why)
-        results, sentences, pictures = {}, {}, []
+        results, sentences = {}, {}
     for run_name, why in missing.items():
         print(f"no {name} of {run_name}, because {why}", file=sys.stderr)
     return dict(title=statistic.title, caption=statistic.caption, definition=statistic.definition,
                 results=results, sentences=sentences, missing=missing, pictures=pictures)
 
-def in_a_line(error, name):
-    """An exception -> its kind, what it says, and the line of this statistic, if it is of one"""
-    where = "".join(f" in line {frame.lineno}" for frame in
-                    traceback.extract_tb(error.__traceback__) if frame.name == name)
-    return f"{type(error).__name__}{where}: {' '.join(str(error).split()):.200}"
+def as_lists(returned):
+    """What a statistic has returned -> what is drawn, with lists for tensors and arrays, and None
+    for what is no number, as numbers.json has it; and its sentence, if it has one"""
+    drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
+    text = json.dumps(drawn, default=lambda value: value.tolist())
+    return json.loads(text, parse_constant=lambda nan: None), str(sentence)
 
 if __name__ == "__main__":
     start(main)

@@ -181,7 +181,7 @@ def stream_and_change(model, idx):
     streams = model.walk(idx)[::2]   # before block 1, and after each block, which is two sublayers
     for earlier, stream in zip(streams, streams[1:]):
         before, now = model.ends.as_tensor(earlier), model.ends.as_tensor(stream)
-        source = model.ends.sum_of_updates(stream)   # of AttnRes: that of the last group
+        source = model.ends.running_sum(stream)   # of AttnRes: that of the last group
         handed_on.append(rms(source).mean().item())
         changes.append((rms(now - before) / rms(before)).mean().item())
     return handed_on, changes

@@ -1,9 +1,8 @@
 """The statistics against what they must be for models that we can see through, the page, the command line. Tests of
 the steps text are in test_inside.py."""
-import inspect, itertools, json, os, re, shutil, subprocess, sys
+import itertools, json, os, re, shutil, subprocess, sys
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest, torch
@@ -20,17 +19,15 @@ L = 4   # blocks
 def run_of(residual="pre", windows=None, text="", **config):
     """Of twelve windows"""
     model = make(residual, n_layer=L, vocab_size=320, **config)
-    settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="", warmup=0.5)
+    settings = dict(batch_size=4, block_size=16, tokenizer="bytes", residual=residual, data="data", warmup=0.5)
     return analyze.Run(model, settings, windows or (ids(12, 12, V=256), ids(12, 12, V=256, seed=1)), text=text)
 
-@torch.no_grad()
 def quarter_loss(run, first=0, **trip):
     """On every fourth window, the mean per token"""
     idx, targets = (torch.cat(part)[first::4] for part in zip(*run.batches))
     return run.model(idx, targets, trip=Trip(run.model, **trip))[1].item()
 
-def increase(run, places):
-    """By how much the loss rises without the sublayers at these places"""
+def increase(run, places):   # by how much the loss rises without them
     return pytest.approx(quarter_loss(run, without=places) - quarter_loss(run), abs=1e-9)
 
 def rms(x):
@@ -46,21 +43,14 @@ class Chain(M.Residual):
     def forward(self, x, f):
         return f(self.norm(x))
 
-class Pair(NamedTuple):
-    new: torch.Tensor
-    old: torch.Tensor
-
 class SecondLast(M.Residual):
-    """Each reads the writer before the last. Its stream is a tuple; in those below, a NamedTuple, a list or a dict."""
+    """Each reads the writer before the last. Its stream is a tuple; in those below, a list or a dict."""
     pack, unpack = staticmethod(lambda new, old: (new, old)), staticmethod(tuple)
     def start(self, x):
         return self.pack(x, x.clone())
     def forward(self, stream, f):
         new, old = self.unpack(stream)
         return self.pack(f(self.norm(old)), new)
-
-class Named(SecondLast):
-    pack = Pair
 
 class Listed(SecondLast):
     pack = staticmethod(lambda *parts: [*parts])
@@ -69,14 +59,15 @@ class InADict(SecondLast):
     pack = staticmethod(lambda new, old: dict(new=new, old=old))
     unpack = staticmethod(lambda stream: stream.values())
 
-OWN = dict(chain=Chain, tuple=SecondLast, named=Named, list=Listed, dict=InADict)
+OWN = dict(chain=Chain, tuple=SecondLast, list=Listed, dict=InADict)
 
 @pytest.fixture(autouse=True)
 def own_classes(monkeypatch):
     for name, residual in OWN.items():
         monkeypatch.setitem(M.RESIDUALS, name, residual)
+    with torch.no_grad():
+        yield
 
-@torch.no_grad()
 def effects_of(residual, idx=None, **config):
     found = Pass(make(residual, **config), ids() if idx is None else idx)
     return found, found.effects()
@@ -85,16 +76,17 @@ def test_reads_of_rules_that_we_can_see_through():
     _, effects = effects_of("chain")
     assert torch.equal(effects.isnan(), torch.ones(7, 7).triu(1).bool())   # Nobody reads what comes later.
     same(effects.tril().nan_to_num(0), torch.eye(7).double())
-    for form in "tuple", "named", "list", "dict":
+    assert "the next reader loses 100% of what it reads in the first half" in analyze.reads(run_of("chain"))[1]
+    for form in "tuple", "list", "dict":
         _, effects = effects_of(form)
         wanted = torch.zeros(7, 7).double()
         for reader, writer in enumerate([0, 0, 1, 2, 3, 4, 6]):   # The head reads the newest one.
             wanted[reader, writer] = 1
         same(effects.nan_to_num(0), wanted)
 
-@torch.no_grad()
 def test_without_a_norm_it_is_the_length_of_the_update():
     found, effects = effects_of("pre", norm="none", repeat="2:2")
+    assert "alike to 100%." in analyze.reads(run_of("pre", norm="none"))[1]
     written = [found.embedding, *found.updates]
     for reader, writer in itertools.product(range(9), range(9)):
         if writer <= reader:
@@ -103,7 +95,6 @@ def test_without_a_norm_it_is_the_length_of_the_update():
     found = Pass(found.model, ids(), without={3})   # Nobody reads what nobody has written.
     assert found.effects()[3:, 3].max() == 0 and torch.equal(found.streams[2], found.streams[3])
 
-@torch.no_grad()
 def test_what_attention_residuals_read_is_the_weighted_mean():
     model = make("attnres:group=2")
     found = Pass(model, ids())
@@ -116,13 +107,12 @@ def test_what_attention_residuals_read_is_the_weighted_mean():
         if place < 7:
             grows = place % 2 == 0   # Two updates make a source.
             sources[-grows or len(sources):] = [found.updates[place - 1] + (sources[-1] if grows else 0)]
-            same(model.ends.sum_of_updates(found.streams[place]), sources[-1])
+            same(model.ends.running_sum(found.streams[place]), sources[-1])
 
 RULES = [*M.RESIDUALS, "attnres:group=2", "mixln:alpha=0.5", "hyper:kind=mhc", "hyper:kind=lite"]
 SKIPPING = [("pre", "coins:rate=0.4"), ("gated", "coins:rate=0.4"), ("nag", "gain:below=0.3"),
-            ("pre", "router:rate=0.3"), ("dict", "coins:rate=0.4"), ("named", "coins:rate=0.4")]
+            ("pre", "router:rate=0.3"), ("dict", "coins:rate=0.4"), ("tuple", "coins:rate=0.4")]
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual, mod", [*zip(RULES, itertools.repeat("all")), *SKIPPING])
 def test_a_pass_notes_what_happens(residual, mod):
     """The rules, run again with the updates that it has noted, come to the same streams. What is noted of the head
@@ -135,15 +125,13 @@ def test_a_pass_notes_what_happens(residual, mod):
     same(model.lm_head.times(found.reads[-1], model.ends.head_weight(model.lm_head.weight)), logits)
     assert found.ran.all() == (mod == "all") and found.ran.any()
     assert all((update[~ran] == 0).all() for update, ran in zip(found.updates, found.ran))
+    if "router" in mod:   # It changes the stream, too.
+        return
     for place, (before, after) in enumerate(zip(found.streams, found.streams[1:])):
-        if "router" in mod:   # It changes the stream, too.
-            break
         _, _, new = analyze.run_rule(found.residuals[place], before, found.updates[place])
         M.map_stream(same, analyze.where_ran(found.ran[place], new, before), after)
-    if "router" not in mod:
-        assert found.effects().tril().nan_to_num(9).max() < 9   # All can be compared.
+    assert found.effects().tril().nan_to_num(9).max() < 9   # All can be compared.
 
-@torch.no_grad()
 def test_angles():
     model = make("nag", mod="gain:below=0.3")
     found = Pass(model, ids())
@@ -155,15 +143,8 @@ def test_angles():
     tiny = analyze.angles(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1e-10]))
     same(tiny.item(), np.rad2deg(1e-10))   # Its cosine is 1 in floating point.
 
-def test_what_its_sentence_says():
-    _, sentence = analyze.reads(run_of("chain"))
-    assert sentence.startswith("Without a sublayer, the next reader loses 100% of what it reads in the first half of")
-    assert "The head reads most of m4, " in sentence
-    assert "is alike to 100%, and at least to 99%" in analyze.reads(run_of("pre", norm="none"))[1]
-
 # ---------------------------------------------------------------------------------- any text
 
-@torch.no_grad()
 def test_magnitudes_by_hand():
     run = run_of("attnres:group=4")
     found = Pass(run.model, torch.cat([idx for idx, _ in run.quarter]))
@@ -173,9 +154,8 @@ def test_magnitudes_by_hand():
     assert [size for _, size in panels["update (rms)"]["MLP"]] == pytest.approx(sizes[1::2])
     sums = [sum(found.updates[place // 4 * 4:place + 1]) for place in range(8)]   # a saw-tooth
     assert panels["sum of updates (rms)"]["both"] == pytest.approx([rms(x).mean().item() for x in sums])
-    assert f"updates {sum(sizes[-2:]) / sum(sizes[:2]):.1f}-fold." in sentence and len(panels) == 4
+    assert sentence.endswith("The sum of updates falls 1 times by more than a fifth.") and len(panels) == 4
 
-@torch.no_grad()
 def test_sinks_against_attention():
     run = run_of()
     idx = torch.cat([idx for idx, _ in run.quarter])
@@ -191,7 +171,6 @@ def test_sinks_against_attention():
     largest = (raw.abs().amax(-1) / rms(raw)).mean().item()
     assert panels["largest channel / rms"]["measured"][0] == pytest.approx(largest)
 
-@torch.no_grad()
 def test_rounding_and_back():
     run = run_of()
     before = {name: p.clone() for name, p in run.model.named_parameters()}
@@ -213,9 +192,8 @@ def test_curves_by_hand(tmp_path):
     panels, sentence = analyze.curves(run)
     assert [panel["validation"] for panel in panels.values()] == [
         [(3, 2.0), (4, 1.5)], [(40, 2.0), (60, 1.5)], [(2, 2.0), (3, 1.5)]]
-    assert sentence == "1.500 nats after 4 iterations, 60 FLOPs and 3 seconds."
+    assert sentence == "1.500 nats after 4 iterations and 3 seconds."
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "hyper", "dict"])
 def test_there_is_one_loss(residual):
     run = run_of(residual)
@@ -225,45 +203,36 @@ def test_there_is_one_loss(residual):
     assert lens[-1] == pytest.approx(run.loss, rel=1e-5) and len(lens) == L + 1
     assert removed["without one sublayer"]["MLP"][1] == increase(run, {4})
     assert of_blocks[2] == increase(run, {5, 6})
-    assert sentence.startswith(f"Block {np.argmax(of_blocks) + 1} is worth most, {max(of_blocks):.2f} nats, and block "
-                               f"{np.argmin(of_blocks) + 1} least")
-
-def test_a_repeated_block_is_removed_wherever_it_runs():
-    run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4
-    removed, _ = analyze.removal(run)
-    assert removed["without the block"]["block"][1] == increase(run, {3, 4, 7, 8})
-    assert removed["without one sublayer"]["MLP"][1] == increase(run, {4, 8})
+    assert sentence.startswith(f"Block {np.argmax(of_blocks) + 1} is worth most, {max(of_blocks):.2f} nats, and block")
+    run = run_of(repeat="2-3:2")   # blocks 1, 2, 3, 2, 3, 4: a block is removed wherever it runs.
+    assert run.worth[1] == increase(run, {3, 4, 7, 8})
+    assert analyze.removal(run)[0]["without one sublayer"]["MLP"][1] == increase(run, {4, 8})
 
 def log_gradients(run, *norms):
     """At the iterations 2, 4, 6, ..; half of them are the warmup."""
     run.log = {2 * n: dict(grad_norms=each) for n, each in enumerate(norms, 1)}
 
-def test_fan_in_is_linear_or_quadratic():
-    for flags, ways in (dict(), [4, 3, 2, 1]), (dict(repeat="2:2"), [5, 4 + 3, 2, 1]), (
-            dict(deep_supervision=True), [10, 6, 3, 1]), (
-            dict(deep_supervision=True, repeat="2:2"), [15, 10 + 6, 3, 1]):
-        run = run_of(**flags)
-        with pytest.raises(analyze.NotHere, match="no gradient norms"):
-            analyze.fan_in(run)
-        log_gradients(run, [9, 9, 9, 9.0], [4, 1, 1, 5.0], [4, 1, 3, 1.0])   # The first one is of the warmup.
-        panels, sentence = analyze.fan_in(run)
-        lines = panels["gradient / mean"]
-        assert lines["as the fan-in"] == pytest.approx(np.array(ways) / np.mean(ways))
-        assert lines["measured"] == pytest.approx(np.array([4, 1, 2, 3]) / 2.5)   # The blocks are alike.
-        assert ("quadratic" if "deep_supervision" in flags else "linear") in sentence
-        # Ranks of the gradients are 4 1 2 3: the squares of their differences from 4 3 2 1, say, make 8.
-        squares = sum((a - b) ** 2 for a, b in zip([4, 1, 2, 3], np.argsort(np.argsort(ways)) + 1))
-        assert f"fan-in: {1 - 6 * squares / 60:.2f}; with" in sentence
-        assert panels["worth / mean"]["measured"] == pytest.approx(
-            np.maximum(run.worth, 0) / np.maximum(run.worth, 0).mean())
+@pytest.mark.parametrize("flags, ways", [
+    (dict(), [4, 3, 2, 1]), (dict(repeat="2:2"), [5, 4 + 3, 2, 1]), (dict(deep_supervision=True), [10, 6, 3, 1]),
+    (dict(deep_supervision=True, repeat="2:2"), [15, 10 + 6, 3, 1])])
+def test_fan_in_is_linear_or_quadratic(flags, ways):
+    run = run_of(**flags)
+    with pytest.raises(analyze.NotHere, match="no gradient norms"):
+        analyze.fan_in(run)
+    log_gradients(run, [9, 9, 9, 9.0], [4, 1, 1, 5.0], [4, 1, 3, 1.0])   # The first one is of the warmup.
+    panels, _ = analyze.fan_in(run)
+    assert panels[""]["as the fan-in"] == pytest.approx(np.array(ways) / np.mean(ways))
+    assert panels[""]["measured"] == pytest.approx(np.array([4, 1, 2, 3]) / 2.5)   # The blocks are alike.
+
+def test_gradients_and_ranks():
+    assert analyze.rank_correlation([4, 1, 2, 3], [4, 3, 2, 1]) == pytest.approx(1 - 6 * 8 / 60)   # by Spearman
     assert analyze.rank_correlation([1, 1, 2, 3], [9, 9, 4, 0]) == pytest.approx(-1)   # Equal ones share a rank.
     assert analyze.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
-    sizes = [sum(p.numel() for p in block.parameters()) for block in run_of(taper="linear").model.blocks]
     run = run_of(taper="linear")
-    log_gradients(run, [size ** 0.5 for size in sizes])   # Of wide blocks, gradients are larger.
-    assert analyze.gradients_of(run) == pytest.approx(1)
+    log_gradients(run, [sum(p.numel() for p in block.parameters()) ** 0.5 for block in run.model.blocks])
+    assert analyze.gradients_of(run) == pytest.approx(1)   # Of wide blocks, gradients are larger.
     del run.model.blocks[1:]
-    with pytest.raises(analyze.NotHere, match="one block"):
+    with pytest.raises(analyze.NotHere, match="several blocks"):
         analyze.fan_in(run)
 
 def test_which_blocks_go_first():
@@ -280,11 +249,10 @@ def test_which_blocks_go_first():
         for n, rise in enumerate(lines[""][name]):
             assert rise == increase(run, set().union(*(places[block] for block in order[:n])))
     # The halves of the log, behind its warmup: 4 1 1 4 and 4 1 3 2
-    assert f"CascadeFlow {analyze.rank_correlation([4, 1, 1, 4], [4, 1, 3, 2]):.2f}, usual score" in sentence
+    assert sentence.endswith(f"stable to {analyze.rank_correlation([4, 1, 1, 4], [4, 1, 3, 2]):.2f}.")
 
 # ---------------------------------------------------------------------------------- who skips
 
-@torch.no_grad()
 def test_coins_fall_the_same_whatever_else_is_measured():
     alone, after_others = run_of(mod="coins:rate=0.5"), run_of(mod="coins:rate=0.5")
     assert after_others.worth and analyze.reads(after_others)
@@ -293,19 +261,17 @@ def test_coins_fall_the_same_whatever_else_is_measured():
     ran = torch.linspace(0, 1, 2 * L)
     torch.testing.assert_close(run.share_that_ran(analyze.coins(ran)).float(), ran, atol=0.1, rtol=0)
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "pre"])
 def test_depth_map(residual):
     """The angle of each token in each sublayer, and nan if it skips. (With pre, nobody does.)"""
     run, idx = run_of(residual, text="a\té$x$\n" + 50 * "x"), torch.tensor([[*b"a\t\xc3\xa9$x$\n" + 8 * b"x"]])
     found, _ = analyze.depth_map(run)
-    assert found["columns"] == ["a", r"\t", "", "é", "$", "x", "$", "↵"] + 8 * ["x"]
+    assert found["columns"] == ["a", r"\t", "�", "�", "$", "x", "$", "↵"] + 8 * ["x"]   # é has two bytes.
     passed = Pass(run.model, idx, ByGain(run.model.config, below=0.05) if residual == "nag" else ALL_RUN)
     torch.testing.assert_close(found[""], passed.degrees()[:, 0].where(passed.ran[:, 0], torch.nan), equal_nan=True)
     run.text = ""
     assert len(analyze.depth_map(run)[0]["columns"]) == 12   # a validation window
 
-@torch.no_grad()
 @pytest.mark.parametrize("residual", ["nag", "pre", "attnres"])
 def test_no_nested_set_is_better_than_the_fixed_one(residual):
     """Of each size, by the loss on the windows where it is chosen"""
@@ -324,7 +290,6 @@ def test_no_nested_set_is_better_than_the_fixed_one(residual):
         nested = [greedy] + [frozenset(order[:n]) for order in orders]
         assert len(found) == n and loss(found) <= min(map(loss, nested)) + 1e-12
 
-@torch.no_grad()
 def test_what_skipping_costs():
     run = run_of("nag", windows=(ids(64, 12, V=256), ids(64, 12, V=256, seed=1)))
     run.model.blocks[1].mlp_residual.alpha.fill_(-0.6)   # These gains are negative. Their size counts.
@@ -338,14 +303,11 @@ def test_what_skipping_costs():
         run.model(torch.cat([idx for idx, _ in run.quarter]), trip=trip)
         rise = quarter_loss(run, decider=trip.decider) - quarter_loss(run, decider=ALL_RUN)
         assert point == pytest.approx([100 * trip.skipped(), rise], abs=1e-5)
-    assert [x for x, _ in fixed] == [100 * n / (2 * L) for n in range(len(fixed))]
-    assert fixed[-1][0] >= by_gain[-1][0] > 40
-    sets = analyze.fixed_sets(run, 3)
-    assert fixed[3][1] == increase(run, sets[2])
+    assert [x for x, _ in fixed] == [100 * n / (2 * L) for n in range(len(fixed))] and fixed[-1][0] >= by_gain[-1][0] > 40
+    assert fixed[3][1] == increase(run, analyze.fixed_sets(run, 3)[2])
     assert [share for share, _ in coins] == [share for share, _ in by_gain] and coins[3] != by_gain[3]
     assert by_gain[0] == coins[0] == fixed[0] == [0.0, pytest.approx(0)]
-    skipped = min((x for x, _ in by_gain), key=lambda x: abs(x - 25))
-    assert sentence.startswith(f"Rise of the loss if {skipped:.0f} % of the sublayer runs are skipped:")
+    assert f"if 25 % of the sublayer runs are skipped: {np.interp(25, *zip(*by_gain)):.2f} (by gain), " in sentence
 
 def test_a_model_trained_to_skip_skips_in_every_statistic():
     run = run_of("nag", mod="gain:below=99")
@@ -358,6 +320,7 @@ def test_a_model_trained_to_skip_skips_in_every_statistic():
 
 def shown(run, *names):
     """-> {name: what the page shows of it}"""
+    run.warning = ""
     about = analyze.about_runs({"a": run})
     return {name: analyze.show(name, {"a": run}, about) for name in names or analyze.STATS}
 
@@ -369,13 +332,12 @@ WITHOUT_SKIPPING = ["who_skips", *PUZZLES]
     ("siamese", dict(taper="cosine"), WITHOUT_SKIPPING),
     ("pre", dict(mod="router:rate=0.25"), ["reads", "sinks", "skip_curve", *PUZZLES]),
     ("hyper", dict(mod="coins:rate=0.3"), PUZZLES), ("pre", dict(repeat="2-3:2", norm="none"), WITHOUT_SKIPPING),
-    *[(form, dict(mod="coins:rate=0.3"), PUZZLES) for form in ("named", "list", "dict")]])
+    *[(form, dict(mod="coins:rate=0.3"), PUZZLES) for form in ("tuple", "list", "dict")]])
 def test_every_statistic_runs_or_refuses_in_a_sentence(residual, flags, lacks, monkeypatch):
     """Drawn is that of nag alone, because drawing takes long."""
     if residual != "nag":
-        monkeypatch.setattr(analyze, "as_png", lambda *_: (b"", 1))
+        monkeypatch.setattr(analyze, "as_picture", lambda *_: {})
     run = run_of(residual, **flags)
-    run.warning = ""
     log_gradients(run, [1, 2, 3, 4.0], [4, 1, 1, 4.0])
     run.log[4] |= dict(val_loss=1.0, flops=2.0)
     for name, found in shown(run).items():
@@ -386,54 +348,34 @@ def test_every_statistic_runs_or_refuses_in_a_sentence(residual, flags, lacks, m
             assert not found["missing"] and len(found["pictures"]) == 2, (name, found["missing"])
             assert re.fullmatch(r"[A-Z0-9+-][^\n]{15,400}\.", found["sentences"]["a"]), found["sentences"]
 
-@pytest.fixture
-def no_stats(monkeypatch):
-    monkeypatch.setattr(analyze, "STATS", {})
-
-def test_the_example_in_its_comments(no_stats):
-    example = inspect.getsource(analyze).split("This is a whole one:\n#\n")[1].split("\n#\n# The page")[0]
-    exec(re.sub("^# ?(    )?", "", example, flags=re.M), vars(analyze) | dict(__name__="example"))
-    run = run_of()
-    run.warning = ""
-    found, = shown(run).values()
-    sizes = found["results"]["a"][""]["all tokens"]
-    assert len(sizes) == 2 * L and found["sentences"]["a"] == f"At most {max(sizes):.1f}."
-    assert found["definition"].startswith("The root of") and len(found["pictures"]) == 2
-
-def test_mistakes_in_a_statistic_of_your_own(no_stats):
+def test_mistakes_in_a_statistic_of_your_own(monkeypatch):
     """Each is told, and the others have their figure."""
+    monkeypatch.setattr(analyze, "STATS", {})
     def add(name, function, **options):
         def measure(run):
             return function(run)
         measure.__name__ = name
         analyze.stat(f"The {name}", **options)(measure)
 
-    right = {"x": lambda run: {"a panel": {"lacks": torch.tensor([torch.nan, 1]), "empty": []}},
-             "numpy": lambda run: ({"loss": {"x": np.array(run.worth)}}, f"The mean is {np.mean(run.worth):.2f}."),
-             "heat": lambda run: {"a": [[1, 2]], "b": [[3, None]]}}
-    wrong = {"divides": (lambda run: {"": {"x": [each / 0 for each in run.worth]}}, "ended with ZeroDivisionError"),
-             "forgets": (lambda run: None, "is a return missing"),
-             "x_and_y": (lambda run: (list(range(4)), run.worth), "must be {panel: {name: line}}"),
-             "number": (lambda run: ({"loss": {"x": run.worth}}, max(run.worth)), "its sentence is"),
-             "no_line": (lambda run: {"a panel": [1.0]}, "can't be drawn"),
-             "no_matrix": (lambda run: {"": [[1, 2], [3]]}, "can't be drawn"),
-             "a_set": (lambda run: {"a panel": {"line": {1, 2}}}, "no form in numbers.json"),
-             "pairs": (lambda run: {(1, 2): {"line": [1]}}, "no form in numbers.json"),
-             "leaves": (lambda run: sys.exit("bye"), "SystemExit")}
-    for name, function in right.items():
-        add(name, function, **(dict(draw="heat") if name == "heat" else {}))
-    for name, (function, _) in wrong.items():
-        add(name, function, **(dict(draw="heat") if name == "no_matrix" else {}))
-    run = run_of()
-    run.warning = ""
-    found = shown(run)
+    heat = dict(draw="heat")
+    right = {"x": ({}, lambda run: {"a panel": {"lacks": torch.tensor([torch.nan, 1]), "empty": []}}),
+             "numpy": ({}, lambda run: ({"loss": {"x": np.array(run.worth)}}, f"{np.mean(run.worth):.2f}")),
+             "heat": (heat, lambda run: {"a": [[1, 2]], "b": [[3, None]]})}
+    wrong = {"divides": ({}, lambda run: {"": {"x": [each / 0 for each in run.worth]}}, "ended with ZeroDivisionError"),
+             "forgets": ({}, lambda run: None, "can't be drawn"),
+             "x_and_y": ({}, lambda run: (list(range(4)), run.worth), "lines are {panel: {name: line}}"),
+             "no_matrix": (heat, lambda run: {"": [[1, 2], [3]]}, "can't be drawn"),
+             "a_set": ({}, lambda run: {"a panel": {"line": {1, 2}}}, "'set' object"),
+             "leaves": ({}, lambda run: sys.exit("bye"), "SystemExit")}
+    for name, (options, function, *_) in (right | wrong).items():
+        add(name, function, **options)
+    found = shown(run_of())
     for name in right:
         assert len(found[name]["pictures"]) == 2 and found[name]["caption"] == f"The {name}"
     assert found["x"]["results"]["a"]["a panel"] == dict(lacks=[None, 1], empty=[])
-    for name, (_, sentence) in wrong.items():
+    for name, (_, _, sentence) in wrong.items():
         assert sentence in found[name]["missing"]["a"], name
-        assert not found[name]["pictures"] and not found[name]["results"]
-        assert re.fullmatch("[^\n]{20,400}", found[name]["missing"]["a"])
+        assert not found[name]["pictures"] and not found[name]["results"] and "\n" not in found[name]["missing"]["a"]
 
 # ---------------------------------------------------------------------------------- the page
 
@@ -462,7 +404,7 @@ def test_page(made):
     assert list(report["statistics"]) == list(analyze.STATS)
     run, logged = numbers["runs"]["a$x^$b"], train.read_metrics(made / "a$x^$b")[6]
     assert [run["loss"], run["bits"]] == pytest.approx([logged["val_loss"], logged["val_bpb"]], abs=1e-6)
-    assert run["data"] == "data" and run["iterations"] == 6 and run["warning"] == ""
+    assert run["data"].endswith("/data") and run["iterations"] == 6 and run["warning"] == ""
     for name, found in report["statistics"].items():
         assert found["caption"] and found["title"] and found["results"] == numbers["statistics"][name]
         assert len(found["results"]) + len(found["missing"]) == 2 and {*found["sentences"]} == {*found["results"]}
@@ -475,7 +417,7 @@ def test_what_others_have_made_stays(made, tmp_path):
         (tmp_path / name).write_text("mine")
         assert "no page of ours" in refused(analyze.main, words)
         assert [path.name for path in tmp_path.iterdir()] == [name]
-        assert "name a folder" in refused(analyze.main, words[:-1] + [str(tmp_path / name)])
+        assert "File exists" in refused(analyze.main, words[:-1] + [str(tmp_path / name)])
         (tmp_path / name).unlink()
     analyze.main(words)
     analyze.main(words)   # This page is ours.
@@ -500,13 +442,10 @@ def test_data_that_moved_or_changed(made, tmp_path, capsys):
         os.rename(moved, made / "data")
 
 def test_runs_can_be_told_apart():
-    colors = [analyze.color_of(number) for number in range(40)]
-    assert len({*colors}) == 40 and all(re.fullmatch("#[0-9a-f]{6}", color) for color in colors)
     shared = dict(model=run_of().model, log={}, loss=1.0, bits=1.0, warning="")
-    runs = {str(i): SimpleNamespace(config=dict(data=data), **shared)
-            for i, data in enumerate(["x/data", "y/data", "steps", "x/data"])}
-    names = [about["data"] for about in analyze.about_runs(runs).values()]
-    assert names == [os.path.abspath("x/data"), os.path.abspath("y/data"), "steps", os.path.abspath("x/data")]
+    runs = {str(i): SimpleNamespace(config=dict(data=os.path.abspath(f"x{i}/data")), **shared) for i in range(28)}
+    about = analyze.about_runs(runs).values()
+    assert len({each["color"] for each in about}) == 28 and [*about][1]["data"] == "x1/data"
 
 def test_what_figures_show():
     """A number stands where its colour is, and points are where they should be."""
@@ -517,10 +456,12 @@ def test_what_figures_show():
     panel = {"line": [5, 6], "points": [[0, 7], [2, 8]]}
     axes, *_ = analyze.draw_lines({"run": {"a panel": panel}}, {"run": "r"}, 3).axes
     line, points = (np.transpose(each.get_data()).tolist() for each in axes.lines[:2])
-    assert (line, points) == ([[1, 5], [2, 6]], [[0, 7], [2, 8]])
-    figure = analyze.draw_lines({"a": {"y": panel}, "b": {"y": {"line": [50, 60]}}}, dict(a="r", b="b"), 3, by_run=True)
+    assert (line, points) == ([[1, 5], [2, 6]], [[0, 7], [2, 8]]) and axes.get_ylim()[0] == 0
+    third = {"third": [3]}   # With a third line, each run has a panel.
+    figure = analyze.draw_lines({"a": {"y": panel | third}, "b": {"y": {"line": [50, 60]}}}, dict(a="r", b="b"), 3)
     first, second = figure.axes
     assert first.get_ylim() == second.get_ylim() and second.lines[0].get_color() == "b"   # one scale
+    assert first.get_ylim()[0] == 0 and first.get_ylim()[1] > 60
 
 def test_a_notebook_and_its_matplotlibrc(tmp_path):
     """Its figures stay, and what it says of colours or TeX changes none of ours."""
@@ -528,7 +469,7 @@ def test_a_notebook_and_its_matplotlibrc(tmp_path):
     code = """import os, matplotlib, sys
 import analyze
 analyze.main(["--list"])
-png, _ = analyze.as_png(analyze.STATS["logit_lens"], {"a$": {"": {"line": [1, 2]}}}, {"a$": "r"}, 1)
+analyze.as_picture(analyze.STATS["logit_lens"], {"a$": {"": {"line": [1, 2]}}}, {"a$": "r"}, 1)
 assert "matplotlib.pyplot" not in sys.modules
 assert matplotlib.get_backend() == os.environ["MPLBACKEND"] == "svg" and matplotlib.rcParams["text.usetex"]
 """

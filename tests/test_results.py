@@ -147,7 +147,6 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps):
         return SimpleNamespace(returncode=train.main(words[2:]))
     monkeypatch.setattr(subprocess, "run", train_here)
     monkeypatch.setattr(run, "inspect", lambda folder, n_windows=0: inspect(folder, 16))   # faster, too
-    monkeypatch.setattr(rules, "in_batches", lambda x, y: [(x[:8], y[:8])])
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 1 --max_iters 45 --block_size 64 "
              "--batch_size 1 --eval_windows 16 --residual")
     monkeypatch.setattr(run, "PLANS", {
