@@ -665,6 +665,8 @@ def data_of_run(run, settings, data="", model=None):
     """-> the folder of a run's data, or `data` if they have moved; and a sentence if they have
     changed, or, with its model, if its loss has, else "". settings: as open_run returns them"""
     folder = data or settings["data"]
+    if not Path(folder).exists():
+        refuse(f"{run}: was trained on {folder}, which isn't here; say where it is, with --data")
     tokenizer = prepare.load_meta(folder)["tokenizer"]
     if tokenizer != settings["tokenizer"]:
         refuse(f"{run}: its tokens are those of {settings['tokenizer']}; {folder} has {tokenizer}")
