@@ -13,9 +13,7 @@ all of them. Two rounds do not count. "Times as fast as B" is the time of B / th
 program in one round: the median over rounds, and the middle half of them in brackets. If that is
 wide, the machine was not idle. Ours train with muon, and nag pays for its gains; nanoGPT has AdamW.
 """
-import contextlib
 import importlib
-import io
 import math
 import os
 import runpy
@@ -35,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 import kernels
 import prepare
 import train
-from flags import flag, parse, refuse, start
+from flags import flag, parse, start
 from model import GPT, Decider, GPTConfig, Trip, flops_per_token
 from train import say
 
@@ -56,7 +54,7 @@ SIZES = {"6x64": Size(6, 4, 64),   # the puzzle
 ONLY = dict(cpu=["6x64", "12x128", "12x256", "skipping"], cuda=["12x768", "kernels"])
 PROGRAMS = ["pre", "nag", "attnres:group=3", "gated", "hyper", "review"]
 
-# Peak learning rates: ours is the usual one. nanoGPT may choose the best of its three.
+# Peak learning rates for --seconds. Ours is the usual one; nanoGPT may have the best of its three.
 RATES = dict(cpu=dict(ours=[2e-2], nanoGPT=[1e-3, 2e-3, 4e-3]),
              cuda=dict(ours=[1e-2], nanoGPT=[5e-4, 1e-3, 2e-3]))
 
@@ -65,7 +63,7 @@ class SpeedConfig:
     old: str = flag("", "folder of an older checkout, to compare with")
     nanogpt: str = flag("", "model.py of a copy of nanoGPT, to compare with")
     device: Literal["cpu", "cuda"] = flag("cpu", "where it runs; on a GPU all is compiled")
-    only: list = flag(None, "some comparisons: 6x64 12x128 12x256 skipping; 12x768 kernels on a GPU")
+    only: list = flag(None, f"some of {' '.join(ONLY['cpu'])}; on a GPU: 12x768 kernels")
     programs: list = flag(None, f"some residuals, in place of {' '.join(PROGRAMS)}")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of ours: --dtype of train.py")
     compile: bool = flag(False, "of ours: --compile of train.py")
@@ -98,7 +96,7 @@ def train_of(folder):
         sys.modules.update(ours)
 
 def our_program(args, size, residual, code=train, lr=2e-2, seed=1, **options):
-    """As train.py has it. code: the module train, ours or an older one, without --dtype, --compile"""
+    """As train.py has it. code: the module train, ours or an older one (in float32, uncompiled)"""
     config = code.TrainConfig(optimizer="muon", lr=lr)
     if code is train:
         config.dtype, config.compile = args.dtype, args.compile or args.device == "cuda"
@@ -126,11 +124,10 @@ def nanogpt_program(args, size, lr=1e-3, seed=1):
     """As nanoGPT's train.py has it: compiled and with autocast on a GPU"""
     theirs = SimpleNamespace(**runpy.run_path(args.nanogpt))
     torch.manual_seed(seed)
-    with contextlib.redirect_stdout(io.StringIO()):   # It says how many parameters it has.
-        model = theirs.GPT(theirs.GPTConfig(
-            block_size=size.T, vocab_size=size.vocab_size, n_layer=size.n_layer,
-            n_head=size.n_head, n_embd=size.n_embd, dropout=0.0, bias=False)).to(args.device)
-        optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), args.device)
+    model = theirs.GPT(theirs.GPTConfig(
+        block_size=size.T, vocab_size=size.vocab_size, n_layer=size.n_layer, n_head=size.n_head,
+        n_embd=size.n_embd, dropout=0.0, bias=False)).to(args.device)
+    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), args.device)
     on_gpu = args.device == "cuda"
     call = torch.compile(model) if on_gpu else model
 
@@ -256,39 +253,42 @@ def report(what, model, x, rounds, **functions):
 
 def compare_kernels(args, N=16384, C=1024, n=9):
     """Prints milliseconds of both ops, forward + backward, and which share of the speed of a plain
-    copy the kernels reach. The timer replays what the GPU was told: Python's time isn't in it."""
+    copy they reach. The timer replays what the GPU was told: Python's time isn't in it."""
     from triton.testing import do_bench_cudagraph as milliseconds
-    nag = GPT(GPTConfig("nag", 1, kernels="off")).blocks[0].attn_residual
     large = torch.empty(N * C * 16, device=args.device)
     copied = 2 * large.nbytes / milliseconds(large.clone)   # bytes a millisecond
     rows = torch.randn(n, N, C, dtype=torch.bfloat16, device=args.device)
     scalars = torch.rand(n, N, 1, device=args.device)
-    writes = {"eager": nag.write, "compiled": torch.compile(nag.write), "kernel": kernels.nag_write}
-    def sums(function):
-        return lambda weights, *sources: (function(weights, sources),)
-    reads = {"eager": sums(kernels.depth_sum_definition), "kernel": sums(kernels.depth_sum),
-             "compiled": torch.compile(sums(kernels.depth_sum_definition))}
-    # How many rows a kernel moves for each of the N, forward and backward: see kernels.py.
-    for op, ways, inputs, moved in [
-            ("nag_write", writes, (rows[0], scalars[0], rows[1], scalars[1]), (3, 5)),
-            ("depth_sum", reads, (scalars, *rows), (n + 1, 2 * n + 1))]:
+    nag_write = GPT(GPTConfig("nag", 1)).blocks[0].attn_residual.write
+
+    def depth_sum(weights, *sources, op=kernels.depth_sum_definition):
+        return (op(weights, sources),)
+
+    # A definition, its kernel, inputs, and how many rows a kernel moves for each of the N, forward
+    # and backward (see kernels.py)
+    for definition, kernel, inputs, moved in [
+            (nag_write, kernels.nag_write, (rows[0], scalars[0], rows[1], scalars[1]), (3, 5)),
+            (depth_sum, partial(depth_sum, op=kernels.depth_sum), (scalars, *rows),
+             (n + 1, 2 * n + 1))]:
         inputs = [each.clone().requires_grad_() for each in inputs]
+        ways = dict(eager=definition, compiled=torch.compile(definition), kernel=kernel)
         for way, function in ways.items():
             def both():
                 outputs = function(*inputs)
                 torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
             forward = milliseconds(lambda: function(*inputs))
-            pair = forward, milliseconds(both) - forward
-            shares = [count * rows[0].nbytes / copied / ms for count, ms in zip(moved, pair)]
-            say(f"{op} {way}: {pair[0]:.3f} + {pair[1]:.3f} ms, {shares[0]:.0%} and "
-                f"{shares[1]:.0%} of a copy's speed")
+            backward = milliseconds(both) - forward
+            shares = [count * rows[0].nbytes / copied / ms
+                      for count, ms in zip(moved, (forward, backward))]
+            say(f"{definition.__name__}, {way}: {forward:.3f} + {backward:.3f} ms, "
+                f"{shares[0]:.0%} and {shares[1]:.0%} of a copy's speed")
 
 # ------------------------------------------------------------------------- bits at equal seconds
 
 def compare_bits(args, size):
-    """Prints bits per byte on validation windows after --seconds of training: pre by our defaults,
+    """Prints bits per byte of validation windows after --seconds of training: pre by our defaults,
     and nanoGPT with each of its rates. Three seeds, the same batches for all. The clock starts when
-    all is compiled; warmup and cosine follow it."""
+    all is compiled, and warmup and cosine follow it."""
     data = train.Data(SimpleNamespace(data=args.data, eval_windows=128), size.T)
     size = replace(size, vocab_size=math.ceil(data.vocab_size / 64) * 64)
     makers = dict(ours=partial(our_program, args, size, "pre"))
@@ -299,11 +299,10 @@ def compare_bits(args, size):
         for name, make in makers.items():
             for lr in RATES[args.device][name]:
                 bits, n_tokens = bits_after(args, size, make(lr=lr, seed=seed), data, seed)
-                found.setdefault((name, lr), []).append(bits)
-                say(f"{name}, rate {lr:g}, seed {seed}: {bits:.3f} bits per byte, "
-                    f"{n_tokens / 1e6:.2f}M tokens")
-    for (name, lr), bits in found.items():
-        say(f"{name}, rate {lr:g}: {statistics.mean(bits):.3f} bits per byte "
+                found.setdefault(f"{name}, rate {lr:g}", []).append(bits)
+                say(f"{name}, rate {lr:g}, seed {seed}: {bits:.3f} with {n_tokens:,} tokens")
+    for name, bits in found.items():
+        say(f"{name}: {statistics.mean(bits):.3f} bits per byte "
             f"({min(bits):.3f} to {max(bits):.3f})")
 
 def bits_after(args, size, program, data, seed):
@@ -342,6 +341,7 @@ def main(argv=None):
     elif not torch.cpu._is_amx_tile_supported():
         machine += ", without AMX: so bfloat16 is slow"
     say(f"{machine}; torch {torch.__version__}; {args.rounds} rounds")
+    torch._dynamo.config.recompile_limit = 64   # All models share GPT.forward; 8 is too low.
     if args.seconds:
         compare_bits(args, SIZES["12x128" if args.device == "cpu" else "12x768"])
         return
