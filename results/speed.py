@@ -153,8 +153,12 @@ def iteration(program, batch, factor=1.0):
 # ------------------------------------------------------------------------------------------- times
 
 def now():
+    """Seconds. With one thread on a CPU, those that this process has had of a core: so programs
+    beside it disturb less."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()   # A GPU works on after a call has returned.
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
     return time.perf_counter()
 
 def times(functions, rounds):
