@@ -22,7 +22,7 @@ class GPT(nn.Module):
         return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
     def forward(self, x, y):
         logits = self.head(self.wte(x))
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
 '''
 
 @pytest.fixture
