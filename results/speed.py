@@ -1,20 +1,19 @@
 """
 How fast it is: ratios of programs that run in turn.
 
-    python results/speed.py                                     # 20 minutes on two idle cores
-    python results/speed.py --nanogpt nanoGPT/model.py          # also a copy of nanoGPT's model
-    python results/speed.py --device cuda --nanogpt ...         # GPT-2 small on a GPU, 4 minutes
-    python results/speed.py --device cuda --only kernels        # the ops of kernels.py
-    python results/speed.py --device cuda --seconds 45 --data data/stdlib-gpt2 --nanogpt ...
-                                          # losses after so many seconds; three rates, three seeds
+    python results/speed.py --old ../old --nanogpt ../nanoGPT/model.py     # 12 minutes on a CPU
+    python results/speed.py --only 12x256 --programs pre nag --dtype bfloat16 --compile --old ..
+    python results/speed.py --seconds 60 --nanogpt ..      # 12 minutes: bits per byte after 60 s
+    python results/speed.py --device cuda --nanogpt ..     # 4 minutes: GPT-2 small, and kernels
+    python results/speed.py --device cuda --seconds 45 --data data/stdlib-gpt2 --nanogpt ..
 
-Protocol. The programs of a comparison run in turn, round after round, so what else the machine does
-hits all of them. Two rounds do not count. A number is the median over rounds of the ratio of two
-times of one round. Beside it stands its middle half: if that is wide, the machine was not idle.
-"training" is whole iterations. Models are new, but the one whose skipping is measured has trained
-for 60 iterations on data/stdlib (python prepare.py stdlib). The angle below which half is skipped
-is found by bisection. A predicted saving is that of the FLOPs that run.
+A program is a model in training. Its number is the time of a whole iteration: forward, backward,
+optimizer. Programs of a table run in turn, round after round, so what else the machine does hits
+all of them. Two rounds do not count. "Times as fast as B" is the time of B / the time of the
+program in one round: the median over rounds, and the middle half of them in brackets. If that is
+wide, the machine was not idle. Ours train with muon, and nag pays for its gains; nanoGPT has AdamW.
 """
+import importlib
 import math
 import os
 import runpy
@@ -33,76 +32,133 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import kernels
 import prepare
-from flags import flag, parse, refuse, start
-from model import ByGain, GPT, GPTConfig, Trip, flops_per_token
-from train import TrainConfig, get_batch, lr_factor, make_optimizers, make_ready, say
-
-@dataclass
-class SpeedConfig:
-    nanogpt: str = flag("", "model.py of a copy of nanoGPT; without it that comparison is left out")
-    device: Literal["cpu", "cuda"] = flag("cpu", "where it runs")
-    only: Literal["all", "training", "skipping", "decoding", "kernels"] = flag(
-        "all", "one of the comparisons; on a GPU there are training and kernels")
-    rounds: int = flag(12, "rounds that count", 3, 1000)
-    seconds: float = flag(0.0, "compare losses after so many seconds of training", 0, 1e5)
-    data: str = flag("data/stdlib", "what --seconds trains on")
+import train
+from flags import flag, parse, start
+from model import GPT, Decider, GPTConfig, Trip, flops_per_token
+from train import say
 
 @dataclass
 class Size:
     """A batch is n_parts times n_sequences of T tokens."""
-    n_layer: int = 12
-    n_head: int = 4
-    n_embd: int = 128
+    n_layer: int
+    n_head: int
+    n_embd: int
     T: int = 128
     vocab_size: int = 320
     n_sequences: int = 16
     n_parts: int = 1
 
-GPT2_SMALL = Size(12, 12, 768, 1024, 50304, 16, 4)
-TINY = Size(2, 2, 16, 32, 320, 4, 2)   # On a CPU, only to see that this file works.
+SIZES = {"6x64": Size(6, 4, 64),   # the puzzle
+         "12x128": Size(12, 4, 128), "12x256": Size(12, 4, 256),
+         "12x768": Size(12, 12, 768, 1024, 50304, n_parts=4)}   # GPT-2 small
+ONLY = dict(cpu=["6x64", "12x128", "12x256", "skipping"], cuda=["12x768", "kernels"])
+PROGRAMS = ["pre", "nag", "attnres:group=3", "gated", "hyper", "review"]
 
-# ------------------------------------------------------------------------ programs, and their times
+# Peak learning rates for --seconds. Ours is the usual one; nanoGPT may have the best of its three.
+RATES = dict(cpu=dict(ours=[2e-2], nanoGPT=[1e-3, 2e-3, 4e-3]),
+             cuda=dict(ours=[1e-2], nanoGPT=[5e-4, 1e-3, 2e-3]))
 
-# A program is a model in training: loss(x, y) -> the loss, what it trains with, and its module.
+@dataclass
+class SpeedConfig:
+    old: str = flag("", "folder of an older checkout, to compare with")
+    nanogpt: str = flag("", "model.py of a copy of nanoGPT, to compare with")
+    device: Literal["cpu", "cuda"] = flag("cpu", "where it runs; on a GPU all is compiled")
+    only: list = flag(None, f"some of {' '.join(ONLY['cpu'])}; on a GPU: 12x768 kernels")
+    programs: list = flag(None, f"some residuals, in place of {' '.join(PROGRAMS)}")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of ours: --dtype of train.py")
+    compile: bool = flag(False, "of ours: --compile of train.py")
+    rounds: int = flag(12, "rounds that count", 3, 1000)
+    seconds: float = flag(0.0, "compare bits per byte after so many seconds of training", 0, 1e5)
+    data: str = flag("data/stdlib", "what is trained on, where it matters")
 
-def ours(residual, size, device="cpu", optimizer="adamw", lr=1e-3, seed=1, **options):
-    """As train.py has it, with --compile on a GPU"""
-    model = GPT(GPTConfig(residual, size.n_layer, size.n_head, size.n_embd, size.T,
-                          size.vocab_size, seed=seed, **options))
-    config = TrainConfig(optimizer=optimizer, lr=lr, compile=device == "cuda")
-    _, call = make_ready(model, config, device)
-    return SimpleNamespace(module=model, loss=lambda x, y: call(x, y)[1],
-                           optimizers=make_optimizers(model, config))
+    def problems(self):
+        for name in self.only or []:
+            if name not in ONLY[self.device]:
+                yield (f"--only {name}: is not for --device {self.device}; choose from "
+                       f"{', '.join(ONLY[self.device])}")
+        if self.nanogpt and not Path(self.nanogpt).is_file():   # now, not after minutes
+            yield f"--nanogpt {self.nanogpt}: no such file; name model.py of a copy of nanoGPT"
+        if self.old and not Path(self.old, "train.py").is_file():
+            yield f"--old {self.old}: has no train.py; name the folder of an older checkout"
 
-def nanogpt(path, size, device="cpu", lr=1e-3, seed=1):
-    """As nanoGPT's train.py has it: compiled and with autocast on a GPU"""
-    theirs = SimpleNamespace(**runpy.run_path(path))
-    torch.manual_seed(seed)
-    model = theirs.GPT(theirs.GPTConfig(size.T, size.vocab_size, size.n_layer, size.n_head,
-                                        size.n_embd, dropout=0.0, bias=False)).to(device)
-    call = torch.compile(model) if device == "cuda" else model
+# ---------------------------------------------------------------------------------------- programs
+
+def train_of(folder):
+    """The module train of another checkout. Its modules have the names of ours, so ours step aside
+    while Python imports them."""
+    names = "flags", "kernels", "model", "prepare", "train"
+    ours = {name: sys.modules.pop(name) for name in names}
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("train")
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.update(ours)
+
+def our_program(args, size, residual, code=train, lr=2e-2, seed=1, **options):
+    """As train.py has it. code: the module train, ours or an older one (in float32, uncompiled)"""
+    config = code.TrainConfig(optimizer="muon", lr=lr)
+    if code is train:
+        config.dtype, config.compile = args.dtype, args.compile or args.device == "cuda"
+    if residual == "nag":
+        options.setdefault("gain_cost", 0.1)
+    model = code.GPT(code.GPTConfig(
+        residual, n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd, block_size=size.T,
+        vocab_size=size.vocab_size, seed=seed, **options))
+    ready = code.make_ready(model, config, args.device)
+    call = ready[1] if isinstance(ready, tuple) else ready   # It was one thing before.
+
     def loss(x, y):
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        trip = code.needed_trip(model) if code is train else None
+        if trip is None:
             return call(x, y)[1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr, (0.9, 0.95), weight_decay=0.1, fused=True)
+        _, found = call(x, y, trip=trip)
+        # Whatever else train.py does with a trip
+        trip.skipped(), trip.mean_gain(), flops_per_token(model, trip)
+        model.decider.after_iteration([trip], float)
+        return found
+
+    return SimpleNamespace(model=model, loss=loss, optimizers=code.make_optimizers(model, config))
+
+def nanogpt_program(args, size, lr=1e-3, seed=1):
+    """As nanoGPT's train.py has it: compiled and with autocast on a GPU"""
+    theirs = SimpleNamespace(**runpy.run_path(args.nanogpt))
+    torch.manual_seed(seed)
+    model = theirs.GPT(theirs.GPTConfig(
+        block_size=size.T, vocab_size=size.vocab_size, n_layer=size.n_layer, n_head=size.n_head,
+        n_embd=size.n_embd, dropout=0.0, bias=False)).to(args.device)
+    optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), args.device)
+    on_gpu = args.device == "cuda"
+    call = torch.compile(model) if on_gpu else model
+
+    def loss(x, y):
+        with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
+            return call(x, y.contiguous())[1]   # It can't read windows that overlap.
+
     for group in optimizer.param_groups:
-        group["peak_lr"] = lr   # as in train.py
-    return SimpleNamespace(module=model, loss=loss, optimizers=[optimizer])
+        group["peak_lr"] = lr   # as in our train.py
+    return SimpleNamespace(model=model, loss=loss, optimizers=[optimizer])
 
 def iteration(program, batch, factor=1.0):
     """A whole one. batch: a list of its parts, (x, y); factor: learning rate / its peak"""
     for x, y in batch:
         (program.loss(x, y) / len(batch)).backward()
-    torch.nn.utils.clip_grad_norm_(program.module.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(program.model.parameters(), 1.0)
     for optimizer in program.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak_lr"] * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+# ------------------------------------------------------------------------------------------- times
+
 def now():
+    """Seconds. With one thread on a CPU, those that this process has had of a core: so programs
+    beside it disturb less."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()   # A GPU works on after a call has returned.
+    elif torch.get_num_threads() == 1:
+        return time.process_time()
     return time.perf_counter()
 
 def times(functions, rounds):
@@ -116,209 +172,193 @@ def times(functions, rounds):
                 found[name].append(now() - begin)
     return found
 
-def ratio(found, slow, fast):
-    """-> how many times as fast `fast` is: the lower quartile over rounds, the median, the upper"""
-    return statistics.quantiles([a / b for a, b in zip(found[slow], found[fast])], n=4)
+def times_as_fast(found, name, other):
+    """-> in words: the median over rounds, and the middle half"""
+    if name == other or other not in found:
+        return ""
+    ratios = [slow / fast for slow, fast in zip(found[other], found[name])]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-def report(what, dense, skips, rounds):
-    """Prints, and returns, how many times as fast the function is that skips half"""
-    low, middle, high = ratio(times(dict(dense=dense, skips=skips), rounds), "dense", "skips")
-    say(f"{what}, half skipped: {middle:.3f} times as fast ({low:.3f} to {high:.3f})")
-    return middle
-
-# --------------------------------------------------------------------------------- whole iterations
-
-PROGRAMS = dict(cpu=["pre", "nag", "nag that pays", "attnres", "attnres:group=3"],
-                cuda=["pre", "nag", "attnres:group=3", "review", "hyper"])
-
-def training(args):
-    sizes = [GPT2_SMALL] if args.device == "cuda" else [Size(), Size(n_embd=256)]
-    for size in sizes:
-        say(f"training {size.n_layer} x {size.n_embd}:")
-        compare_programs(args, size)
-
-def compare_programs(args, size):
-    """Prints a table: tokens a second, and times as fast as another program; peak memory on a GPU;
-    seconds until a program's second iteration is done, so with compiling"""
+def compare_training(args, size):
+    """Prints a table: how many times as fast a residual is as our pre, as itself in the older
+    checkout, and as nanoGPT; on a GPU also tokens a second, peak memory in GiB, and seconds until
+    the second iteration is done, so with compiling"""
+    on_gpu, makers = args.device == "cuda", {}
+    for residual in args.programs or PROGRAMS:
+        makers[residual] = partial(our_program, args, size, residual)
+        if args.old and residual.partition(":")[0] in args.old.RESIDUALS:
+            makers[f"old {residual}"] = partial(our_program, args, size, residual, args.old)
+    if args.nanogpt:
+        makers["nanoGPT"] = partial(nanogpt_program, args, size)
     tokens = torch.randint(size.vocab_size, (size.n_parts, 2, size.n_sequences, size.T))
     batch = [(x, y) for x, y in tokens.to(args.device)]
-    makers = {name: partial(ours, name, size, args.device) for name in PROGRAMS[args.device]}
-    if "nag that pays" in makers:
-        makers["nag that pays"] = partial(ours, "nag", size, args.device, gain_cost=0.1)
-    if args.nanogpt:
-        makers["nanoGPT"] = partial(nanogpt, args.nanogpt, size, args.device)
-    iterations, memory, ready = {}, {}, {}
+    functions, memory, ready = {}, {}, {}
     for name, make in makers.items():
         begin, before = now(), torch.cuda.memory_allocated()   # by the programs before it
-        if args.device == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        iterations[name] = partial(iteration, make(), batch)
-        iterations[name]()
-        iterations[name]()
+        functions[name] = partial(iteration, make(), batch)
+        functions[name]()
+        functions[name]()
         ready[name] = now() - begin
-        memory[name] = torch.cuda.max_memory_allocated() - before
-    found = times(iterations, args.rounds)
-    say("| program | tokens/s | times as fast (middle half) | peak memory | seconds until ready |")
-    say("| --- | --- | --- | --- | --- |")
-    for name, seconds in found.items():
-        other = {"pre": "nanoGPT", "nag that pays": "nag"}.get(name, "pre")
-        low, middle, high = ratio(found, other, name) if other in found else (1.0, 1.0, 1.0)
-        speed = tokens[:, 0].numel() / statistics.median(seconds)
-        peak = f"{memory[name] / 2 ** 30:.1f} GiB" if args.device == "cuda" else "not measured"
-        say(f"| {name} | {speed:,.0f} | {middle:.3f} of {other} ({low:.3f} to {high:.3f}) | "
-            f"{peak} | {ready[name]:.0f} |")
+        memory[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
+    found = times(functions, args.rounds)
+    gpu_columns = " | tokens/s | GiB | ready after" if on_gpu else ""
+    say(f"| times as fast as | our pre | the older one | nanoGPT{gpu_columns} |")
+    say("| --- " * (7 if on_gpu else 4) + "|")
+    for name in [name for name in found if not name.startswith("old ")]:
+        row = [times_as_fast(found, name, other) for other in ("pre", f"old {name}", "nanoGPT")]
+        if on_gpu:
+            tokens_s = tokens[:, 0].numel() / statistics.median(found[name])
+            row += [f"{tokens_s:,.0f}", f"{memory[name]:.1f}", f"{ready[name]:.0f} s"]
+        say(f"| {name} | {' | '.join(row)} |")
 
 # ------------------------------------------------------------------------------ skipping, on a CPU
 
-@torch.no_grad()
-def half_skips(model, x):
-    """-> the ByGain with which a model skips half of its sublayer runs on x, and their Trip"""
-    low, high = 0.0, 4.0
-    for _ in range(16):
-        below = (low + high) / 2
-        decider = ByGain(model.config, below=below)
-        trip = Trip(model, decider)
+def compare_skipping(args):
+    """Prints how many times as fast NAG is where tokens skip, beside the same where all run. The
+    models have trained a little: a new one would skip whole sublayers, which is easier."""
+    small, large = SIZES["6x64"], SIZES["12x256"]
+    options = dict(mlp_ratio=2.0, gain_cost=0.0)   # as the puzzle is trained
+    skips = our_program(args, small, "nag", mod="gain:rate=0.25", **options)
+    dense = our_program(args, small, "nag", **options)
+    x, y = train_a_little(args, skips, small)
+    report("the puzzle, training", skips.model, x, args.rounds,
+           skips=lambda: iteration(skips, [(x, y)]), dense=lambda: iteration(dense, [(x, y)]))
+
+    program = our_program(args, large, "nag", mod="gain:rate=0.5", gain_cost=0.0)
+    x, y = train_a_little(args, program, large)
+    model = program.model.eval()
+    dense_trip = partial(Trip, model, Decider())   # of which no token skips
+    with torch.no_grad():
+        report("12 x 256, prefill", model, x, args.rounds,
+               skips=lambda: model(x), dense=lambda: model(x, trip=dense_trip()))
+        report("12 x 256, decoding", model, x, args.rounds,
+               skips=lambda: model.generate(x[:1, :8], 48),
+               dense=lambda: model.generate(x[:1, :8], 48, make_trip=dense_trip))
+
+def train_a_little(args, program, size, steps=60):
+    """-> the last batch"""
+    tokens = prepare.windows_of(args.data, "train", size.T, steps * size.n_sequences)
+    for batch in zip(*(each.split(size.n_sequences) for each in tokens)):
+        iteration(program, [batch])
+    return batch
+
+def report(what, model, x, rounds, **functions):
+    found, trip = times(functions, rounds), Trip(model)
+    with torch.no_grad():
         model(x, trip=trip)
-        if trip.skipped() < 0.5:
-            low = below
-        else:
-            high = below
-    return decider, trip
+    saved = 1 - flops_per_token(model, trip) / flops_per_token(model)
+    say(f"{what}: {trip.skipped():.0%} skipped, {saved:.0%} of FLOPs saved: "
+        f"{times_as_fast(found, 'skips', 'dense')} times as fast")
 
-def skipping(args):
-    """A nag of 12 x 256 that pays for gain, where half is skipped: how much of the saving that
-    FLOPs predict can be measured"""
-    size = Size(n_embd=256)
-    program = ours("nag", size, gain_cost=0.1)
-    windows = prepare.windows_of(ROOT / "data/stdlib", "train", size.T, 60 * size.n_sequences)
-    for x, y in zip(*(tokens.split(size.n_sequences) for tokens in windows)):
-        iteration(program, [(x, y)])
-    model = program.module.eval()
-    decider, trip = half_skips(model, x)
-    predicted = 1 - flops_per_token(model, trip) / flops_per_token(model)
+# ------------------------------------------------------------------------------ kernels, on a GPU
 
-    @torch.no_grad()
-    def prefill(decider):
-        model(x, trip=Trip(model, decider))
-
-    def forward_and_backward(decider):
-        model(x, y, trip=Trip(model, decider))[1].backward()
-        model.zero_grad(set_to_none=True)
-
-    for function in prefill, forward_and_backward:
-        faster = report(function.__name__, partial(function, None), partial(function, decider),
-                        args.rounds)
-        share = (1 - 1 / faster) / predicted
-        say(f"    {share:.2f} of what FLOPs predict: {predicted:.3f} of them are saved")
-
-def decoding(args):
-    """48 tokens of a nag of 24 x 384, which hasn't trained"""
-    model = ours("nag", Size(24, 6, 384)).module.eval()
-    x = torch.randint(256, (8, 128), generator=torch.Generator().manual_seed(0))
-    decider, _ = half_skips(model, x)
-    report("decoding 24 x 384", lambda: model.generate(x[:1, :8], 48),
-           lambda: model.generate(x[:1, :8], 48, decider=decider), args.rounds)
-
-# --------------------------------------------------------------------------------- ops, on a GPU
-
-def ops(args, N=16384, C=1024, n=9):
+def compare_kernels(args, N=16384, C=1024, n=9):
     """Prints milliseconds of both ops, forward + backward, and which share of the speed of a plain
-    copy the kernels reach. The timer replays what the GPU was told: Python's time isn't in it."""
+    copy they reach. The timer replays what the GPU was told: Python's time isn't in it."""
     from triton.testing import do_bench_cudagraph as milliseconds
-    nag = GPT(GPTConfig("nag", 1, kernels="off")).blocks[0].attn_residual
-    def nag_definition(direction, log_length, update, gain):
-        return nag((direction, log_length), lambda direction: update, gain)
-    def depth_sum_definition(weights, *sources):
-        return (kernels.depth_sum_definition(weights, sources),)
-    def depth_sum(weights, *sources):
-        return (kernels.depth_sum(weights, sources),)
     large = torch.empty(N * C * 16, device=args.device)
     copied = 2 * large.nbytes / milliseconds(large.clone)   # bytes a millisecond
-    for dtype in torch.float32, torch.bfloat16:
-        rows = torch.randn(n, N, C, dtype=dtype, device=args.device)
-        scalars = torch.rand(n, N, 1, device=args.device)
-        # How many rows a kernel moves for each of the N, forward and backward: see kernels.py.
-        for op, definition, inputs, moved in [
-                (kernels.nag_write, nag_definition, (rows[0], scalars[0], rows[1], scalars[1]),
-                 (3, 5)),
-                (depth_sum, depth_sum_definition, (scalars, *rows), (n + 1, 2 * n + 1))]:
-            inputs = [x.clone().requires_grad_() for x in inputs]
-            for way, function in ("eager", definition), ("compiled", torch.compile(definition)), (
-                    "kernel", op):
-                def both():
-                    outputs = function(*inputs)
-                    torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
-                forward = milliseconds(lambda: function(*inputs))
-                backward = milliseconds(both) - forward
-                say(f"{op.__name__:9} {str(dtype):14} {way:8} {forward:.3f} + {backward:.3f} ms")
-            shares = [number * rows[0].nbytes / copied / ms
-                      for number, ms in zip(moved, (forward, backward))]
-            say(f"of a copy's speed: {shares[0]:.0%} and {shares[1]:.0%}")
+    rows = torch.randn(n, N, C, dtype=torch.bfloat16, device=args.device)
+    scalars = torch.rand(n, N, 1, device=args.device)
+    nag_write = GPT(GPTConfig("nag", 1)).blocks[0].attn_residual.write
 
-# ----------------------------------------------------------------------- losses at equal seconds
+    def depth_sum(weights, *sources, op=kernels.depth_sum_definition):
+        return (op(weights, sources),)
 
-RATES = dict(adamw=[5e-4, 1e-3, 2e-3], muon=[2.5e-3, 5e-3, 1e-2])
+    # A definition, its kernel, inputs, and how many rows a kernel moves for each of the N, forward
+    # and backward (see kernels.py)
+    for definition, kernel, inputs, moved in [
+            (nag_write, kernels.nag_write, (rows[0], scalars[0], rows[1], scalars[1]), (3, 5)),
+            (depth_sum, partial(depth_sum, op=kernels.depth_sum), (scalars, *rows),
+             (n + 1, 2 * n + 1))]:
+        inputs = [each.clone().requires_grad_() for each in inputs]
+        ways = dict(eager=definition, compiled=torch.compile(definition), kernel=kernel)
+        for way, function in ways.items():
+            def both():
+                outputs = function(*inputs)
+                torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
+            forward = milliseconds(lambda: function(*inputs))
+            backward = milliseconds(both) - forward
+            shares = [count * rows[0].nbytes / copied / ms
+                      for count, ms in zip(moved, (forward, backward))]
+            say(f"{definition.__name__}, {way}: {forward:.3f} + {backward:.3f} ms, "
+                f"{shares[0]:.0%} and {shares[1]:.0%} of a copy's speed")
 
-def losses(args, size):
-    """For each optimizer and rate, the loss (nats a token, on 96 validation windows) after
-    --seconds of training, for three seeds. The clock starts when all is compiled."""
-    vocab_size = math.ceil(prepare.load_meta(args.data)["vocab_size"] / 64) * 64
-    size = replace(size, vocab_size=vocab_size)
-    makers = {(f"pre, {optimizer}", rate): partial(ours, "pre", size, args.device, optimizer, rate)
-              for optimizer, rates in RATES.items() for rate in rates}
+# ------------------------------------------------------------------------- bits at equal seconds
+
+def compare_bits(args, size):
+    """Prints bits per byte of validation windows after --seconds of training: pre by our defaults,
+    and nanoGPT with each of its rates. Three seeds, the same batches for all. The clock starts when
+    all is compiled, and warmup and cosine follow it."""
+    data = train.Data(SimpleNamespace(data=args.data, eval_windows=128), size.T)
+    size = replace(size, vocab_size=math.ceil(data.vocab_size / 64) * 64)
+    makers = dict(ours=partial(our_program, args, size, "pre"))
     if args.nanogpt:
-        for rate in RATES["adamw"]:
-            makers["nanoGPT", rate] = partial(nanogpt, args.nanogpt, size, args.device, lr=rate)
-    data = SimpleNamespace(shards=prepare.open_split(args.data, "train", size.T),
-                           val=prepare.windows_of(args.data, "val", size.T, 96))
-    for (name, rate), make in makers.items():
-        found = [loss_after(args, size, make(seed=seed), data, seed) for seed in (1, 2, 3)]
-        nats, counts = zip(*found)
-        say(f"{name}, rate {rate:g}: {statistics.mean(nats):.3f} nats ({min(nats):.3f} to "
-            f"{max(nats):.3f}), {statistics.mean(counts) / 1e6:.1f}M tokens")
+        makers["nanoGPT"] = partial(nanogpt_program, args, size)
+    found = {}
+    for seed in 1, 2, 3:
+        for name, make in makers.items():
+            for lr in RATES[args.device][name]:
+                bits, n_tokens = bits_after(args, size, make(lr=lr, seed=seed), data, seed)
+                found.setdefault(f"{name}, rate {lr:g}", []).append(bits)
+                say(f"{name}, rate {lr:g}, seed {seed}: {bits:.3f} with {n_tokens:,} tokens")
+    for name, bits in found.items():
+        say(f"{name}: {statistics.mean(bits):.3f} bits per byte "
+            f"({min(bits):.3f} to {max(bits):.3f})")
 
-def loss_after(args, size, program, data, seed):
-    """Trains a program -> its loss, and how many tokens it has seen"""
+def bits_after(args, size, program, data, seed):
+    """Trains a program -> its bits per byte of text, and how many tokens it has seen"""
     config = SimpleNamespace(block_size=size.T, seed=seed)   # what get_batch asks of a model
-    n_sequences = size.n_parts * size.n_sequences
+    per_step = size.n_parts * size.n_sequences
+
     def take_step(step, factor):
-        iteration(program, [get_batch(data, config, n_sequences, step, part, size.n_parts,
-                                      args.device) for part in range(size.n_parts)], factor)
+        parts = [train.get_batch(data, config, per_step, step, part, size.n_parts, args.device)
+                 for part in range(size.n_parts)]
+        iteration(program, parts, factor)
 
     take_step(0, 0.0)   # At a rate of 0 weights stay as they are.
     take_step(0, 0.0)
     begin, step, progress = now(), 0, 0.0
     while progress < 1:
-        take_step(step, lr_factor(TrainConfig(), progress))
+        take_step(step, train.lr_factor(train.TrainConfig(), progress))
         step += 1
         progress = (now() - begin) / args.seconds
-    program.module.eval()
+    x, y = data.val
+    program.model.eval()
     with torch.no_grad():
-        parts = [tokens.to(args.device).split(size.n_sequences) for tokens in data.val]
-        found = [program.loss(x, y).item() * len(x) for x, y in zip(*parts)]
-    return sum(found) / len(data.val[0]), step * n_sequences * size.T
+        x, y = x.to(args.device), y.to(args.device).contiguous()
+        losses = [program.model(xi, yi)[1].item() * len(xi)
+                  for xi, yi in zip(x.split(8), y.split(8))]
+    bytes_per_token = data.token_bytes[y.cpu()].sum().item() / y.numel()
+    return sum(losses) / len(x) / math.log(2) / bytes_per_token, step * per_step * size.T
 
 # ------------------------------------------------------------------------------------- the command
 
 def main(argv=None):
     [args] = parse([SpeedConfig], argv, __doc__)
-    if args.nanogpt and not Path(args.nanogpt).is_file():   # now, not after minutes
-        refuse(f"--nanogpt {args.nanogpt}: no such file; name model.py of a copy of nanoGPT")
-    on_gpu = args.device == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        refuse("--device cuda: torch sees no CUDA device; use --device cpu")
-    comparisons = dict(skipping=skipping, training=training, decoding=decoding)
-    if on_gpu:
-        comparisons = dict(training=training, kernels=ops)
-    if args.only not in ("all", *comparisons):
-        refuse(f"--only {args.only}: is not for --device {args.device}; choose from "
-               f"{', '.join(comparisons)}")
-    say(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]}, {args.rounds} rounds")
+    train.set_up_device(args.device, 128)   # One thread, unless OMP_NUM_THREADS is set.
+    machine = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+    if args.device == "cuda":
+        machine = torch.cuda.get_device_name()
+    elif not torch.cpu._is_amx_tile_supported():
+        machine += ", without AMX: so bfloat16 is slow"
+    say(f"{machine}; torch {torch.__version__}; {args.rounds} rounds")
+    torch._dynamo.config.recompile_limit = 64   # All models share GPT.forward; 8 is too low.
     if args.seconds:
-        comparisons = dict(losses=partial(losses, size=GPT2_SMALL if on_gpu else TINY))
-    for name, compare in comparisons.items():
-        if args.seconds or args.only in ("all", name):
-            compare(args)
+        compare_bits(args, SIZES["12x128" if args.device == "cpu" else "12x768"])
+        return
+    args.old = args.old and train_of(args.old)
+    for name in args.only or ONLY[args.device]:
+        if name == "skipping":
+            compare_skipping(args)
+        elif name == "kernels":
+            compare_kernels(args)
+        else:
+            say(f"{name}, training:")
+            compare_training(args, SIZES[name])
 
 if __name__ == "__main__":
     start(main)

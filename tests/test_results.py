@@ -10,7 +10,7 @@ from model import GPTConfig
 from train import TrainConfig
 
 sys.path.append(str(ROOT / "results"))
-import rules, run, speed, summarize
+import rules, run, summarize
 
 @pytest.mark.parametrize("p, n, t", [(0.05, 2, 4.302653), (0.05, 9, 2.262157), (0.1, 3, 2.353363), (0.4, 4, 0.940965)])
 def test_students_t(p, n, t):
@@ -172,39 +172,6 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps):
     run.main(["cost", "ill", "--out", "mine"])   # The second time there is nothing to do.
     assert files == [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
 
-A_NANOGPT = '''
-from dataclasses import dataclass
-import torch.nn as nn
-@dataclass
-class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.head = nn.Linear(config.n_embd, config.vocab_size)
-    def forward(self, x, y):
-        logits = self.head(self.wte(x))
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
-'''
-
-def test_programs_and_their_speed(tmp_path, monkeypatch, capsys, few_steps):
-    """... at which a GPU is measured, too: with a tiny model, and beside somebody's nanoGPT"""
-    (tmp_path / "nano.py").write_text(A_NANOGPT)
-    monkeypatch.setattr(speed, "Size", lambda **_: speed.TINY)
-    speed.main(["--only", "training", "--rounds", "3", "--nanogpt", str(tmp_path / "nano.py")])
-    found = re.findall(r"\| ([\w: =]+) \| [0-9,]+ \| ([0-9.]+) of ([\w ]+) ", capsys.readouterr().out)
-    assert [(name, other) for name, _, other in found] == 2 * [
-        ("pre", "nanoGPT"), ("nag", "pre"), ("nag that pays", "nag"), ("attnres", "pre"),
-        ("attnres:group=3", "pre"), ("nanoGPT", "pre")]
-    assert speed.ratio(dict(a=[2.0, 2.0, 2.0], b=[1.0, 1.0, 1.0]), "a", "b") == [2, 2, 2]
-    monkeypatch.setattr(speed, "RATES", dict(adamw=[1e-3], muon=[0.0, 5e-3]))
-    speed.main(["--seconds", "0.1", "--nanogpt", str(tmp_path / "nano.py"), "--data", str(few_steps)])
-    found = dict(re.findall(r"(.+): ([0-9.]+) nats", capsys.readouterr().out))
-    assert list(found) == ["pre, adamw, rate 0.001", "pre, muon, rate 0", "pre, muon, rate 0.005",
-                           "nanoGPT, rate 0.001"]
-    assert float(found["pre, muon, rate 0.005"]) < float(found["pre, muon, rate 0"])   # It has learned.
-
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
     (tmp_path / "half.csv").write_text(",".join(run.COLUMNS) + "\nstaircase,6 bl")
@@ -224,8 +191,6 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     assert "stpes is no measure; choose from steps, bits, skipped" in said
     assert "--nope" in refused(summarize.main, ["--nope"])
     assert refused(run.main, ["nope", "--dry"]).startswith("nope: no such experiment; choose from staircase, ")
-    for words in ["--nanogpt", "nope.py"], ["--only", "kernels"]:
-        assert words[0] in refused(speed.main, words)
 
 def test_the_page_says_what_the_files_say(capsys, tmp_path, monkeypatch):
     """Tables are those of the files. Each gap of the page, such as +0.100 steps (+0.005 to +0.196), is one of them,
