@@ -349,7 +349,8 @@ def magnitudes(run):
 
     Rms, a mean over tokens. Update: what a sublayer returns; 0 where a token skips. Read: before
     the norm. (NAG reads a direction, so 1.) Sum: what updates are added to. Turns: the angle
-    between what a sublayer and what the next one reads. Source: arXiv:2603.15031."""
+    between what a sublayer and what the next one reads; where readers choose, as in attnres, their
+    choice counts, too. Source: arXiv:2603.15031."""
     def of_batch(idx, targets):
         found = Pass(run.model, idx)
         sums = [run.model.ends.running_sum(stream) for stream in found.streams[1:]]
@@ -375,9 +376,10 @@ def reads(run):
     rows of their own. A dark diagonal is a chain, and a dark column is read by all.
 
     |read - read without the writer| / |read|, a mean over tokens; a norm can make it more than 1.
-    The rules run again, with zeros for one writer's update, but no attention or MLP: this is the
-    direct effect alone. NAG's head reads a length, too, which comes from the embedding. Alike: of
-    two neighbours' rows, scaled to a sum of 1, the part that they share."""
+    The rules run again, with zeros for one writer's update, but no attention or MLP. So gates,
+    gains and scores react, and updates don't. It is what is there to be read, used or not, and a
+    mean over tokens hides their different choices. NAG's head reads a length, too, which comes from
+    the embedding. Alike: the part that two neighbours' rows share, each scaled to a sum of 1."""
     effect = mean_over(run.quarter, lambda idx, targets: Pass(run.model, idx).effects())
     effect = effect.cpu().numpy()
     names = [f"{kind}{number + 1}" for number in range(len(run.model.order)) for kind in "am"]
@@ -516,12 +518,13 @@ def fan_in(run):
 @stat("Which blocks can go first", x="blocks removed", y="rise of the loss (nats)", first_x=0)
 def pruning(run):
     """CascadeFlow first removes the block that had the least gradients in the training, so it needs
-    no text. Is its line as low as that of the usual score, which needs some? And lower than if the
-    last blocks go first, or any?
+    no text. Is its line as low as that of the usual score, which needs some? Is it lower than if
+    the last blocks go first, or random ones?
 
     Gradients as in fan_in (arXiv:2606.26538). Usual score: 1 - cosine of what is read before and
-    after a block (ShortGPT, arXiv:2403.03853). Least worth: as in removal. Any: a mean of five
-    orders. Stable: the rank correlation of gradients in both halves of the training."""
+    after a block (ShortGPT, arXiv:2403.03853). Least worth: as in removal, on these same windows,
+    which is too kind to it. Any: a mean of five random orders. Stable: the rank correlation of
+    gradients in both halves of the training."""
     logged, n_blocks = gradients_of(run), len(run.model.blocks)
     def change(idx, targets):
         raws = Pass(run.model, idx).raws[::2]   # before each block, and the head's
@@ -909,16 +912,30 @@ def patched(run):
       label="degrees")
 def gain_by_steps(run):
     """By how much a sublayer turns what is read, by the steps that the line asks for (0: a copy). A
-    row of one colour treats all digits alike. Pale on the left and dark on the right: it works for
-    those who need it.
+    row of one colour treats all digits alike.
 
-    The angle of magnitudes, a mean over where the digit is predicted; 0 if it skips."""
+    The angle of magnitudes, a mean over where the digit is predicted; 0 if it skips, where all read
+    one stream."""
     rows = run.by_steps(lambda idx, targets: Pass(run.model, idx).degrees())
     more = [row[run.k] - row[0] for row in rows]
     place = np.abs(more).argmax()
     return {"": rows}, (
         f"Sublayer {place + 1} differs most: it turns digits after {in_words(run.k)} by "
         f"{more[place]:+.0f}°, compared with copies.")
+
+@stat("Who needs less depth", x="steps asked for", y="share of the sublayers skipped", first_x=0)
+def skips_by_steps(run):
+    """Copies need no depth. Do they skip more than digits that take many steps?
+
+    A mean over where the digit is predicted. Who skips: as in who_skips."""
+    decider = skipping(run.model)
+    def skipped(idx, targets):
+        trip = Trip(run.model, decider)
+        run.model(idx, trip=trip)
+        return 1 - trip.who_ran().double().mean(0)[None]
+    [shares] = run.by_steps(skipped)
+    return {"": {"measured": shares}}, (
+        f"Copies skip {shares[0]:.0%}, digits after {in_words(run.k)} {shares[run.k]:.0%}.")
 
 # ================================================================================= part 6: drawings
 

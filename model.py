@@ -1429,13 +1429,14 @@ def for_training(model, wrapped=None, compiles=False, checkpoints=False, **optio
     wrapped: the model, or its DistributedDataParallel; checkpoints: saves memory, as sublayers run
     again in the backward pass; options: those of torch.compile"""
     wrapped = wrapped or model
+    torch._dynamo.config.recompile_limit = 64 + 4 * len(model.order)   # 8 would be too few.
     if compiles and not checkpoints and type(model.decider) is Decider:
         return torch.compile(wrapped, **options)   # A pass is one graph (with DDP, a few).
     if not compiles and not checkpoints:
         return wrapped
     call = call_residual
     if compiles:   # All sublayers share a graph, unless a number in their rules differs.
-        call = torch.compile(call, recompile_limit=64 + 4 * len(model.order), **options)
+        call = torch.compile(call, **options)
     if checkpoints:
         call = partial(checkpoint, call, use_reentrant=False)
 

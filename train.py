@@ -178,7 +178,8 @@ def evaluate(model, x, y, token_bytes):
 
 def other_loss(run, loss, before):
     """-> a sentence if a checkpoint's loss isn't what it was when it was saved, before, else "" """
-    if abs(loss - before) <= 0.01 * before:   # bfloat16 makes less of a difference.
+    # A run that was stopped had no time for an evaluation. bfloat16 makes less of a difference.
+    if before is None or abs(loss - before) <= 0.01 * before:
         return ""
     return (f"{run}: has the validation loss {loss:.4f} now, and had {before:.4f} when it was "
             f"saved: this is other code, or other data, than in the training")
@@ -258,12 +259,15 @@ def orthogonal(x):
             gram = x.mT @ x
             x = a * x + x @ torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         return x
-    # A long x is multiplied only twice. In between, its small x'x tells all: it becomes P x'x P.
+    # A long x is multiplied only twice, at the beginning and at the end. In between, its small
+    # x'x is enough: a step makes P x'x P of it, and all five P are multiplied with one another.
+    gram, product = x.mT @ x, None
     for step in range(5):
-        gram = P @ (P @ gram) if step > 0 else x.mT @ x
         P = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         P.diagonal(dim1=1, dim2=2).add_(a)
-        product = P @ product if step > 0 else P
+        product = P if product is None else P @ product
+        if step < 4:
+            gram = P @ (P @ gram)
     return x @ product
 
 def make_optimizers(model, config):
@@ -364,11 +368,14 @@ def train(model_config, config, ckpt, data, device, signals):
         # --- Evaluate and save. Evaluation is short, so each process does all of it.
         if is_last or step % config.eval_interval == 0:
             seconds += time.perf_counter() - began   # Meanwhile, the clock stands still.
-            loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
-            say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
-                f"{skipped:.1%} skipped")
+            loss = None   # Whoever stops it may not wait, so first of all it saves.
+            if not is_stopped:
+                loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
+                say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
+                    f"{skipped:.1%} skipped")
             weight_norm = get_total_norm(model.parameters()).item()
-            refuse_if_not_finite("validation loss, or a weight,", loss + weight_norm, step, out)
+            refuse_if_not_finite("validation loss, or a weight,", (loss or 0.0) + weight_norm,
+                                 step, out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
@@ -482,6 +489,8 @@ def main(argv=None):
 def read_flags(argv=None):
     """The command line -> what is typed, a dict. `out` is always in it."""
     typed = read_command_line(CONFIGS, argv, __doc__, epilog=residuals_in_words())
+    if "vocab_size" in typed:
+        refuse("--vocab_size: the data say it; leave it out")
     for name in "config", "init_from", "remove":
         if typed.get("resume") and name in typed:
             refuse(f"--{name}: is for new runs, and --resume continues one; leave it out")
@@ -684,6 +693,9 @@ def refuse_if_taken(out, overwrite):
     found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
     # Other programs have a config.json or a ckpt.pt, too. That of a run has a residual.
     is_run = config.exists() and '"residual"' in config.read_text(errors="replace")
+    if found == ["ckpt.pt"]:
+        refuse(f"--out {out}: holds a ckpt.pt alone; if it is a run that was killed as it began, "
+               f"--resume continues it; else take another --out")
     if (out / "meta.json").exists() or found and not is_run:
         refuse(f"--out {out}: holds a data set, or files of another program; take another --out")
     if found and not overwrite:
@@ -823,7 +835,8 @@ def errors_named(who):
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        last = [frame for frame in frames if "torch" not in Path(frame.filename).parts][-1]
+        of_torch = str(Path(torch.__file__).parent)
+        last = [frame for frame in frames if not frame.filename.startswith(of_torch)][-1]
         what = " ".join(str(error).split())[:200]
         raise Mistake(f"{who} fails in line {last.lineno} of {last.filename}, {last.line!r}: "
                       f"{what}") from error

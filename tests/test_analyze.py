@@ -324,7 +324,7 @@ def shown(run, *names):
     about = analyze.about_runs({"a": run})
     return {name: analyze.show(name, {"a": run}, about) for name in names or analyze.STATS}
 
-PUZZLES = "right_digits lines_inside patched gain_by_steps".split()
+PUZZLES = "right_digits lines_inside patched gain_by_steps skips_by_steps".split()
 WITHOUT_SKIPPING = ["who_skips", *PUZZLES]
 @pytest.mark.parametrize("residual, flags, lacks", [
     ("pre", {}, WITHOUT_SKIPPING), ("nag", dict(mod="gain:rate=0.25"), PUZZLES), ("gated", {}, WITHOUT_SKIPPING),

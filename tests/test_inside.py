@@ -232,6 +232,10 @@ def test_who_turns_by_steps(run):
     for row, residual, before in zip(panels[""], run.model.residuals(), befores):
         gain = residual.gain(before).abs()[..., 0]
         assert row == means(run, lambda *_: torch.where(gain >= 0.3, gain.atan().rad2deg(), 0))
+    skipped, _ = analyze.skips_by_steps(run)
+    gains = [residual.gain(before).abs()[..., 0] for residual, before in zip(run.model.residuals(), befores)]
+    share = torch.stack([(gain < 0.3).double() for gain in gains]).mean(0)
+    assert skipped[""]["measured"] == pytest.approx(means(run, lambda *_: share))
     more = [row[1] - row[0] for row in panels[""]]
     assert sentence.startswith(f"Sublayer {1 + np.argmax(np.abs(more))} differs most")
 

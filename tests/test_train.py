@@ -670,6 +670,7 @@ def test_what_a_new_run_may_find(data, finished, tmp_path):
         fill(held)
         for flags in ("",) if held is whole else ("", "--overwrite"):
             says = "holds a run; --resume continues it" if held is whole else "of another program"
+            says = "holds a ckpt.pt alone" if [*held] == ["ckpt.pt"] else says
             assert says in refused(go, data, out, flags) and content(out) == held
     for held, flags in (whole | {"notes": b"mine"}, "--overwrite"), ({"notes": b"mine"}, ""):
         fill(held)
