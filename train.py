@@ -452,7 +452,8 @@ def train(model_config, config, ckpt, data, device, signals):
                 f"{gain}{means['skip_rate']:.1%} skipped | {tok_s:,.0f} tokens/s | "
                 f"{minutes_left:.1f} minutes left")
 
-    mean_of_all(0)   # Nobody leaves while another one is still writing.
+    if N_PROCESSES > 1:   # Nobody leaves while another one is still writing. (After an all_reduce
+        dist.barrier()    # in place of a barrier, gloo aborted at the end of some runs.)
     if is_stopped:
         say(f"stopped at iteration {step}, all is saved; go on with --out {out} --resume")
         return 1
