@@ -140,7 +140,7 @@ def test_the_workshops_check_sees_what_keeps_its_promise(tmp_path, own):
 def test_what_is_named_exists():
     flags = {*re.findall(r"--(\w+)", README + WORKSHOP)} - {"nproc_per_node", "help", "max_restarts"}
     modules = model, train, sample, analyze, prepare
-    source = "".join(map(inspect.getsource, modules))
+    source = "".join(map(inspect.getsource, modules)) + (ROOT / "results/speed.py").read_text()
     assert not [flag for flag in flags if not re.search(rf'^    {flag}: |"--{flag}"', source, re.M)]
     for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", README + WORKSHOP):   # classes and methods
         operator.attrgetter(name)(model)
