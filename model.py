@@ -1162,7 +1162,8 @@ class ByGain(Decider):
     def after_iteration(self, trips, mean_of_all):
         if self.rate == 0:
             return
-        quantiles = []   # one of each trip, and then their mean, in whichever process they are
+        # One for each part of a batch. Their mean is the same, whichever process has which part.
+        quantiles = []
         for trip in trips:
             gains = torch.cat([gain for gain in trip.gains if gain is not None]).abs().flatten()
             rate = self.rate * ramp(trip.progress, 0.1, 0.3)
@@ -1330,8 +1331,8 @@ def attention_of_some(f, some, kv_of_all, x):
         q = attn.c_attn.times(x, attn.c_attn.weight[:x.shape[-1]])
         k, v, mask = kv_of_all
     sees = mask.expand(len(some.runs), -1, -1)[some.sequence, some.position]   # (N, S)
-    # What fills a row up sees all keys. With none, what a softmax is would be up to the kernel.
-    # Nobody uses what it gets.
+    # What fills a row up sees all keys, since a query without keys is computed otherwise on other
+    # devices. Nobody uses what it gets.
     q = some.in_rows(attn.turned(q, rotation), fill=0)
     out = attend(q, k, v, some.in_rows(sees, fill=True))[some.sequence, some.column]
     return attn.c_proj(out.flatten(-2)).to(x.dtype)

@@ -643,7 +643,7 @@ def read_checkpoint(run):
                                               "seconds", "val_loss", "data")}
     except Exception as error:   # There are many ways in which a file can be broken.
         what = " ".join(f"{type(error).__name__}: {error}".split())   # torch writes many lines.
-        refuse(f"{path}: is broken, or no checkpoint of this edition of train.py ({what[:200]})")
+        refuse(f"{path}: is broken, or no checkpoint of this train.py ({what[:200]})")
 
 def load_weights(model, ckpt, run):
     weights = ckpt["model"]

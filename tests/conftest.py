@@ -121,7 +121,7 @@ def unit(x, eps=1e-6):
 def attention_by_hand(attn, x, keep=None):
     """Causal attention, RoPE, normalised queries and keys, one score per pair. x (B, T, C) -> (B, T, C).
     keep (B, T): the other tokens have no keys"""
-    (B, T, C), nh = x.shape, x.shape[-1] // attn.head_size
+    (B, T, _), nh = x.shape, x.shape[-1] // attn.head_size
     q, k, v = ((x @ w.T).view(B, T, nh, -1) for w in attn.c_attn.weight.chunk(3))
     hs = q.shape[-1]
     angle = torch.arange(T)[:, None, None] * 1e4 ** -(torch.arange(0, hs, 2, dtype=torch.float64) / hs)

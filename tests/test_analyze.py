@@ -8,7 +8,7 @@ import numpy as np
 import pytest, torch
 import torch.nn.functional as F
 
-import analyze, prepare, train
+import analyze, train
 import model as M
 from analyze import ALL_RUN, Pass
 from conftest import ROOT, ids, make, refused, same

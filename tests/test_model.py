@@ -356,7 +356,7 @@ def test_nag_has_finite_gradients_where_gates_are_shut_and_updates_are_0():
 def test_mixing_matrices_keep_all_sums_after_a_training_too(residual, bound):
     """There, logits of +-50 were seen. 20 Sinkhorn steps alone leave columns that are off by 0.99."""
     rule = make(residual, noise=0, dtype=torch.float32).blocks[0].mlp_residual
-    n, size, seen = rule.n, rule.static.numel() - 2 * rule.n, []
+    n, size = rule.n, rule.static.numel() - 2 * rule.n
     for spread in 0.5, 8.0, 50.0:
         logits = (spread * some(64, size)).float().requires_grad_()
         if "lite" in residual:

@@ -8,7 +8,7 @@ import numpy as np
 import flags as command_line, prepare, pytest, sample, torch, train
 import torch.nn.functional as F
 from conftest import ROOT, TINY, refused
-from model import DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, Decider, Residual, flops_per_token
+from model import DECIDERS, GPT, GPTConfig, RESIDUALS, ByFunction, Residual, flops_per_token
 
 # On CPUs, because what these tests compare has to be equal to the last bit.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "

@@ -1,6 +1,6 @@
 """A mistake in a residual or a decider of one's own is told before a training (train.look_for_mistakes). What is right
 passes, whatever form it has."""
-import random, re
+import random
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +10,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as M, train
-from conftest import refused
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16)
 
