@@ -1,65 +1,79 @@
 """
 The runs behind results/README.md: each is a command of train.py, and a line of runs.csv.
 
-    python results/run.py staircase --out mine         # repeats an experiment: mine/runs.csv
-    python results/run.py staircase --out mine --dry   # only prints the commands
+    python results/run.py field --out mine           # repeats an experiment: mine/runs.csv
+    python results/run.py field --out mine --dry     # only prints the commands
+    python results/run.py field --measure FOLDER     # trains nothing: measures what has ended there
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
-validation windows; rules.py says what else is measured in some experiments. Then its folder, below
-runs/results, can be deleted. Until then, if you delete its lines, it is measured anew. Seed 1
-chooses learning rates; the others decide, see summarize.py. On a GPU, give --workers 1.
+validation windows, and in some experiments each of its blocks is, too: that is for blocks.csv. Then
+its folder, below runs/results, can be deleted. Seed 1 chooses learning rates, and the others
+decide: see rules.md. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
-the commands, each with the commit that ran it. Those up to cc39890 are of earlier editions. Four
-kinds are left out: NAG that paid from the start, which git checkout e690699 repeats; those with
---mod_rate, which git checkout 7cf98d5 repeats; nGPT, which git checkout cc39890 repeats; and those
-with --device cuda, which need a GPU.
+the commands, each with the commit that ran it. Where one begins with "older code: ", only that
+commit can repeat it.
 """
 import collections
 import concurrent.futures
 import csv
+import functools
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "results"), str(ROOT)]
+sys.path.insert(0, str(ROOT))
 import analyze
 import prepare
-import rules
 from flags import flag, parse, refuse, start
 from model import num_params
-from train import open_run, read_checkpoint, read_metrics, read_settings, say
+from train import (gather_settings, open_run, progress_of, read_checkpoint, read_flags,
+                   read_metrics, read_settings, say)
 
 # -------------------------------------------------------------------------------------- the plans
 
 # A variant: its name in the tables, its flags, and rates and seeds: each rate runs with each seed.
 Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 
-# Experiment -> its variants. comparisons.csv says what is compared. For example:
-#
-#     "mine": [Plan("my NAG", "--data data/stdlib --residual nag --max_iters 300",
-#                   rates=[1e-2, 2e-2], seeds=[1])]
-PLANS = {}
+CODE = "--data data/stdlib --device cpu --eval_interval 420"
+FIVE = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
+        "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3 --n_layer 5")
+QUARTER = f"{CODE} --n_embd 64 --max_flops 6.5e12 --residual nag --gate_lr 3e-3"
+FIELD = {"PreNorm": "pre", "Gated Residual": "gated --gate_lr 1e-2",
+         "Hyper-Connections, identity": "hyper:kind=identity", "mHC": "hyper:kind=mhc",
+         "Attention Residuals": "attnres --gate_lr 1e-3",
+         "Block Attention Residuals": "attnres:group=4 --gate_lr 1e-3", "NAG": "nag --gate_lr 1e-2"}
 
-SKIP = "cost", "price", "late", "late price"   # In these, who skips is measured, too.
-
-PAID_FROM_THE_START = "cost", "price", "paid depth", "from the start"
+# Experiment -> its variants. claims.csv says what is compared.
+PLANS = {
+    "field choose": [   # It has chosen each --gate_lr of FIELD.
+        Plan(f"field choose: {name}, gates at {rate}",
+             f"{CODE} --residual {FIELD[name].split()[0]} --n_layer 6 --max_iters 120 "
+             f"--gate_lr {rate}", [0.02], [1])
+        for name in FIELD if "--gate_lr" in FIELD[name] for rate in ("1e-3", "3e-3", "1e-2")],
+    "field": [Plan(f"field: {name}", f"{CODE} --residual {flags}", [0.02], [2, 3, 4])
+              for name, flags in FIELD.items()],
+    "quarter": [Plan(f"quarter: {name}", f"{QUARTER} --n_layer {flags}", [0.02], [2, 3, 4, 5])
+                for name, flags in [("24 blocks that skip", "24 --mod gain:rate=0.25"),
+                                    ("24 blocks", "24"), ("18 blocks", "18")]],
+    "five": [Plan("late: NAG, 5 blocks", FIVE, [0.02], range(20, 30))],
+    "taper": [Plan("field: linear taper", f"{CODE} --residual pre --taper linear", [0.02],
+                   [2, 3, 4])],
+}
 
 def can_run(row):
     """A line of runs.csv. Is it a run of train.py, as it is now, on this machine?"""
     command = row["command"]
-    if "--device cuda" in command and not torch.cuda.is_available():
-        return False
-    if "--gain_cost" in command and row["experiment"] in PAID_FROM_THE_START:
-        return False
-    return command.startswith("--") and "--mod_rate" not in command and "ngpt" not in command
+    return command.startswith("--") and ("cuda" not in command or torch.cuda.is_available())
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
@@ -79,7 +93,7 @@ def missing_runs(experiments, path):
     missing = [run for key, run in wanted.items() if key not in done]
     return sorted(missing, key=lambda run: int(run["seed"]))
 
-# ---------------------------------------------------------------------------------------- one run
+# ------------------------------------------------------------------------------------ run folders
 
 def folder_of(run):
     name = "-".join(run[column] for column in ("experiment", "variant", "lr", "seed"))
@@ -95,53 +109,97 @@ def train(run):
         refuse(f"{shlex.join(words)}: ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return run
 
+def ended_runs(folder):
+    """-> {run folder: its settings}, of all runs in this folder that have ended"""
+    found = {}
+    for path in sorted(Path(folder).glob("*/ckpt.pt")):
+        ckpt = read_checkpoint(path.parent)
+        settings = SimpleNamespace(**ckpt["settings"])
+        if progress_of(settings, ckpt["step"], ckpt["flops"]) >= 1:
+            found[path.parent] = ckpt["settings"]
+    return found
+
+def is_of(run, settings):
+    """Are these the settings of a planned run? (The data say vocab_size and tokenizer.)"""
+    model_config, config, _ = gather_settings(read_flags(shlex.split(run["command"])))
+    planned = asdict(model_config) | asdict(config)
+    return all(settings[name] == planned[name] for name in settings.keys() & planned.keys()
+               if name != "vocab_size")
+
+# --------------------------------------------------------------------------- what is measured of it
+
 def inspect(folder, n_windows=512):
     """Run folder -> what the statistics of analyze.py take, with so many validation windows"""
     model, config = open_run(folder, read_settings(folder)["device"])
     windows = prepare.windows_of(config["data"], "val", config["block_size"], n_windows)
     puzzle = prepare.load_meta(config["data"]).get("steps")
-    return analyze.Run(model, config, windows, puzzle)
+    return analyze.Run(model, config, windows, puzzle, folder=folder)
 
-def columns_of(folder, inspected):
+def columns_of(folder):
     """Run folder -> the columns of runs.csv that are not in its plan"""
-    model, config = inspected.model, inspected.config
-    ran = inspected.share_that_ran(model.decider).mean().item()
-    ckpt = read_checkpoint(folder)   # The last log may be from some iterations before.
-    tokens = ckpt["step"] * config["batch_size"] * config["block_size"]
+    run, ckpt = inspect(folder), read_checkpoint(folder)
+    tokens = ckpt["step"] * run.config["batch_size"] * run.config["block_size"]
     speeds = [entry["tok_s"] for entry in read_metrics(folder).values() if "tok_s" in entry]
     seconds = tokens / statistics.median(speeds[1:] or speeds)   # without the evaluations
-    found = dict(tokens=tokens, parameters=num_params(model), seconds=f"{seconds:.0f}",
-                 flops=f"{ckpt['flops']:.4g}", bits=f"{inspected.bits:.5f}",
-                 skipped=f"{1 - ran:.3f}", steps="", right="")
-    if inspected.puzzle:
-        found |= rules.as_columns(inspected.right, inspected)
+    ran = 1.0
+    if run.model.config.mod != "all":
+        ran = run.share_that_ran(run.model.decider).mean().item()
+    found = dict(tokens=tokens, parameters=num_params(run.model), seconds=f"{seconds:.0f}",
+                 flops=f"{ckpt['flops']:.4g}", bits=f"{run.bits:.5f}", skipped=f"{1 - ran:.3f}",
+                 steps="", right="")
+    if run.puzzle:
+        found["steps"] = f"{analyze.steps_learned(run.right, run.guess):.3f}"
+        found["right"] = " ".join(f"{share:.3f}" for share in run.right)
     return found
 
+BY_BLOCK = "field", "ill", "fanin"   # experiments whose blocks are measured, on 32 windows
+
+# A measure of blocks.csv: a statistic of analyze.py, and which of its panels and lines
+MEASURES = {"read": ("magnitudes", "what is read (rms)", "both"),
+            "update of attention": ("magnitudes", "update (rms)", "attention"),
+            "update of MLP": ("magnitudes", "update (rms)", "MLP"),
+            "sink": ("sinks", "attention to the first token", "measured"),
+            "largest channel": ("sinks", "largest channel / rms", "measured"),
+            "kurtosis": ("sinks", "kurtosis", "measured"),
+            "rounding": ("rounding", "", "rounded"),   # to 8, 6, 4 and 3 bits
+            "gradient": ("fan_in", "", "measured"),
+            "pruning by CascadeFlow": ("pruning", "", "CascadeFlow"),   # 0, 1, 2, .. blocks removed
+            "pruning by cosine": ("pruning", "", "usual score"),
+            "pruning at random": ("pruning", "", "any")}
+
+def measure_blocks(run):
+    """Yields (measure, numbers): one for each block, or sublayer, from the first on"""
+    find = functools.cache(lambda statistic: analyze.STATS[statistic].measure(run)[0])
+    for measure, (statistic, panel, line) in MEASURES.items():
+        points = find(statistic)[panel][line]
+        yield measure, [np.ravel(point)[-1] for point in points]   # of a pair [x, y]: y
+    yield "worth", run.worth
+    # Who reads whom: a row a reader, a column a writer, of which the first one is the embedding
+    effect = np.array(find("reads")[""])
+    yield "read of the last", np.diag(effect)[1:]
+    yield "read of the one before", np.diag(effect, -1)[1:]
+    pairs = [(effect[i, :i + 1], effect[i + 1, :i + 1]) for i in range(1, len(effect) - 2)]
+    yield "neighbours alike", [np.minimum(a / a.sum(), b / b.sum()).sum() for a, b in pairs]
+
 @torch.no_grad()
-def measure(run, out):
-    """Adds a trained run to the files of the folder `out`, and returns its line. All is measured
-    before runs.csv gets a line: so a run is there whole, or it counts as missing."""
-    folder = folder_of(run)
-    inspected = inspect(folder)
-    row = run | columns_of(folder, inspected)
-    lines = [row]
-    # What else is measured of it gets lines, too. Their command is ours: train.py can't make them.
-    same = {name: run[name] for name in ("experiment", "variant", "seed", "lr")}
-    same["command"] = f"results/run.py {run['experiment']}"
-    decides = run["seed"] != "1"
-    if decides and run["experiment"] in SKIP and inspected.model.config.gain_cost:
-        for what, columns in rules.measure_skipping(inspected):
-            lines.append(same | columns | dict(variant=f"{run['variant']}, {what}"))
-    if decides and run["experiment"] in ("ill", "fanin"):
-        found = rules.measure_blocks(inspect(folder, 64), read_metrics(folder))
-        append(out / "ill.csv", [same | line for line in found], rules.ILL_COLUMNS)
-    append(out / "runs.csv", lines)
+def measure(run, folder, out):
+    """Adds a run to the files of the folder `out`, and returns its line. All is measured before
+    runs.csv gets a line: so a run is there whole, or it counts as missing."""
+    row = run | columns_of(folder)
+    if run["seed"] != "1" and run["experiment"] in BY_BLOCK:
+        append(out / "blocks.csv", BLOCKS_COLUMNS, [
+            dict(variant=run["variant"], seed=run["seed"], when="trained", measure=name,
+                 values=" ".join(f"{number:.4g}" for number in numbers),
+                 command=f"results/run.py {run['experiment']}")
+            for name, numbers in measure_blocks(inspect(folder, 32))])
+    append(out / "runs.csv", COLUMNS, [row])
     return row
 
 # -------------------------------------------------------------------------------------- CSV files
 
 COLUMNS = ["experiment", "variant", "seed", "lr", "tokens", "parameters", "seconds", "flops",
            "bits", "steps", "right", "skipped", "commit", "command"]
+BLOCKS_COLUMNS = ["variant", "seed", "when", "measure", "values", "commit", "command"]
 
 def read_runs(path):
     """runs.csv -> a list of dicts, all strings"""
@@ -153,11 +211,11 @@ def read_runs(path):
         refuse(f"{path}: is no file of runs, or has a broken line; restore it, or name another")
     return [dict(zip(COLUMNS, line)) for line in lines]
 
-def append(path, rows, columns=COLUMNS):
+def append(path, columns, rows):
     """Adds lines to a CSV file, with the commit that has made them."""
     commit = subprocess.getoutput(f"git -C {ROOT} rev-parse --short HEAD")
     with open(path, "a", newline="") as f:
-        writer = csv.DictWriter(f, columns, lineterminator="\n", extrasaction="ignore")
+        writer = csv.DictWriter(f, columns, lineterminator="\n")
         if f.tell() == 0:   # It is new.
             writer.writeheader()
         writer.writerows(row | dict(commit=commit) for row in rows)
@@ -168,8 +226,10 @@ def append(path, rows, columns=COLUMNS):
 class ResultsConfig:
     names: list = flag(None, "experiments")
     dry: bool = flag(False, "only print the commands that are missing")
+    measure: str = flag("", "train nothing, but measure the runs in this folder that have ended "
+                        "and have the settings of a command, whatever their names")
     workers: int = flag(2, "runs side by side", 1, 64)
-    out: str = flag("results", "folder of runs.csv and ill.csv; what it has is not repeated")
+    out: str = flag("results", "folder of runs.csv and blocks.csv; what it has is not repeated")
 
 def main(argv=None):
     [args] = parse([ResultsConfig], argv, __doc__, positional=["names"])
@@ -187,6 +247,12 @@ def main(argv=None):
         return
     out.mkdir(parents=True, exist_ok=True)
     open(out / "runs.csv", "a").close()   # If it can't be written, we hear it before a training.
+    if args.measure:
+        ended = ended_runs(args.measure)
+        for run in missing:
+            for folder in [folder for folder, settings in ended.items() if is_of(run, settings)]:
+                report(measure(run, folder, out))
+        return
     for data in "steps", "stdlib":
         if not Path("data", data, "meta.json").exists():
             prepare.main([data, "--out", f"data/{data}"])
@@ -195,11 +261,14 @@ def main(argv=None):
         jobs = [pool.submit(train, run) for run in missing]
         try:
             for job in concurrent.futures.as_completed(jobs):
-                row = measure(job.result(), out)
-                say(f"{row['experiment']}: {row['variant']}, seed {row['seed']}, rate {row['lr']}: "
-                    f"{row['bits']} bits, {row['steps'] or 'no'} steps, {row['seconds']} s")
+                run = job.result()
+                report(measure(run, folder_of(run), out))
         finally:
             pool.shutdown(cancel_futures=True)
+
+def report(row):
+    say(f"{row['experiment']}: {row['variant']}, seed {row['seed']}, rate {row['lr']}: "
+        f"{row['bits']} bits, {row['steps'] or 'no'} steps, {row['seconds']} s")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
