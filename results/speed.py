@@ -2,16 +2,17 @@
 How fast it is: ratios of programs that run in turn.
 
     python results/speed.py --old ../old --nanogpt ../nanoGPT/model.py     # 12 minutes on a CPU
-    python results/speed.py --only 12x256 --programs pre nag --dtype bfloat16 --compile --old ..
+    python results/speed.py --only 12x256 --programs pre nag --dtype bfloat16 --compile
+    python results/speed.py --only taper                   # latency and tokens/s of --taper linear
     python results/speed.py --seconds 60 --nanogpt ..      # 12 minutes: bits per byte after 60 s
     python results/speed.py --device cuda --nanogpt ..     # 4 minutes: GPT-2 small, and kernels
     python results/speed.py --device cuda --seconds 45 --data data/stdlib-gpt2 --nanogpt ..
 
 A program is a model in training. Its number is the time of a whole iteration: forward, backward,
 optimizer. Programs of a table run in turn, round after round, so what else the machine does hits
-all of them. Two rounds do not count. "Times as fast as B" is the time of B / the time of the
-program in one round: the median over rounds, and the middle half of them in brackets. If that is
-wide, the machine was not idle. Ours train with muon, and nag pays for its gains; nanoGPT has AdamW.
+all of them. "Times as fast as B" is the time of B / the time of the program in one round: the
+median over rounds, and the middle half of them in brackets. If that is wide, the machine was not
+idle. Ours train with muon, and nag pays for its gains; nanoGPT has AdamW.
 """
 import importlib
 import math
@@ -20,7 +21,7 @@ import runpy
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,25 +38,19 @@ from flags import flag, parse, start
 from model import GPT, Decider, GPTConfig, Trip, flops_per_token
 from train import say
 
-@dataclass
-class Size:
-    """A batch is n_parts times n_sequences of T tokens."""
-    n_layer: int
-    n_head: int
-    n_embd: int
-    T: int = 128
-    vocab_size: int = 320
-    n_sequences: int = 16
-    n_parts: int = 1
+def size(n_layer, n_head, n_embd, block_size=128, vocab_size=320):   # what all GPTs ask for
+    return dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size,
+                vocab_size=vocab_size)
 
-SIZES = {"6x64": Size(6, 4, 64),   # the puzzle
-         "12x128": Size(12, 4, 128), "12x256": Size(12, 4, 256),
-         "12x768": Size(12, 12, 768, 1024, 50304, n_parts=4)}   # GPT-2 small
-ONLY = dict(cpu=["6x64", "12x128", "12x256", "skipping"], cuda=["12x768", "kernels"])
+SIZES = {"6x64": size(6, 4, 64),   # the puzzle
+         "12x128": size(12, 4, 128), "12x256": size(12, 4, 256),
+         "12x768": size(12, 12, 768, 1024, 50304)}   # GPT-2 small
+SEQUENCES, PARTS = 16, dict(cpu=1, cuda=4)   # of a part of a batch, and parts of a batch
+ONLY = dict(cpu=["6x64", "12x128", "12x256", "skipping", "taper"], cuda=["12x768", "kernels"])
 PROGRAMS = ["pre", "nag", "attnres:group=3", "gated", "hyper", "review"]
 
 # Peak learning rates for --seconds. Ours is the usual one; nanoGPT may have the best of its three.
-RATES = dict(cpu=dict(ours=[2e-2], nanoGPT=[1e-3, 2e-3, 4e-3]),
+RATES = dict(cpu=dict(ours=[2e-2], nanoGPT=[5e-4, 1e-3, 2e-3]),
              cuda=dict(ours=[1e-2], nanoGPT=[5e-4, 1e-3, 2e-3]))
 
 @dataclass
@@ -67,7 +62,7 @@ class SpeedConfig:
     programs: list = flag(None, f"some residuals, in place of {' '.join(PROGRAMS)}")
     dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of ours: --dtype of train.py")
     compile: bool = flag(False, "of ours: --compile of train.py")
-    rounds: int = flag(12, "rounds that count", 3, 1000)
+    rounds: int = flag(12, "rounds that count, after two that don't", 3, 1000)
     seconds: float = flag(0.0, "compare bits per byte after so many seconds of training", 0, 1e5)
     data: str = flag("data/stdlib", "what is trained on, where it matters")
 
@@ -83,18 +78,6 @@ class SpeedConfig:
 
 # ---------------------------------------------------------------------------------------- programs
 
-def train_of(folder):
-    """The module train of another checkout. Its modules have the names of ours, so ours step aside
-    while Python imports them."""
-    names = "flags", "kernels", "model", "prepare", "train"
-    ours = {name: sys.modules.pop(name) for name in names}
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module("train")
-    finally:
-        sys.path.remove(str(folder))
-        sys.modules.update(ours)
-
 def our_program(args, size, residual, code=train, lr=2e-2, seed=1, **options):
     """As train.py has it. code: the module train, ours or an older one (in float32, uncompiled)"""
     config = code.TrainConfig(optimizer="muon", lr=lr)
@@ -102,9 +85,7 @@ def our_program(args, size, residual, code=train, lr=2e-2, seed=1, **options):
         config.dtype, config.compile = args.dtype, args.compile or args.device == "cuda"
     if residual == "nag":
         options.setdefault("gain_cost", 0.1)
-    model = code.GPT(code.GPTConfig(
-        residual, n_layer=size.n_layer, n_head=size.n_head, n_embd=size.n_embd, block_size=size.T,
-        vocab_size=size.vocab_size, seed=seed, **options))
+    model = code.GPT(code.GPTConfig(residual, **size, seed=seed, **options))
     ready = code.make_ready(model, config, args.device)
     call = ready[1] if isinstance(ready, tuple) else ready   # It was one thing before.
 
@@ -120,13 +101,23 @@ def our_program(args, size, residual, code=train, lr=2e-2, seed=1, **options):
 
     return SimpleNamespace(model=model, loss=loss, optimizers=code.make_optimizers(model, config))
 
+def old_train(folder):
+    """The module train of an older checkout. Its modules have the names of ours, so ours step aside
+    while Python imports them."""
+    names = "flags", "kernels", "model", "prepare", "train"
+    ours = {name: sys.modules.pop(name) for name in names}
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module("train")
+    finally:
+        sys.path.remove(folder)
+        sys.modules.update(ours)
+
 def nanogpt_program(args, size, lr=1e-3, seed=1):
     """As nanoGPT's train.py has it: compiled and with autocast on a GPU"""
     theirs = SimpleNamespace(**runpy.run_path(args.nanogpt))
     torch.manual_seed(seed)
-    model = theirs.GPT(theirs.GPTConfig(
-        block_size=size.T, vocab_size=size.vocab_size, n_layer=size.n_layer, n_head=size.n_head,
-        n_embd=size.n_embd, dropout=0.0, bias=False)).to(args.device)
+    model = theirs.GPT(theirs.GPTConfig(**size, dropout=0.0, bias=False)).to(args.device)
     optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), args.device)
     on_gpu = args.device == "cuda"
     call = torch.compile(model) if on_gpu else model
@@ -139,8 +130,13 @@ def nanogpt_program(args, size, lr=1e-3, seed=1):
         group["peak_lr"] = lr   # as in our train.py
     return SimpleNamespace(model=model, loss=loss, optimizers=[optimizer])
 
+def random_batch(args, size):
+    """-> its parts, (x, y)"""
+    shape = PARTS[args.device], 2, SEQUENCES, size["block_size"]
+    return [(x, y) for x, y in torch.randint(size["vocab_size"], shape).to(args.device)]
+
 def iteration(program, batch, factor=1.0):
-    """A whole one. batch: a list of its parts, (x, y); factor: learning rate / its peak"""
+    """A whole one. factor: learning rate / its peak"""
     for x, y in batch:
         (program.loss(x, y) / len(batch)).backward()
     torch.nn.utils.clip_grad_norm_(program.model.parameters(), 1.0)
@@ -162,15 +158,14 @@ def now():
     return time.perf_counter()
 
 def times(functions, rounds):
-    """{name: function} -> {name: seconds in each round}"""
+    """{name: function} -> {name: seconds in each round}, without the first two"""
     found = {name: [] for name in functions}
-    for i in range(rounds + 2):
+    for _ in range(rounds + 2):
         for name, function in functions.items():
             begin = now()
             function()
-            if i >= 2:
-                found[name].append(now() - begin)
-    return found
+            found[name].append(now() - begin)
+    return {name: seconds[2:] for name, seconds in found.items()}
 
 def times_as_fast(found, name, other):
     """-> in words: the median over rounds, and the middle half"""
@@ -191,8 +186,7 @@ def compare_training(args, size):
             makers[f"old {residual}"] = partial(our_program, args, size, residual, args.old)
     if args.nanogpt:
         makers["nanoGPT"] = partial(nanogpt_program, args, size)
-    tokens = torch.randint(size.vocab_size, (size.n_parts, 2, size.n_sequences, size.T))
-    batch = [(x, y) for x, y in tokens.to(args.device)]
+    batch = random_batch(args, size)
     functions, memory, ready = {}, {}, {}
     for name, make in makers.items():
         begin, before = now(), torch.cuda.memory_allocated()   # by the programs before it
@@ -204,97 +198,107 @@ def compare_training(args, size):
         ready[name] = now() - begin
         memory[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
     found = times(functions, args.rounds)
-    gpu_columns = " | tokens/s | GiB | ready after" if on_gpu else ""
-    say(f"| times as fast as | our pre | the older one | nanoGPT{gpu_columns} |")
+    say(f"| times as fast as | our pre | the older one | nanoGPT |"
+        f"{' tokens/s | GiB | ready after |' if on_gpu else ''}")
     say("| --- " * (7 if on_gpu else 4) + "|")
     for name in [name for name in found if not name.startswith("old ")]:
         row = [times_as_fast(found, name, other) for other in ("pre", f"old {name}", "nanoGPT")]
         if on_gpu:
-            tokens_s = tokens[:, 0].numel() / statistics.median(found[name])
+            tokens_s = len(batch) * batch[0][0].numel() / statistics.median(found[name])
             row += [f"{tokens_s:,.0f}", f"{memory[name]:.1f}", f"{ready[name]:.0f} s"]
         say(f"| {name} | {' | '.join(row)} |")
 
-# ------------------------------------------------------------------------------ skipping, on a CPU
+# -------------------------------------------------------------------- on a CPU: skipping, and taper
+
+def say_ratio(what, rounds, ours, theirs):
+    found = times(dict(ours=ours, theirs=theirs), rounds)
+    say(f"{what}: {times_as_fast(found, 'ours', 'theirs')} times as fast")
 
 def compare_skipping(args):
-    """Prints how many times as fast NAG is where tokens skip, beside the same where all run. The
+    """Says how many times as fast NAG is where tokens skip, beside the same where all run. The
     models have trained a little: a new one would skip whole sublayers, which is easier."""
+    def saved(model, x):   # in words
+        trip = Trip(model)
+        with torch.no_grad():
+            model(x, trip=trip)
+        share = 1 - flops_per_token(model, trip) / flops_per_token(model)
+        return f"{trip.skipped():.0%} skipped, {share:.0%} of FLOPs saved"
+
     small, large = SIZES["6x64"], SIZES["12x256"]
-    options = dict(mlp_ratio=2.0, gain_cost=0.0)   # as the puzzle is trained
-    skips = our_program(args, small, "nag", mod="gain:rate=0.25", **options)
-    dense = our_program(args, small, "nag", **options)
+    as_puzzle = dict(mlp_ratio=2.0, gain_cost=0.0)
+    skips = our_program(args, small, "nag", mod="gain:rate=0.25", **as_puzzle)
+    dense = our_program(args, small, "nag", **as_puzzle)
     x, y = train_a_little(args, skips, small)
-    report("the puzzle, training", skips.model, x, args.rounds,
-           skips=lambda: iteration(skips, [(x, y)]), dense=lambda: iteration(dense, [(x, y)]))
+    say_ratio(f"the puzzle, training: {saved(skips.model, x)}", args.rounds,
+              lambda: iteration(skips, [(x, y)]), lambda: iteration(dense, [(x, y)]))
 
     program = our_program(args, large, "nag", mod="gain:rate=0.5", gain_cost=0.0)
     x, y = train_a_little(args, program, large)
     model = program.model.eval()
-    dense_trip = partial(Trip, model, Decider())   # of which no token skips
+    all_run = partial(Trip, model, Decider())
     with torch.no_grad():
-        report("12 x 256, prefill", model, x, args.rounds,
-               skips=lambda: model(x), dense=lambda: model(x, trip=dense_trip()))
-        report("12 x 256, decoding", model, x, args.rounds,
-               skips=lambda: model.generate(x[:1, :8], 48),
-               dense=lambda: model.generate(x[:1, :8], 48, make_trip=dense_trip))
+        say_ratio(f"12 x 256, prefill: {saved(model, x)}", args.rounds,
+                  lambda: model(x), lambda: model(x, trip=all_run()))
+        say_ratio(f"12 x 256, decoding: {saved(model, x)}", args.rounds,
+                  lambda: model.generate(x[:1, :8], 48),
+                  lambda: model.generate(x[:1, :8], 48, make_trip=all_run))
 
 def train_a_little(args, program, size, steps=60):
     """-> the last batch"""
-    tokens = prepare.windows_of(args.data, "train", size.T, steps * size.n_sequences)
-    for batch in zip(*(each.split(size.n_sequences) for each in tokens)):
+    tokens = prepare.windows_of(args.data, "train", size["block_size"], steps * SEQUENCES)
+    for batch in zip(*(each.split(SEQUENCES) for each in tokens)):
         iteration(program, [batch])
     return batch
 
-def report(what, model, x, rounds, **functions):
-    found, trip = times(functions, rounds), Trip(model)
+def compare_taper(args):
+    """Says how many times as fast PreNorm is if its MLPs become narrower with depth"""
+    size = SIZES["12x256"]
+    taper, even = (our_program(args, size, "pre", taper=kind) for kind in ("linear", "none"))
+    batch = random_batch(args, size)
+    say_ratio("taper, training", args.rounds,
+              lambda: iteration(taper, batch), lambda: iteration(even, batch))
+    ours, theirs, x = taper.model.eval(), even.model.eval(), batch[0][0]
     with torch.no_grad():
-        model(x, trip=trip)
-    saved = 1 - flops_per_token(model, trip) / flops_per_token(model)
-    say(f"{what}: {trip.skipped():.0%} skipped, {saved:.0%} of FLOPs saved: "
-        f"{times_as_fast(found, 'skips', 'dense')} times as fast")
+        say_ratio("taper, prefill of one sequence", args.rounds,
+                  lambda: ours(x[:1]), lambda: theirs(x[:1]))
+        say_ratio("taper, decoding", args.rounds,
+                  lambda: ours.generate(x[:1, :8], 48), lambda: theirs.generate(x[:1, :8], 48))
 
 # ------------------------------------------------------------------------------ kernels, on a GPU
 
 def compare_kernels(args, N=16384, C=1024, n=9):
-    """Prints milliseconds of both ops, forward + backward, and which share of the speed of a plain
-    copy they reach. The timer replays what the GPU was told: Python's time isn't in it."""
+    """Says how many milliseconds both ops take, forward and backward, and which share of the speed
+    of a plain copy they reach. The timer replays what the GPU was told, without Python's time."""
     from triton.testing import do_bench_cudagraph as milliseconds
-    large = torch.empty(N * C * 16, device=args.device)
-    copied = 2 * large.nbytes / milliseconds(large.clone)   # bytes a millisecond
-    rows = torch.randn(n, N, C, dtype=torch.bfloat16, device=args.device)
-    scalars = torch.rand(n, N, 1, device=args.device)
-    nag_write = GPT(GPTConfig("nag", 1)).blocks[0].attn_residual.write
+    rows = [torch.randn(N, C, dtype=torch.bfloat16, device=args.device) for _ in range(n)]
+    scalars = [torch.rand(N, 1, device=args.device) for _ in range(n)]
+    move = milliseconds(torch.stack(rows).clone) / (2 * n)   # It reads n times N rows, and writes.
 
-    def depth_sum(weights, *sources, op=kernels.depth_sum_definition):
+    def depth_sum(weights, *sources, op=kernels.depth_sum):
         return (op(weights, sources),)
 
-    # A definition, its kernel, inputs, and how many rows a kernel moves for each of the N, forward
-    # and backward (see kernels.py)
-    for definition, kernel, inputs, moved in [
-            (nag_write, kernels.nag_write, (rows[0], scalars[0], rows[1], scalars[1]), (3, 5)),
-            (depth_sum, partial(depth_sum, op=kernels.depth_sum), (scalars, *rows),
-             (n + 1, 2 * n + 1))]:
+    # An op, its definition, its inputs, and how often it moves N rows, forward and backward
+    for op, definition, inputs, n_moves in [
+            (kernels.nag_write, GPT(GPTConfig("nag", 1)).blocks[0].attn_residual.write,
+             [rows[0], scalars[0], rows[1], scalars[1]], 3 + 5),
+            (depth_sum, partial(depth_sum, op=kernels.depth_sum_definition),
+             [torch.stack(scalars), *rows], n + 1 + 2 * n + 1)]:
         inputs = [each.clone().requires_grad_() for each in inputs]
-        ways = dict(eager=definition, compiled=torch.compile(definition), kernel=kernel)
+        ways = dict(eager=definition, compiled=torch.compile(definition), kernel=op)
         for way, function in ways.items():
             def both():
                 outputs = function(*inputs)
                 torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
-            forward = milliseconds(lambda: function(*inputs))
-            backward = milliseconds(both) - forward
-            shares = [count * rows[0].nbytes / copied / ms
-                      for count, ms in zip(moved, (forward, backward))]
-            say(f"{definition.__name__}, {way}: {forward:.3f} + {backward:.3f} ms, "
-                f"{shares[0]:.0%} and {shares[1]:.0%} of a copy's speed")
+            ms = milliseconds(both)
+            say(f"{op.__name__}, {way}: {ms:.3f} ms, {n_moves * move / ms:.0%} of a copy's speed")
 
 # ------------------------------------------------------------------------- bits at equal seconds
 
 def compare_bits(args, size):
-    """Prints bits per byte of validation windows after --seconds of training: pre by our defaults,
-    and nanoGPT with each of its rates. Three seeds, the same batches for all. The clock starts when
-    all is compiled, and warmup and cosine follow it."""
-    data = train.Data(SimpleNamespace(data=args.data, eval_windows=128), size.T)
-    size = replace(size, vocab_size=math.ceil(data.vocab_size / 64) * 64)
+    """Says which bits per byte of validation windows pre, with our defaults, and nanoGPT, with each
+    of its rates, have after --seconds of training. Three seeds, and the same batches for all."""
+    data = train.Data(SimpleNamespace(data=args.data, eval_windows=128), size["block_size"])
+    size = size | dict(vocab_size=math.ceil(data.vocab_size / 64) * 64)
     makers = dict(ours=partial(our_program, args, size, "pre"))
     if args.nanogpt:
         makers["nanoGPT"] = partial(nanogpt_program, args, size)
@@ -302,22 +306,22 @@ def compare_bits(args, size):
     for seed in 1, 2, 3:
         for name, make in makers.items():
             for lr in RATES[args.device][name]:
-                bits, n_tokens = bits_after(args, size, make(lr=lr, seed=seed), data, seed)
+                program = make(lr=lr, seed=seed)
+                steps = train_for_seconds(args, SimpleNamespace(**size, seed=seed), program, data)
+                bits = bits_per_byte(args, program.model.eval(), data)
                 found.setdefault(f"{name}, rate {lr:g}", []).append(bits)
-                say(f"{name}, rate {lr:g}, seed {seed}: {bits:.3f} with {n_tokens:,} tokens")
+                say(f"{name}, rate {lr:g}, seed {seed}: {bits:.3f} after {steps:,} iterations")
     for name, bits in found.items():
         say(f"{name}: {statistics.mean(bits):.3f} bits per byte "
             f"({min(bits):.3f} to {max(bits):.3f})")
 
-def bits_after(args, size, program, data, seed):
-    """Trains a program -> its bits per byte of text, and how many tokens it has seen"""
-    config = SimpleNamespace(block_size=size.T, seed=seed)   # what get_batch asks of a model
-    per_step = size.n_parts * size.n_sequences
-
+def train_for_seconds(args, model_config, program, data):
+    """-> how many iterations. The clock starts when all is compiled; warmup and cosine follow it."""
     def take_step(step, factor):
-        parts = [train.get_batch(data, config, per_step, step, part, size.n_parts, args.device)
-                 for part in range(size.n_parts)]
-        iteration(program, parts, factor)
+        n_parts = PARTS[args.device]
+        iteration(program, [train.get_batch(data, model_config, n_parts * SEQUENCES, step, part,
+                                            n_parts, args.device) for part in range(n_parts)],
+                  factor)
 
     take_step(0, 0.0)   # At a rate of 0 weights stay as they are.
     take_step(0, 0.0)
@@ -326,14 +330,15 @@ def bits_after(args, size, program, data, seed):
         take_step(step, train.lr_factor(train.TrainConfig(), progress))
         step += 1
         progress = (now() - begin) / args.seconds
-    x, y = data.val
-    program.model.eval()
-    with torch.no_grad():
-        x, y = x.to(args.device), y.to(args.device).contiguous()
-        losses = [program.model(xi, yi)[1].item() * len(xi)
-                  for xi, yi in zip(x.split(8), y.split(8))]
+    return step
+
+@torch.no_grad()
+def bits_per_byte(args, model, data):
+    x, y = (tokens.to(args.device) for tokens in data.val)
+    losses = [model(xi, yi.contiguous())[1].item() * len(xi)
+              for xi, yi in zip(x.split(8), y.split(8))]
     bytes_per_token = data.token_bytes[y.cpu()].sum().item() / y.numel()
-    return sum(losses) / len(x) / math.log(2) / bytes_per_token, step * per_step * size.T
+    return sum(losses) / len(x) / math.log(2) / bytes_per_token
 
 # ------------------------------------------------------------------------------------- the command
 
@@ -350,12 +355,11 @@ def main(argv=None):
     if args.seconds:
         compare_bits(args, SIZES["12x128" if args.device == "cpu" else "12x768"])
         return
-    args.old = args.old and train_of(args.old)
+    args.old = args.old and old_train(args.old)
+    others = dict(skipping=compare_skipping, taper=compare_taper, kernels=compare_kernels)
     for name in args.only or ONLY[args.device]:
-        if name == "skipping":
-            compare_skipping(args)
-        elif name == "kernels":
-            compare_kernels(args)
+        if name in others:
+            others[name](args)
         else:
             say(f"{name}, training:")
             compare_training(args, SIZES[name])

@@ -31,7 +31,9 @@ def main(data, tmp_path, monkeypatch, capsys):
     nano = tmp_path / "nano.py"
     nano.write_text(A_NANOGPT)
     for name in speed.SIZES:
-        monkeypatch.setitem(speed.SIZES, name, speed.Size(2, 2, 16, T=32, n_sequences=4, n_parts=2))
+        monkeypatch.setitem(speed.SIZES, name, speed.size(2, 2, 16, block_size=32))
+    monkeypatch.setattr(speed, "SEQUENCES", 4)
+    monkeypatch.setattr(speed, "PARTS", dict(cpu=2))
     def run(*words):
         speed.main(["--data", str(data), "--nanogpt", str(nano), "--rounds", "3", *words])
         return capsys.readouterr().out
@@ -64,6 +66,10 @@ def test_skipping(main):
     found = re.findall(rf"(.+): (\d+)% skipped, (\d+)% of FLOPs saved: {RATIO}", main("--only", "skipping"))
     assert [what for what, _, _ in found] == ["the puzzle, training", "12 x 256, prefill", "12 x 256, decoding"]
     assert all(int(skipped) > 0 < int(saved) for _, skipped, saved in found)
+
+def test_taper(main):
+    found = re.findall(rf"^taper, (.+): {RATIO} times as fast$", main("--only", "taper"), re.M)
+    assert found == ["training", "prefill of one sequence", "decoding"]
 
 def test_bits_at_equal_seconds(main, monkeypatch):
     monkeypatch.setattr(speed, "RATES", dict(cpu=dict(ours=[0.0, 2e-2], nanoGPT=[1e-3])))
