@@ -17,7 +17,6 @@ commit can repeat it.
 import collections
 import concurrent.futures
 import csv
-import functools
 import os
 import shlex
 import statistics
@@ -36,7 +35,7 @@ import analyze
 import prepare
 from flags import flag, parse, refuse, start
 from model import num_params
-from train import (gather_settings, open_run, progress_of, read_checkpoint, read_flags,
+from train import (data_of_run, gather_settings, open_run, progress_of, read_checkpoint, read_flags,
                    read_metrics, read_settings, say)
 
 # -------------------------------------------------------------------------------------- the plans
@@ -53,13 +52,8 @@ FIELD = {"PreNorm": "pre", "Gated Residual": "gated --gate_lr 1e-2",
          "Attention Residuals": "attnres --gate_lr 1e-3",
          "Block Attention Residuals": "attnres:group=4 --gate_lr 1e-3", "NAG": "nag --gate_lr 1e-2"}
 
-# Experiment -> its variants. claims.csv says what is compared.
+# Experiment -> its variants. claims.csv says what is compared. (`field choose` has chosen gate_lr.)
 PLANS = {
-    "field choose": [   # It has chosen each --gate_lr of FIELD.
-        Plan(f"field choose: {name}, gates at {rate}",
-             f"{CODE} --residual {FIELD[name].split()[0]} --n_layer 6 --max_iters 120 "
-             f"--gate_lr {rate}", [0.02], [1])
-        for name in FIELD if "--gate_lr" in FIELD[name] for rate in ("1e-3", "3e-3", "1e-2")],
     "field": [Plan(f"field: {name}", f"{CODE} --residual {flags}", [0.02], [2, 3, 4])
               for name, flags in FIELD.items()],
     "quarter": [Plan(f"quarter: {name}", f"{QUARTER} --n_layer {flags}", [0.02], [2, 3, 4, 5])
@@ -73,7 +67,9 @@ PLANS = {
 def can_run(row):
     """A line of runs.csv. Is it a run of train.py, as it is now, on this machine?"""
     command = row["command"]
-    return command.startswith("--") and ("cuda" not in command or torch.cuda.is_available())
+    if "--device cuda" in command and not torch.cuda.is_available():
+        return False
+    return command.startswith("--")
 
 def all_runs():
     """-> what has run and can run again, and what is planned: dicts with columns of runs.csv"""
@@ -119,8 +115,8 @@ def ended_runs(folder):
             found[path.parent] = ckpt["settings"]
     return found
 
-def is_of(run, settings):
-    """Are these the settings of a planned run? (The data say vocab_size and tokenizer.)"""
+def fits(run, settings):
+    """Are these the settings of a planned run? (The data say vocab_size.)"""
     model_config, config, _ = gather_settings(read_flags(shlex.split(run["command"])))
     planned = asdict(model_config) | asdict(config)
     return all(settings[name] == planned[name] for name in settings.keys() & planned.keys()
@@ -131,6 +127,9 @@ def is_of(run, settings):
 def inspect(folder, n_windows=512):
     """Run folder -> what the statistics of analyze.py take, with so many validation windows"""
     model, config = open_run(folder, read_settings(folder)["device"])
+    _, warning = data_of_run(folder, config)
+    if warning:   # It is to be measured on the data of its training.
+        refuse(warning)
     windows = prepare.windows_of(config["data"], "val", config["block_size"], n_windows)
     puzzle = prepare.load_meta(config["data"]).get("steps")
     return analyze.Run(model, config, windows, puzzle, folder=folder)
@@ -152,7 +151,7 @@ def columns_of(folder):
         found["right"] = " ".join(f"{share:.3f}" for share in run.right)
     return found
 
-BY_BLOCK = "field", "ill", "fanin"   # experiments whose blocks are measured, on 32 windows
+BY_BLOCK = "field", "ill", "fanin"   # experiments whose blocks are measured, on 64 windows
 
 # A measure of blocks.csv: a statistic of analyze.py, and which of its panels and lines
 MEASURES = {"read": ("magnitudes", "what is read (rms)", "both"),
@@ -169,13 +168,14 @@ MEASURES = {"read": ("magnitudes", "what is read (rms)", "both"),
 
 def measure_blocks(run):
     """Yields (measure, numbers): one for each block, or sublayer, from the first on"""
-    find = functools.cache(lambda statistic: analyze.STATS[statistic].measure(run)[0])
+    names = "magnitudes", "sinks", "rounding", "fan_in", "pruning", "reads"
+    panels = {name: analyze.STATS[name].measure(run)[0] for name in names}
     for measure, (statistic, panel, line) in MEASURES.items():
-        points = find(statistic)[panel][line]
+        points = panels[statistic][panel][line]
         yield measure, [np.ravel(point)[-1] for point in points]   # of a pair [x, y]: y
     yield "worth", run.worth
     # Who reads whom: a row a reader, a column a writer, of which the first one is the embedding
-    effect = np.array(find("reads")[""])
+    effect = np.array(panels["reads"][""])
     yield "read of the last", np.diag(effect)[1:]
     yield "read of the one before", np.diag(effect, -1)[1:]
     pairs = [(effect[i, :i + 1], effect[i + 1, :i + 1]) for i in range(1, len(effect) - 2)]
@@ -183,17 +183,18 @@ def measure_blocks(run):
 
 @torch.no_grad()
 def measure(run, folder, out):
-    """Adds a run to the files of the folder `out`, and returns its line. All is measured before
-    runs.csv gets a line: so a run is there whole, or it counts as missing."""
+    """Adds a run to the files of the folder `out`. All is measured before runs.csv gets a line: so
+    a run is there whole, or it counts as missing."""
     row = run | columns_of(folder)
     if run["seed"] != "1" and run["experiment"] in BY_BLOCK:
         append(out / "blocks.csv", BLOCKS_COLUMNS, [
             dict(variant=run["variant"], seed=run["seed"], when="trained", measure=name,
                  values=" ".join(f"{number:.4g}" for number in numbers),
                  command=f"results/run.py {run['experiment']}")
-            for name, numbers in measure_blocks(inspect(folder, 32))])
+            for name, numbers in measure_blocks(inspect(folder, 64))])
     append(out / "runs.csv", COLUMNS, [row])
-    return row
+    say(f"{row['experiment']}: {row['variant']}, seed {row['seed']}, rate {row['lr']}: "
+        f"{row['bits']} bits, {row['steps'] or 'no'} steps, {row['seconds']} s")
 
 # -------------------------------------------------------------------------------------- CSV files
 
@@ -250,8 +251,9 @@ def main(argv=None):
     if args.measure:
         ended = ended_runs(args.measure)
         for run in missing:
-            for folder in [folder for folder, settings in ended.items() if is_of(run, settings)]:
-                report(measure(run, folder, out))
+            folder = next((each for each in ended if fits(run, ended[each])), None)
+            if folder:
+                measure(run, folder, out)
         return
     for data in "steps", "stdlib":
         if not Path("data", data, "meta.json").exists():
@@ -262,13 +264,9 @@ def main(argv=None):
         try:
             for job in concurrent.futures.as_completed(jobs):
                 run = job.result()
-                report(measure(run, folder_of(run), out))
+                measure(run, folder_of(run), out)
         finally:
             pool.shutdown(cancel_futures=True)
-
-def report(row):
-    say(f"{row['experiment']}: {row['variant']}, seed {row['seed']}, rate {row['lr']}: "
-        f"{row['bits']} bits, {row['steps'] or 'no'} steps, {row['seconds']} s")
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

@@ -66,18 +66,15 @@ def verdict(gap, says, margin):
 
 # ----------------------------------------------------------------------------------- runs, claims
 
-def late_by_early(numbers):
-    """Median of the last third of the blocks / median of the first third"""
-    third = len(numbers) // 3
-    return statistics.median(numbers[-third:]) / statistics.median(numbers[:third])
-
-def late_share(numbers):
-    """Of the last third of the blocks, in the sum of all"""
-    return sum(numbers[-(len(numbers) // 3):]) / sum(numbers)
-
 def slope(numbers):
     """Of log number on log block, by least squares"""
     return np.polyfit(np.log(np.arange(1, len(numbers) + 1)), np.log(numbers), 1)[0]
+
+def first_third(numbers):
+    return numbers[:len(numbers) // 3]
+
+def last_third(numbers):
+    return first_third(numbers[::-1])
 
 # What is told of the numbers of a model's blocks, or sublayers: "gradient, first / mean"
 STATISTICS = {
@@ -85,10 +82,11 @@ STATISTICS = {
     "first": itemgetter(0), "to 4 bits": itemgetter(2), "to 3 bits": itemgetter(3),
     "without 1": itemgetter(1), "without 2": itemgetter(2), "without 3": itemgetter(3),
     "last two / first two": lambda x: sum(x[-2:]) / sum(x[:2]),
-    "largest / smallest": lambda x: max(x) / min(x), "late / early": late_by_early,
+    "largest / smallest": lambda x: max(x) / min(x),
     "slope": slope, "Spearman with depth": lambda x: rank_correlation(range(len(x)), x),
-    "share of the last third": late_share,
-    "share of the first third": lambda x: late_share(x[::-1])}
+    "late / early": lambda x: statistics.median(last_third(x)) / statistics.median(first_third(x)),
+    "share of the first third": lambda x: sum(first_third(x)) / sum(x),
+    "share of the last third": lambda x: sum(last_third(x)) / sum(x)}
 
 def read_blocks(path):
     """blocks.csv -> rows like those of runs.csv, but with lists of numbers. First weights are a
@@ -312,7 +310,7 @@ def main(argv=None):
     say("results/tables.md and the figures are written")
     for claim in claims:
         if claim not in judged:
-            say(f"{claim.a} {claim.says} {claim.b}: waits for runs")
+            say(f"waits for runs of {claim.a}: {claim.claim}")
 
 if __name__ == "__main__":
     start(main)
