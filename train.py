@@ -80,7 +80,7 @@ class TrainConfig:
     remove: str = flag("", "blocks of --init_from to do without, from 1: 2 or 9,10")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     or_resume: bool = flag(False, "go on if --out has a checkpoint, else begin (torchrun restarts)")
-    overwrite: bool = flag(False, "replace the run in --out, when the new one has a checkpoint")
+    overwrite: bool = flag(False, "begin anew; the run in --out moves to its folder `replaced`")
 
     max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
     max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
@@ -184,9 +184,9 @@ def other_loss(run, loss, before):
     return (f"{run}: has the validation loss {loss:.4f} now, and had {before:.4f} when it was "
             f"saved: this is other code, or other data, than in the training")
 
-def refuse_if_not_finite(what, number, step, out):
+def refuse_if_not_finite(what, step, out, *numbers):
     """Ends the run before it saves weights that are good for nothing."""
-    if not math.isfinite(number):
+    if not all(map(math.isfinite, numbers)):
         refuse(f"iteration {step}: the {what} is not finite; with a lower --lr, --resume can go on "
                f"from {out}/ckpt.pt, if there is one")
 
@@ -344,16 +344,13 @@ def train(model_config, config, ckpt, data, device, signals):
         for optimizer, moments in zip(optimizers, ckpt["optimizers"], strict=True):
             # Rates and decay stay as the flags say.
             optimizer.load_state_dict(optimizer.state_dict() | dict(state=moments))
-        loss, _, _ = evaluate(model, *data.val, data.token_bytes)
-        if warning := other_loss(out, loss, ckpt["val_loss"]):
-            say(warning)
     if step > 0:
         continue_run(out, settings, ckpt)
     n_parts = config.grad_accum * N_PROCESSES
     tokens_per_step = config.batch_size * model_config.block_size
     say(f"{model_config.residual}: {num_params(model) / 1e6:.2f}M parameters; iterations of "
         f"{tokens_per_step:,} tokens, from {step} on, on {N_PROCESSES} x {model.device.type}")
-    began = time.perf_counter()
+    began = time.perf_counter() - seconds
     last_step, last_seconds = step, seconds   # when the last status line came
 
     while True:
@@ -365,66 +362,66 @@ def train(model_config, config, ckpt, data, device, signals):
             say("stopped before the first iteration; nothing is changed")
             return 1
 
-        # --- Evaluate and save. Evaluation is short, so each process does all of it.
+        # --- Evaluate and save
         if is_last or step % config.eval_interval == 0:
-            seconds += time.perf_counter() - began   # Meanwhile, the clock stands still.
-            loss = None   # Whoever stops it may not wait, so first of all it saves.
-            if not is_stopped:
+            seconds = time.perf_counter() - began
+            found = {}   # Whoever stops it may not wait, so then it only saves.
+            if not is_stopped:   # An evaluation is short, so each process does all of it.
                 loss, bits, skipped = evaluate(model, *data.val, data.token_bytes)
+                found = dict(val_loss=loss, val_bpb=bits, val_skip_rate=skipped)
                 say(f"iter {step:5d} | validation loss {loss:.4f} | {bits:.4f} bits/byte | "
                     f"{skipped:.1%} skipped")
-            weight_norm = get_total_norm(model.parameters()).item()
-            refuse_if_not_finite("validation loss, or a weight,", (loss or 0.0) + weight_norm,
-                                 step, out)
+                if config.resume and step == ckpt["step"]:
+                    if warning := other_loss(out, loss, ckpt["val_loss"]):
+                        say(warning)
+            refuse_if_not_finite("validation loss, or a weight,", step, out,
+                                 get_total_norm(model.parameters()).item(), *found.values())
+            if config.overwrite and step == 0:
+                put_aside(out)
             # This is all that a run needs to go on. Batches, draws and rates follow from it.
             moments = [optimizer.state_dict()["state"] for optimizer in optimizers]
             save_checkpoint(out, dict(model=model.state_dict(), settings=settings, step=step,
                                       flops=flops, seconds=seconds, optimizers=moments,
-                                      val_loss=loss, data=data.fingerprint))
-            if step == 0:   # Only now, an older run is replaced as a whole.
+                                      val_loss=found.get("val_loss"), data=data.fingerprint))
+            if step == 0:
                 write_whole(out / "config.json", json.dumps(settings, indent=2))
                 write_whole(out / "metrics.jsonl", "")
-            if not is_stopped:   # Who goes on logs what a run logs that wasn't stopped.
-                write_log(out, step=step, seconds=seconds, val_loss=loss, val_bpb=bits,
-                          val_skip_rate=skipped)
-            began = time.perf_counter()
+            if found:
+                write_log(out, step=step, seconds=seconds, **found)
+            began = time.perf_counter() - seconds   # Meanwhile, the clock stood still.
         if is_last:
             break
 
-        # --- From a batch to gradients, which are added up in the parameters
-        records, trips, token_flops = [], [], 0.0
-        for part in range(RANK, n_parts, N_PROCESSES):   # those of this process
+        # --- From a batch to gradients
+        parts = range(RANK, n_parts, N_PROCESSES)   # those of this process
+        records, trips = [], []
+        for part in parts:
             x, y = get_batch(data, model_config, config.batch_size, step, part, n_parts, device)
             # If the decider draws who skips, that depends on nothing but seed, step and part.
             [seed] = np.random.SeedSequence((model_config.seed, step, part)).generate_state(1)
             torch.manual_seed(int(seed))
             # Processes exchange gradients once a step, in their last part. (DDP reads this.)
-            wrapped.require_backward_grad_sync = part + N_PROCESSES >= n_parts
+            wrapped.require_backward_grad_sync = part == parts[-1]
             trip = needed_trip(model, progress)   # None, unless tokens skip, or a flag has a cost
             _, loss = call(x, y, trip=trip)
-            (loss / config.grad_accum).backward()
-            # What is reported is the cross entropy, without what --gain_cost, say, adds to it.
-            record = dict(loss=trip.cross_entropy if trip else loss.detach(), skip_rate=0.0)
+            (loss / config.grad_accum).backward()   # Gradients are added up in the parameters.
+            records.append(record_of(model, loss.detach(), trip))
             if trip is not None:
                 trips.append(trip)
-                trip.streams.clear()   # What is large goes. The decider wants to see the rest.
-                trip.notes.clear()
-                record["skip_rate"] = trip.skipped()
-                if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
-                    record["mean_gain"] = gain.detach()
-            records.append(record)
-            token_flops += flops_per_token(model, trip) / config.grad_accum
         model.decider.after_iteration(trips, mean_of_all)   # --mod gain:rate moves its threshold.
+        means = {name: sum(record[name] for record in records) / len(records)
+                 for name in records[0]}
+        # The backward pass costs as much as two forward passes.
+        flops += 3 * tokens_per_step * mean_of_all(means.pop("token_flops"))
         step += 1   # A warmup begins at a rate of 0, so the first step counts already.
         is_logged = step % config.log_interval == 0
+
+        # --- From gradients to weights
         if is_logged or config.equalize_grads:
             block_norms = norms_of_blocks(model, config.equalize_grads)
         norm = clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-
-        # --- From gradients to weights
-        # The backward pass costs as much as two forward passes.
-        flops += 3 * tokens_per_step * mean_of_all(token_flops)
-        factor = lr_factor(config, progress_of(config, step, flops))
+        progress = progress_of(config, step, flops)
+        factor = lr_factor(config, progress)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak_lr"] * factor
@@ -433,24 +430,19 @@ def train(model_config, config, ckpt, data, device, signals):
 
         # --- Report
         if is_logged:
-            refuse_if_not_finite("norm of the gradients", norm.item(), step, out)
-            means = {}
-            for name in records[0]:
-                mean = sum(record[name] for record in records) / len(records)
-                means[name] = mean_of_all(float(mean))   # that of this process, and that of all
-            seconds += time.perf_counter() - began
-            began = time.perf_counter()
+            refuse_if_not_finite("norm of the gradients", step, out, norm.item())
+            means = {name: mean_of_all(float(mean)) for name, mean in means.items()}
+            seconds = time.perf_counter() - began
             tok_s = (step - last_step) * tokens_per_step / (seconds - last_seconds)
             last_step, last_seconds = step, seconds
-            progress, lr = progress_of(config, step, flops), config.lr * factor
-            minutes_left = max(0.0, 1 - progress) / progress * seconds / 60
-            write_log(out, step=step, flops=flops, seconds=seconds, lr=lr, grad_norm=norm.item(),
-                      grad_norms=block_norms.tolist(), tokens=step * tokens_per_step, tok_s=tok_s,
-                      **means)
+            write_log(out, step=step, flops=flops, seconds=seconds, lr=config.lr * factor,
+                      grad_norm=norm.item(), grad_norms=block_norms.tolist(),
+                      tokens=step * tokens_per_step, tok_s=tok_s, **means)
             gain = f"mean gain {means['mean_gain']:.3f} | " if "mean_gain" in means else ""
-            say(f"iter {step:5d} | loss {means['loss']:.4f} | lr {lr:.2e} | gradient {norm:.2f} | "
-                f"{gain}{means['skip_rate']:.1%} skipped | {tok_s:,.0f} tokens/s | "
-                f"{minutes_left:.1f} minutes left")
+            minutes_left = max(0.0, 1 - progress) / progress * seconds / 60
+            say(f"iter {step:5d} | loss {means['loss']:.4f} | lr {config.lr * factor:.2e} | "
+                f"gradient {norm:.2f} | {gain}{means['skip_rate']:.1%} skipped | "
+                f"{tok_s:,.0f} tokens/s | {minutes_left:.1f} minutes left")
 
     if N_PROCESSES > 1:   # Nobody leaves while another one is still writing. (After an all_reduce
         dist.barrier()    # in place of a barrier, gloo aborted at the end of some runs.)
@@ -459,6 +451,18 @@ def train(model_config, config, ckpt, data, device, signals):
         return 1
     say(f"done; next: python sample.py {out}   or: python analyze.py {out}")
     return 0
+
+def record_of(model, loss, trip):
+    """What is reported of one pass, a dict of numbers. trip: as needed_trip has made it"""
+    record = dict(loss=loss, skip_rate=0.0, token_flops=flops_per_token(model, trip))
+    if trip is not None:
+        # The cross entropy, without what --gain_cost, say, adds to it
+        record |= dict(loss=trip.cross_entropy, skip_rate=trip.skipped())
+        if (gain := trip.mean_gain()) is not None:   # Somebody has asked for gains.
+            record["mean_gain"] = gain.detach()
+        trip.streams.clear()   # What is large goes. The decider wants to see the rest.
+        trip.notes.clear()
+    return record
 
 # --------------------------------------------------------------------------------------------- main
 
@@ -472,8 +476,8 @@ def main(argv=None):
         model_config, config, ckpt = gather_settings(typed)
         if not config.resume:
             refuse_if_taken(Path(config.out), config.overwrite)
-        if RANK == 0:
-            look_for_mistakes(model_config)
+            if RANK == 0:
+                look_for_mistakes(model_config)
         device = set_up_device(config.device, model_config.n_embd)
         join_processes(device)
         data = Data(config, model_config.block_size)
@@ -621,6 +625,8 @@ def remove_blocks(ckpt, text):
 #                      (those in force now), optimizers (moments), step, flops, seconds, val_loss,
 #                      data (a fingerprint)
 
+FILES = "ckpt.pt", "config.json", "metrics.jsonl"
+
 def read_metrics(run):
     """-> {step: all that metrics.jsonl says about it}"""
     path, metrics = Path(run) / "metrics.jsonl", {}
@@ -691,7 +697,7 @@ def data_of_run(run, settings, data="", model=None):
 def refuse_if_taken(out, overwrite):
     """A new run would replace these files of the folder. All others stay."""
     config = out / "config.json"
-    found = [name for name in ("config.json", "metrics.jsonl", "ckpt.pt") if (out / name).exists()]
+    found = [name for name in FILES if (out / name).exists()]
     # Other programs have a config.json or a ckpt.pt, too. That of a run has a residual.
     is_run = config.exists() and '"residual"' in config.read_text(errors="replace")
     if found == ["ckpt.pt"]:
@@ -702,6 +708,15 @@ def refuse_if_taken(out, overwrite):
     if found and not overwrite:
         how = "--resume continues it" if "ckpt.pt" in found else "its ckpt.pt is gone"
         refuse(f"--out {out}: holds a run; {how}, --overwrite replaces it, another --out keeps it")
+
+def put_aside(out):
+    """For --overwrite: the run in the folder moves to the folder `replaced` in it, so that it can
+    be fetched from there. (What was replaced before goes.)"""
+    if RANK == 0:
+        (out / "replaced").mkdir(exist_ok=True)
+        for name in FILES:
+            if (out / name).exists():
+                os.replace(out / name, out / "replaced" / name)
 
 def write_log(out, **values):   # a line of metrics.jsonl
     if RANK == 0:

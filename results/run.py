@@ -43,10 +43,10 @@ from train import (data_of_run, gather_settings, open_run, progress_of, read_che
 # A variant: its name in the tables, its flags, and rates and seeds: each rate runs with each seed.
 Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 
-CODE = "--data data/stdlib --device cpu --eval_interval 420"
+CODE = "--data data/stdlib --device cpu --eval_interval 420 --n_embd 64"
 FIVE = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
         "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3 --n_layer 5")
-QUARTER = f"{CODE} --n_embd 64 --max_flops 6.5e12 --residual nag --gate_lr 3e-3"
+QUARTER = f"{CODE} --max_flops 6.5e12 --residual nag --gate_lr 3e-3"
 FIELD = {"PreNorm": "pre", "Gated Residual": "gated --gate_lr 1e-2",
          "Hyper-Connections, identity": "hyper:kind=identity", "mHC": "hyper:kind=mhc",
          "Attention Residuals": "attnres --gate_lr 1e-3",
