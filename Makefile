@@ -40,13 +40,13 @@ data/stdlib/meta.json data/steps/meta.json: data/%/meta.json: | .venv/installed
 TRAIN = $(BIN)/python train.py --out $(@D) `test -f $(@D)/ckpt.pt && echo --resume`
 STEPS = --data data/steps --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd --max_iters 1500
 
-# Two residuals on the steps text, where it is known which depth a digit needs: PreNorm, and NAG that pays for turning.
+# Two residuals on the steps text, where it is known which depth a digit needs: PreNorm, and NAG that skips a quarter.
 runs/steps-pre/done: data/steps/meta.json | .venv/installed idle
 	$(TRAIN) $(STEPS) | while read -r line; do echo "pre | $$line"; done
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed idle
-	$(TRAIN) $(STEPS) --residual nag --gain_cost 0.2 --mod gain:below=0.05 --gate_lr 3e-3 | while read -r line; do echo "nag | $$line"; done
+	$(TRAIN) $(STEPS) --residual nag --mod gain:rate=0.25 --gate_lr 3e-3 | while read -r line; do echo "nag | $$line"; done
 	touch $@
 
 # The lines that the text never shows, read out of the model
