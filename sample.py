@@ -44,11 +44,15 @@ class SampleConfig:
     data: str = flag("", "for --inside: the data set of the run, if it has moved")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda where it is", group="machine")
 
+    def problems(self):
+        if self.data and not self.inside:
+            yield "--data: only --inside reads data; add that, or leave this out"
+
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     config.prompt = prepare.text_or_file(config.prompt)
     model, settings = open_run(config.run, config.device)
-    make_trip = trips_as_asked(model, config)
+    make_trip = trip_maker(model, config)
     if config.inside:
         data, warning = data_of_run(config.run, settings, config.data)
         if warning:
@@ -57,18 +61,15 @@ def main(argv=None):
     else:
         show_samples(model, make_trip, prepare.get_tokenizer(settings["tokenizer"]), config)
 
-# ----------------------------------------------------------------------------------- who runs what
-
-def trips_as_asked(model, config):
-    """-> a function that makes a Trip for each pass, in which tokens skip as in training, or as a
-    flag asks for it, and without the blocks of --remove"""
+def trip_maker(model, config):
+    """-> a function that makes a Trip for each pass: tokens skip as trained, or as flags say."""
     decider, below = model.decider, config.skip_below
-    if below >= 0 and type(decider).after is not Decider.after:   # A router's blocks need weights.
-        refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
-    if below > 0 and not model.ends.knows_gain:
-        refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
-    if below >= 0:   # At 0 all run, so no gain has to be known.
-        decider = ByGain(model.config, below=below) if below else Decider()
+    if below >= 0:
+        if type(decider).after is not Decider.after:   # A router's blocks need its weights.
+            refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
+        if below > 0 and not model.ends.knows_gain:
+            refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
+        decider = ByGain(model.config, below=below) if below > 0 else Decider()   # All run.
     blocks = read_blocks(config.remove, len(model.blocks))
     without = {place for block in blocks for place in places_of(model, block)}
     return lambda: Trip(model, decider, without)
@@ -174,10 +175,8 @@ def show_inside(model, make_trip, data, line):
             digits = marked(row["digits"], row["true"])
             says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
         print(f"  after block {block:<3} {digits} {says}")
-    n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
-    verdict = f"{n_wrong} of {len(true)} digits are wrong"
-    if n_wrong == 0:
-        verdict = f"right, all {len(true)} digits"
+    n, n_wrong = len(true), sum(digit != wanted for digit, wanted in zip(answer, true))
+    verdict = f"{n_wrong} of {n} digits are wrong" if n_wrong else f"right, all {n} digits"
     print(f"\n  the answer      {marked(answer, true)} {verdict}\n")
 
 def marked(digits, true):
