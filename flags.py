@@ -6,10 +6,9 @@ A dataclass becomes a command line, and a wrong value one sentence. This file kn
         size: int = flag(12, "how large it is", 1, 4096)     # default, help, lowest, highest
         kind: Literal["a", "b"] = flag("a", "what it is")
 
-        def problems(self):         # if there are any: sentences about what doesn't fit together
-            return ["--kind b: is for small sizes"] if self.kind == "b" and self.size > 9 else []
-
     [config] = parse([Config])      # reads: --size 7 --kind b
+
+If the class has a method `problems`, it yields sentences about what doesn't fit together.
 """
 import argparse
 import dataclasses
@@ -74,7 +73,7 @@ def make_configs(classes, values):
         names = [field.name for field in dataclasses.fields(each) if field.name in values]
         config = each(**{name: unknown.pop(name) for name in names})
         found = field_problems(config)
-        if not found and hasattr(config, "problems"):   # These rely on values in their ranges.
+        if not found and hasattr(config, "problems"):   # It relies on values in their ranges.
             found = config.problems()
         problems += found
         configs.append(config)
@@ -133,8 +132,6 @@ def read_options(text, defaults, allowed):
         if why:
             raise ValueError(f"option {option}: {why}")
     return found
-
-# --------------------------------------------------------------------- how a script begins and ends
 
 class Mistake(ValueError):
     """A mistake in a class that the user wrote. `start` prints its sentence, and no traceback."""

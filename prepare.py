@@ -308,16 +308,16 @@ def locked(folder):
     made = [each for each in (real, *real.parents) if not each.exists()]
     real.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(real, os.O_RDONLY) if fcntl else None
-    try:   # The system unlocks it when this process ends, however it ends.
-        if fcntl:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for unfinished in real.glob(UNFINISHED + "*"):   # of a process that was killed
-                shutil.rmtree(unfinished, ignore_errors=True)
-    except BlockingIOError:
-        refuse(f"--out {folder}: another process is writing there; wait, or take another --out")
-    except OSError:   # Some network disks have no locks. There, don't use two terminals.
-        pass
     try:
+        try:   # The system unlocks it when this process ends, however it ends.
+            if fcntl:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for unfinished in real.glob(UNFINISHED + "*"):   # of a process that was killed
+                    shutil.rmtree(unfinished, ignore_errors=True)
+        except BlockingIOError:
+            refuse(f"--out {folder}: another process is writing there; wait, or take another --out")
+        except OSError:   # Some network disks have no locks. There, don't use two terminals.
+            pass
         yield
     finally:
         if fcntl:

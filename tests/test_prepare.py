@@ -1,5 +1,5 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import contextlib, fcntl, hashlib, json, os, re, resource, shlex, signal
+import hashlib, json, os, re, resource, shlex, signal
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch
@@ -48,11 +48,9 @@ def test_one_rule_says_what_text_is(tmp_path, content, expected):
         else:
             assert f"{path}: is empty, or not UTF-8 text" in refused(read, path)
 
-@pytest.mark.parametrize("text", ["", "folder", "promt.txt", "a/" * 5000, "nul\0", "line\nline"])
-def test_what_is_no_files_name_is_a_text(tmp_path, monkeypatch, text):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    assert prepare.text_or_file(text) == text
+def test_what_is_no_files_name_is_a_text(tmp_path):
+    for text in "", str(tmp_path), "promt.txt", "a/" * 5000, "nul\0", "line\nline":
+        assert prepare.text_or_file(text) == text
 
 LINE, BOOK = "one line\n", "a line of a book\n" * 400
 @pytest.mark.parametrize("documents, n_short, n_long", [
@@ -97,11 +95,11 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
         said = f"documents: {len(train)} for training, {len(val)} for validation, 0 cut at 95 % for both; 0 are copies"
         assert said in capsys.readouterr().out
 
-@pytest.mark.parametrize("wrong", ["{", "5", '{"text": "x"}', '{"body": 5}', '["body"]', "[" * 10**5])
-def test_what_is_wrong_in_a_line(tmp_path, wrong):
-    path = write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * 6 + wrong + "\n")
-    said = refused(run, f"text --input {path} --jsonl body")
-    assert "wrong.jsonl, line 7: " in said and "'body'" in said
+def test_what_is_wrong_in_a_line(tmp_path):
+    for wrong in "{", "5", '{"text": "x"}', '{"body": 5}', '["body"]', "[" * 10**5:
+        path = write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * 6 + wrong + "\n")
+        said = refused(run, f"text --input {path} --jsonl body")
+        assert "wrong.jsonl, line 7: " in said and "'body'" in said
 
 def test_folders_and_links(tmp_path, capsys):
     """Three inputs, two of which are in the first. No document comes twice. What is no text is passed over."""
@@ -230,31 +228,25 @@ def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     said = refused(prepare.read_shard, write(tmp_path / "its.bin", content))
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
 
-@pytest.mark.parametrize("name, split", [
-    ("festival_train_000000", "train"), ("arrival_val_000000", "val"), ("train7", "train"),
-    ("tiny_shakespeare_val", "val"), ("fineweb-val.3", "val"), ("strain_validity_0", None)])
-def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
-    write(tmp_path / f"{name}.bin", shard([1, 2]))
-    for wanted in "train", "val":
-        if wanted == split:
-            assert tokens(tmp_path, wanted).tolist() == [1, 2]
-        else:
-            assert f"no {wanted} shard" in refused(open_split, tmp_path, wanted)
+def test_the_split_is_a_word_of_the_name(tmp_path):
+    for i, name in enumerate(["festival_train_000000", "train7", "arrival_val_000000", "tiny_shakespeare_val",
+                              "fineweb-val.3", "strain_validity_0"]):
+        write(tmp_path / f"{name}.bin", shard([i]))
+    assert sorted(tokens(tmp_path, "train")) == [0, 1] and sorted(tokens(tmp_path, "val")) == [2, 3, 4]
     write(tmp_path / "train_of_val.bin", shard([1, 2]))
     assert "rename" in refused(open_split, tmp_path, "val")
 
-def test_neither_llm_c_nor_modded_nanogpt_write_a_meta_json(tmp_path):
+def test_meta_json(tmp_path):
+    """Neither llm.c nor modded-nanogpt writes one. It names a tokenizer."""
     for folder in tmp_path / "nowhere", tmp_path:
         assert "no data set there" in refused(load_meta, folder)
     for i in 2, 1:
         write(tmp_path / f"fineweb_train_{i:06d}.bin", shard([i]))
     assert load_meta(str(tmp_path)) == dict(tokenizer="gpt2", vocab_size=50257)
     assert tokens(str(tmp_path), "train").tolist() == [1, 2]
-
-@pytest.mark.parametrize("content", ["{", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}'])
-def test_a_meta_json_names_a_tokenizer(tmp_path, content):
-    write(tmp_path / "meta.json", content)
-    assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
+    for content in "{", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}':
+        write(tmp_path / "meta.json", content)
+        assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
 
 def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
     """More shards are written. If less text comes later, the old ones go. meta.json has the sha256 of each."""
@@ -280,54 +272,51 @@ def test_fingerprint(tmp_path):
 
 # ----------------------------------------------------------------- whole files, locks, other data
 
-@pytest.mark.parametrize("fails", ["write", "fsync"])   # A network disk may say only then that it is full.
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("CUDA error"), KeyboardInterrupt()])
-def test_what_cant_be_written_leaves_the_old_file(tmp_path, monkeypatch, error, fails):
+def test_what_cant_be_written_leaves_the_old_file(tmp_path, monkeypatch, error):
     path = write(tmp_path / "file", "old")
     with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
-        patch.setattr(os, "fsync", Mock(side_effect=error))
+        patch.setattr(os, "fsync", Mock(side_effect=error))   # A network disk may say only then that it is full.
         with whole_file(path) as file:
             file.write(b"half")
-            if fails == "write":
-                raise error
     if isinstance(error, OSError):
         assert str(end.value).startswith(f"{tmp_path}: can't be written ({error}); make room")
     else:
         assert end.value is error
     assert contents(tmp_path) == {str(path): b"old"} and os.listdir(tmp_path) == ["file"]
 
-def test_torch_meets_a_full_disk(tmp_path):
-    """It says RuntimeError."""
-    def save():
+def test_a_full_disk_leaves_the_old_files(tmp_path):
+    """torch says RuntimeError of it."""
+    def save(n):
         with whole_file(str(tmp_path / "file")) as file:
-            torch.save(torch.zeros(10**6), file)
-    save()
+            torch.save(torch.zeros(n), file)
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
+    run(line)
+    save(9)
+    write(tmp_path / "a.txt", PROSE[::-1])
     before = contents(tmp_path)
-    with on_a_disk_of(1_000_000):
-        assert "can't be written ([Errno 27] File too large)" in refused(save)
-    assert contents(tmp_path) == before
-
-@contextlib.contextmanager
-def on_a_disk_of(n_bytes):
-    """For each file"""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))   # of each file
     try:
-        yield
+        assert f"{tmp_path}: can't be written ([Errno 27] File too large)" in refused(save, 10**6)
+        assert f"{tmp_path}/out: can't be written ([Errno 27] File too large)" in refused(run, f"{line} --overwrite")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert contents(tmp_path) == before and not [*tmp_path.rglob(".unfinished*")]
 
 def test_locked(tmp_path, monkeypatch):
-    """One process has it. What others left unfinished is deleted, and nothing else. Without fcntl, as on Windows, that
-    may be another process's, and stays."""
+    """One process has it. What others left unfinished is deleted, and nothing else. Where there are no locks, as on
+    Windows and some network disks, it may be another process's, and stays."""
     folder = tmp_path / "new" / "folder"
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {folder}"
     with locked(folder):
         write(folder / ".unfinished-x" / "train_000000.bin", "half")
         write(folder / ".mine", "whole")
-        assert "another process" in refused(locked(str(folder)).__enter__)
-        with monkeypatch.context() as patch:
-            patch.setattr(prepare, "fcntl", None)
-            run(f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {folder}")
+        assert "another process" in refused(run, line)
+        for name, value in ("fcntl", None), ("fcntl.flock", Mock(side_effect=OSError("no locks here"))):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"prepare.{name}", value)
+                run(line)
         assert (folder / ".unfinished-x").exists() and tokens(folder, "val").any()
     with locked(str(folder)):
         assert sorted(os.listdir(folder)) == [".mine", "meta.json", "train_000000.bin", "val_000000.bin"]
@@ -365,64 +354,42 @@ def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, function, at):
     assert contents(out) != before and contents(out).keys() == before.keys()
     assert sorted(os.listdir(out)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
-@pytest.fixture
-def old(tmp_path):
-    """A data set at out, and a command that would put another text there"""
-    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
-    run(line)
-    run(line)   # Nobody minds the same data.
-    write(tmp_path / "a.txt", PROSE[::-1])
-    write(tmp_path / "out" / "notes.txt", "mine")
-    return line
-
 @pytest.mark.parametrize("more, said", [
     ("", "or say --overwrite"), ("--tokenizer gpt2", "or say --overwrite"), ("--out theirs --overwrite", "has not made"),
     ("--out both --overwrite", "has not made"), ("--out web --overwrite", "has not made"), ("--out run --overwrite", "is a run")])
-def test_what_has_to_stay(tmp_path, monkeypatch, old, more, said):
+def test_what_has_to_stay(tmp_path, monkeypatch, more, said):
     """Other data, unless the user says --overwrite; a run, shards of others, and fineweb in any case"""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
-    run(f"{old} --out both")
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out out"
+    for again in line, line, f"{line} --out both":   # Nobody minds the same data.
+        run(again)
+    write(tmp_path / "a.txt", PROSE[::-1])
+    write(tmp_path / "out" / "notes.txt", "mine")
     write(tmp_path / "both" / "train_000001.bin", shard([1, 2]))
+    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
     write(tmp_path / "web" / "meta.json", '{"name": "fineweb", "tokenizer": "gpt2"}')
     write(tmp_path / "web" / "fineweb_val_000000.bin", shard([1, 2]))
     write(tmp_path / "run" / "ckpt.pt", "weights")
     before = contents(tmp_path)
-    assert refused(run, f"{old} {more}").endswith(said) or said != "or say --overwrite"
-    assert said in refused(run, f"{old} {more}") and contents(tmp_path) == before
+    sentence = refused(run, f"{line} {more}")
+    assert said in sentence and ("--overwrite" in sentence) == ("--overwrite" not in more)
     for folder in "out", "both", "theirs":   # Nor does fineweb replace anything.
         assert "another data set; choose another folder" in refused(run, f"fineweb --overwrite --out {folder}")
     assert contents(tmp_path) == before
-
-def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch, old):
-    """Another prepare.py, a full disk, Ctrl-C"""
-    out, before = tmp_path / "out", contents(tmp_path)
-    with locked(out):
-        assert "another process" in refused(run, f"{old} --overwrite")
-    with on_a_disk_of(20_000):
-        said = refused(run, f"{old} --overwrite")
-    assert f"{out}: can't be written" in said and "File too large" in said
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
-        run(f"{old} --overwrite")
-    assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
-    run(f"{old} --overwrite")   # Now nothing is in its way.
-    assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
+    run(f"{line} --overwrite")
+    assert contents(tmp_path) != before and (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
 # ----------------------------------------------------------------------------- the command line
 
 REFUSED = {   # a command line -> words of its sentence
     "texts": "'stdlib'", "stdlib --shard 1": "--shard", "text good": "flags begin with --", "--shards 1": "required: name",
-    "text": "too little", "text --input empty": "too little", "text --input one one.txt": "that differ",
-    "text --input empty --out empty": "of --out", "text --input good no": "--input no: no such",
-    "text --input fifo": "fifo", "text --input ''": "--input '': is empty", "text --input good latin": "latin",
-    "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
+    "text": "too little", "text --input one one.txt": "that differ", "text --input empty --out empty": "of --out",
+    "text --input good no": "--input no: no such", "text --input fifo": "fifo", "text --input ''": "--input '': is empty",
+    "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input good latin": "latin: is empty",
     "text --input x.jsonl": "say --jsonl FIELD", "text --input lines": "say --jsonl FIELD",
-    "fineweb --tokenizer bytes": "leave it out", "steps --jsonl text": "--jsonl: steps has no",
-    "stdlib --shards 1": "--shards: stdlib has no use", "steps --tokenizer gpt2": "--tokenizer: steps has no use",
-    "fineweb --shards 104": "--shards 104: must be from 1 to 103",
-    "steps --out ''": "--out", "steps --out good/x": "good/", "steps --out good": "is a file"}
+    "fineweb --tokenizer bytes": "--tokenizer: fineweb has no use", "steps --jsonl text": "--jsonl: steps has no use",
+    "fineweb --shards 104": "--shards 104: must be from 1 to 103", "steps --out ''": "--out", "steps --out good/x": "good/",
+    "steps --out good": "is a file"}
 
 @pytest.mark.parametrize("line, words", REFUSED.items())
 def test_bad_input(tmp_path, monkeypatch, line, words):
