@@ -6,10 +6,9 @@ A dataclass becomes a command line, and a wrong value one sentence. This file kn
         size: int = flag(12, "how large it is", 1, 4096)     # default, help, lowest, highest
         kind: Literal["a", "b"] = flag("a", "what it is")
 
-        def problems(self):         # if there are any: sentences about what doesn't fit together
-            return ["--kind b: is for small sizes"] if self.kind == "b" and self.size > 9 else []
-
     [config] = parse([Config])      # reads: --size 7 --kind b
+
+If the class has a method `problems`, it yields sentences about what doesn't fit together.
 """
 import argparse
 import dataclasses
@@ -25,11 +24,11 @@ def flag(default, help="", low=None, high=None, group=None):
 
 def parse(classes, argv=None, doc=None, positional=()):
     """Command line -> an instance of each class. argv: a list of words, without it what is typed;
-    doc, epilog: begin and end of --help; positional: fields that are typed without --"""
+    doc: the text of --help; positional: fields that are typed without --"""
     return make_configs(classes, read_command_line(classes, argv, doc, positional))
 
 def read_command_line(classes, argv=None, doc=None, positional=(), epilog=None):
-    """-> a dict of what is typed. What isn't typed is not in it."""
+    """-> a dict of what is typed. What isn't typed is not in it. epilog: the end of --help"""
     parser = Parser(description=doc, usage=argparse.SUPPRESS, allow_abbrev=False, epilog=epilog,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     section = parser
@@ -71,10 +70,10 @@ def make_configs(classes, values):
     """A dict -> an instance of each class. SystemExit, with a sentence for all that is wrong"""
     configs, problems, unknown = [], [], dict(values)
     for each in classes:
-        names = [field.name for field in dataclasses.fields(each)]
-        config = each(**{name: unknown.pop(name) for name in names if name in unknown})
+        names = [field.name for field in dataclasses.fields(each) if field.name in values]
+        config = each(**{name: unknown.pop(name) for name in names})
         found = field_problems(config)
-        if not found and hasattr(config, "problems"):   # These rely on values in their ranges.
+        if not found and hasattr(config, "problems"):   # It relies on values in their ranges.
             found = config.problems()
         problems += found
         configs.append(config)
@@ -83,25 +82,24 @@ def make_configs(classes, values):
         refuse(*problems)
     return configs
 
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-
 def field_problems(config):
-    """-> a sentence for each field whose value isn't allowed, or, as it stands in a file, has
-    another type"""
+    """-> a sentence for each field whose value isn't allowed"""
     problems = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        types = (float, int) if field.type is float else (field.type,)   # A file may say 1 for 1.0.
-        if field.type in TYPE_NAMES and type(value) not in types:   # isinstance takes True for 1.
-            why = f"must be {TYPE_NAMES[field.type]}"
-        else:
-            why = why_not_allowed(value, get_args(field.type) or field.metadata.get("limits"))
+        why = why_not(value, field.type, get_args(field.type) or field.metadata.get("limits"))
         if why:
             problems.append(f"--{field.name} {value!r}: {why}")
     return problems
 
-def why_not_allowed(value, allowed):
-    """A reason, or None. allowed: ("a", "b") are choices, (1, 64) is a range, None allows all"""
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+
+def why_not(value, kind, allowed=None):
+    """A reason, or None if the value is right. kind: the type that it must have; allowed: ("a",
+    "b") are choices, (1, 64) is a range, None allows all"""
+    kinds = (float, int) if kind is float else (kind,)   # A file of settings may say 1 for 1.0.
+    if kind in TYPE_NAMES and type(value) not in kinds:   # isinstance would take True for 1.
+        return f"must be {TYPE_NAMES[kind]}"
     if not allowed:
         return None
     if isinstance(allowed[0], str):
@@ -125,12 +123,12 @@ def read_options(text, defaults, allowed):
         key, _, word = option.partition("=")
         if key not in defaults:
             raise ValueError(f"no option {key!r}; its options are {', '.join(defaults) or 'none'}")
-        wanted = type(defaults[key])
+        kind = type(defaults[key])
         try:
-            found[key] = truth[word.lower()] if wanted is bool else wanted(word)
+            found[key] = truth[word.lower()] if kind is bool else kind(word)
         except (KeyError, ValueError):
-            raise ValueError(f"option {key} must be {TYPE_NAMES[wanted]}: {option}") from None
-        why = why_not_allowed(found[key], allowed.get(key))
+            found[key] = word   # It has not the right type, and why_not says so.
+        why = why_not(found[key], kind, allowed.get(key))
         if why:
             raise ValueError(f"option {option}: {why}")
     return found

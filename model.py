@@ -946,9 +946,10 @@ def make(flag_name, registry, text, *arguments):
     name, _, options = text.partition(":")
     if name not in registry:
         raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
-    entry = partial(registry[name])   # .func is the class, also where a partial is registered.
+    entry = registry[name]
+    kind = entry.func if isinstance(entry, partial) else entry   # the class
     try:
-        given = read_options(options, option_defaults(entry), entry.func.allowed)
+        given = read_options(options, option_defaults(entry), kind.allowed)
     except ValueError as error:
         raise ValueError(f"{flag_name} {text}: {name}: {error}") from None
     return entry(*arguments, **given)

@@ -10,7 +10,8 @@ Makes a data set of text: a folder of shards, files of tokens. (train.py reads i
 Your own files have to be UTF-8 text. Each file is a document, or with --jsonl FIELD each line, a
 JSON object with that field. About 5 % of them are for validation; of a long one, its last 5 %.
 """
-# The file goes the way of a text: source, tokens, shards, windows. A puzzle is one more source.
+# The file goes the way of a text: source (part 1), tokens (2), shards on the disk (3), windows of
+# them that a model is trained on (4). Part 5 is a puzzle, one more source, and part 6 the command.
 import contextlib
 import hashlib
 import json
@@ -41,13 +42,8 @@ except ImportError:   # Windows has none. There, don't write to one folder from 
 # ================================================================== part 1: where texts come from
 
 # A source is a function of the command's flags. It returns two lists of texts, for training and for
-# validation. Here is one whose documents are the lines of a file:
-#
-#     def read_songs(flags):
-#         return hold_out(read_text(flags.input[0]).splitlines())
-#
-# Put it before part 6, add songs=read_songs to SOURCES there, and type: python prepare.py songs
-# --input FILE
+# validation. One of yours needs a name in SOURCES (part 6), and may be as short as this:
+#     return hold_out(read_text(flags.input[0]).splitlines())   # A document is a line of a file.
 
 def read_text(path, must_be_text=True):
     """The text of a file. If it is empty, or not UTF-8: SystemExit, or without must_be_text None"""
@@ -58,8 +54,8 @@ def read_text(path, must_be_text=True):
     if text and "\0" not in text:   # UTF-16 has NUL bytes, and so has what is no text at all.
         return text
     if must_be_text:
-        refuse(f"{path}: is empty, or not UTF-8 text; name another, or make it text: unpack an "
-               f"archive, export a table as lines of JSON, or use iconv -f ENCODING -t UTF-8")
+        refuse(f"{path}: is empty, or not UTF-8 text; unpack an archive, export a table as lines "
+               f"of JSON, and for other text use iconv -f ENCODING -t UTF-8")
 
 def text_or_file(value):
     """For flags of sample.py and analyze.py that are a text, or the name of a file with one"""
@@ -92,10 +88,11 @@ def hold_out(documents):
     long = [cut(text, 0.05) for text in documents if len(text) > limit]
     places = {text: place_of(text) for text in documents if len(text) <= limit}
     first, last = min(places.values(), default=0), max(places.values(), default=0)
-    held_out = {text for text, place in places.items()   # One at least is for each side.
-                if place <= max(0.05, first) and place != last}
-    train = [text for text in documents if text in places and text not in held_out]
-    val = [text for text in documents if text in held_out]
+    train, val = [], []
+    for text in documents:
+        if text in places:   # One at least goes to each side.
+            is_val = places[text] <= max(0.05, first) and places[text] != last
+            (val if is_val else train).append(text)
     print(f"documents: {len(train):,} for training, {len(val):,} for validation, {len(long):,} cut "
           f"at 95 % for both; {len(documents) - len(set(documents)):,} are copies of others")
     return train + [head for head, tail in long], val + [tail for head, tail in long]
@@ -106,16 +103,16 @@ def read_stdlib(flags):
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     train, val = [], []
     for path in sorted(root.rglob("*.py"), key=str):
-        below_root = path.relative_to(root)
-        if skip.isdisjoint(below_root.parts) and path.stat().st_size:
-            is_val = place_of(below_root.as_posix()) < 0.05   # in each version of Python
+        name = path.relative_to(root)
+        if skip.isdisjoint(name.parts) and path.stat().st_size:
+            is_val = place_of(name.as_posix()) < 0.05   # in each version of Python
             (val if is_val else train).append(read_text(path))
     return train, val
 
-def download(url, path, hash=None):
+def download(url, path, sha256=None):
     """SystemExit, and nothing is there, if the network or the disk fails or the sha256 is wrong"""
     try:
-        torch.hub.download_url_to_file(url, str(path), hash, progress=sys.stderr.isatty())
+        torch.hub.download_url_to_file(url, str(path), sha256, progress=sys.stderr.isatty())
     except Exception as error:   # of the network, a server or the disk
         refuse(f"cannot download {url} ({error}); check network and disk, then type it again")
 
@@ -130,18 +127,6 @@ def download_shakespeare(flags):
         download(SHAKESPEARE_URL, path, SHAKESPEARE_SHA256)
         train, val = cut(read_text(path), 0.1)
     return [train], [val]
-
-FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-
-def download_fineweb(out, meta, n_shards):
-    """It comes as shards, as modded-nanogpt takes them. What was downloaded before stays."""
-    for number in range(n_shards + 1):
-        name = f"fineweb_train_{number:06d}.bin" if number else "fineweb_val_000000.bin"
-        if not (out / name).exists():
-            with whole_files(out) as folder:
-                download(FINEWEB_URL + name, folder / name)
-                read_shard(folder / name)   # SystemExit if it is cut short; its sha256 is not known
-                (folder / "meta.json").write_text(json.dumps(meta))
 
 def files_in(path, seen):
     """Yields the files at or below a path, by name. Hidden ones and caches are left out. seen: the
@@ -158,8 +143,7 @@ def files_in(path, seen):
                 yield from files_in(path / name, seen)
 
 def json_lines(path, text, field):
-    """The text of a file whose lines are JSON objects -> what these have in that field, a list"""
-    documents = []
+    """Yields what lines of JSON objects have in that field. text: what the file holds"""
     for number, line in enumerate(text.split("\n"), 1):
         try:
             document = json.loads(line)[field] if line.strip() else ""
@@ -167,16 +151,14 @@ def json_lines(path, text, field):
             document = None
         if not isinstance(document, str):
             refuse(f"{path}, line {number}: is no JSON object with text in a field {field!r}")
-        documents.append(document)
-    return [document for document in documents if document]
+        if document:
+            yield document
 
 def read_own_files(flags):
     """Your own files and folders. A file is a document, or with --jsonl each line of it."""
-    if not flags.input:
-        refuse("text: needs --input, with files or folders of yours")
     documents, passed_over = [], []
     seen = {os.path.realpath(flags.out)}   # The data set's own folder may be in one of yours.
-    for path in map(Path, flags.input):
+    for path in map(Path, flags.input or []):
         if not path.is_file() and not path.is_dir():
             refuse(f"--input {shlex.quote(str(path))}: no such file or folder")
         for file in files_in(path, seen):
@@ -242,106 +224,9 @@ def token_bytes(tokenizer_name, n_tokens):
 MAGIC, VERSION, HEADER = 20240520, 1, 256 * 4   # HEADER: its bytes
 MOST_TOKENS = 2**30   # in a shard of ours. (An int32 has no 2**31.)
 
-def shard_paths(data):
-    return sorted(Path(data).glob("*.bin"))
-
-UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
-
-@contextlib.contextmanager
-def whole_files(parent, old=()):
-    """with whole_files(parent) as folder: when the block has written files to this new folder, and
-    all are on the disk, `old` ones go, and they move up to `parent`, meta.json first. So a kill or
-    a full disk leaves what is there as it was. SystemExit if they can't be written"""
-    try:
-        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
-            yield Path(folder)
-            new = sorted(Path(folder).iterdir(), key=lambda path: (path.suffix == ".bin", path))
-            for path in new:
-                with open(path, "rb+") as file:
-                    os.fsync(file.fileno())
-            for path in old:
-                path.unlink()
-            for path in new:
-                os.replace(path, Path(parent, path.name))
-    except (OSError, RuntimeError) as error:
-        # torch.save meets an OSError, such as that of a full disk, and then says RuntimeError.
-        reason = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(reason, OSError):
-            raise
-        refuse(f"{parent}: can't be written ({reason}); make room, or take another --out")
-
-@contextlib.contextmanager
-def whole_file(path):
-    """with whole_file(path) as file: it is open to write bytes. (train.py writes so, too.)"""
-    path = Path(path)
-    with whole_files(path.parent) as folder, open(folder / path.name, "wb") as file:
-        yield file
-
-@contextlib.contextmanager
-def locked(folder):
-    """with locked(folder): SystemExit if another process is in such a with-block for this folder.
-    If the folder isn't there, it is made; if it stays empty, it goes again."""
-    real = Path(os.path.realpath(folder))   # It may be a link.
-    if real.is_file():
-        refuse(f"--out {folder}: is a file; name a folder")
-    made = [each for each in (real, *real.parents) if not each.exists()]
-    real.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(real, os.O_RDONLY) if fcntl else None
-    try:   # The system unlocks it when this process ends, however it ends.
-        if fcntl:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for unfinished in real.glob(UNFINISHED + "*"):   # of a process that was killed
-                shutil.rmtree(unfinished, ignore_errors=True)
-    except BlockingIOError:
-        refuse(f"--out {folder}: another process is writing there; wait, or take another --out")
-    except OSError:   # Some network disks have no locks. There, don't use two terminals.
-        pass
-    try:
-        yield
-    finally:
-        if fcntl:
-            os.close(descriptor)
-        with contextlib.suppress(OSError):   # One isn't empty.
-            for each in made:
-                each.rmdir()
-
-def refuse_if_taken(out, meta, overwrite):
-    """SystemExit if the folder holds a run, or a data set whose meta.json differs from `meta`. If
-    prepare.py has made all of it, `overwrite` says whether it may go."""
-    if (out / "ckpt.pt").exists():
-        refuse(f"--out {out}: is a run of train.py; choose another folder")
-    names = {path.name for path in shard_paths(out)}
-    if names or (out / "meta.json").exists():
-        there = load_meta(out)
-        differ = [key for key in meta if there.get(key) != meta[key]]
-        is_web = meta["name"] == "fineweb"   # It only adds shards.
-        is_ours = names <= {*there.get("sha256", [])}
-        if not is_web and not is_ours:
-            differ.append("shards that it does not list")
-        may_go = not is_web and is_ours
-        if differ and not (may_go and overwrite):
-            refuse(f"--out {out}: holds another data set (meta.json differs in "
-                   f"{', '.join(differ)}); choose another folder"
-                   + (", or say --overwrite" if may_go else ""))
-
-def write_data_set(out, meta, train, val, overwrite):
-    """Two sequences of tokens -> a data set in the folder `out`, a Path"""
-    shards = {}
-    for split, tokens in dict(train=train, val=val).items():
-        for number, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
-            part = np.asarray(tokens[begin:begin + MOST_TOKENS], "<u2")
-            header = np.array([MAGIC, VERSION, len(part)] + 253 * [0], "<i4")
-            shards[f"{split}_{number:06}.bin"] = header.tobytes() + part.tobytes()
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in shards.items()}
-    meta = meta | dict(sha256=hashes)
-    refuse_if_taken(out, meta, overwrite)
-    # Who is stopped while files are replaced, or reads meanwhile, finds no validation shard, and
-    # open_split says so: the old one goes first, and the new one comes last.
-    old = [*out.glob("val_??????.bin"), *out.glob("train_??????.bin")]
-    with whole_files(out, old) as folder:
-        (folder / "meta.json").write_text(json.dumps(meta))
-        for name, content in shards.items():
-            (folder / name).write_bytes(content)
+def write_shard(path, tokens):
+    header = np.array([MAGIC, VERSION, len(tokens)] + 253 * [0], "<i4")
+    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 def read_shard(path):
     """The tokens of a shard, (n,) uint16, which stay on the disk until they are indexed"""
@@ -352,6 +237,9 @@ def read_shard(path):
     if n_here < n:
         refuse(f"{path}: is cut short, {n_here:,} of {n:,} tokens; delete it and make it again")
     return np.memmap(path, "<u2", mode="r", offset=HEADER, shape=(n,))
+
+def shard_paths(data):
+    return sorted(Path(data).glob("*.bin"))
 
 def load_meta(data):
     """-> what meta.json says of a data set, a dict, and vocab_size: how many tokens there may be"""
@@ -366,8 +254,8 @@ def load_meta(data):
 
 def fingerprint(data):
     """A hash by which a run knows its data again: of meta.json, which has the sha256 of the shards
-    that prepare.py makes, and of each shard's size and 512 evenly spread pieces of 64 kB. (If other
-    programs change one of more than 32 MB between these, it isn't seen.)"""
+    that prepare.py makes, and of each shard's size and 512 evenly spread pieces of 64 kB. (Between
+    these, if another program changes a shard of more than 32 MB, it isn't seen.)"""
     found = hashlib.sha256(json.dumps(load_meta(data), sort_keys=True).encode())
     for path in shard_paths(data):
         size = path.stat().st_size
@@ -376,6 +264,112 @@ def fingerprint(data):
         for begin in np.linspace(0, max(0, size - 2**16), n_pieces).astype(int).tolist():
             found.update(np.fromfile(path, np.uint8, 2**16, offset=begin))
     return found.hexdigest()
+
+UNFINISHED = ".unfinished-"   # So begin the names of folders with files that aren't whole yet.
+
+@contextlib.contextmanager
+def new_files(parent, old=()):
+    """with new_files(parent) as folder: the block writes files to this new folder. When they are on
+    the disk, `old` files leave `parent`, one by one, and the new ones come, by name. Until then a
+    kill or a full disk leaves what is there as it was. SystemExit if they can't be written"""
+    try:
+        with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=parent) as folder:
+            yield Path(folder)
+            new = sorted(Path(folder).iterdir())
+            for path in new:
+                with open(path, "rb+") as file:
+                    os.fsync(file.fileno())   # Some disks say only now that they are full.
+            for path in old:   # From here on, only names change.
+                os.replace(path, Path(folder, f"old {path.name}"))
+            for path in new:
+                os.replace(path, Path(parent, path.name))
+    except (OSError, RuntimeError) as error:
+        # torch.save meets an OSError, such as that of a full disk, and then says RuntimeError.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        refuse(f"{parent}: can't be written ({reason}); make room, or take another --out")
+
+@contextlib.contextmanager
+def whole_file(path):
+    """with whole_file(path) as file: it is open to write bytes, and then replaces an older one,
+    which a kill or a full disk leaves as it was. (train.py saves so.)"""
+    path = Path(path)
+    with new_files(path.parent) as folder, open(folder / path.name, "wb") as file:
+        yield file
+
+@contextlib.contextmanager
+def locked(folder):
+    """with locked(folder): SystemExit if another process is in such a with-block for this folder.
+    If the folder isn't there, it is made; if it stays empty, it goes again."""
+    real = Path(os.path.realpath(folder))   # It may be a link.
+    if real.is_file():
+        refuse(f"--out {folder}: is a file; name a folder")
+    made = [each for each in (real, *real.parents) if not each.exists()]
+    real.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(real, os.O_RDONLY) if fcntl else None
+    try:
+        try:   # The system unlocks it when this process ends, however it ends.
+            if fcntl:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for unfinished in real.glob(UNFINISHED + "*"):   # of a process that was killed
+                    shutil.rmtree(unfinished, ignore_errors=True)
+        except BlockingIOError:
+            refuse(f"--out {folder}: another process is writing there; wait, or take another --out")
+        except OSError:   # Some network disks have no locks. There, don't use two terminals.
+            pass
+        yield
+    finally:
+        if fcntl:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):   # One isn't empty.
+            for each in made:
+                each.rmdir()
+
+def refuse_if_taken(out, meta, overwrite):
+    """SystemExit if what the folder `out` holds is not to be replaced by the data set of `meta`"""
+    if (out / "ckpt.pt").exists():
+        refuse(f"--out {out}: is a run of train.py; choose another folder")
+    names = {path.name for path in shard_paths(out)}
+    if not names and not (out / "meta.json").exists():
+        return
+    there = load_meta(out)
+    is_same = there | meta == there   # so far as `meta` goes
+    if meta["name"] == "fineweb":   # It adds shards to its own, and replaces none.
+        if not is_same:
+            refuse(f"--out {out}: holds another data set; choose another folder")
+    elif not names <= {*there.get("sha256", [])}:
+        refuse(f"--out {out}: holds shards that prepare.py has not made; choose another folder")
+    elif not is_same and not overwrite:
+        refuse(f"--out {out}: holds another data set; choose another folder, or say --overwrite")
+
+def write_data_set(out, meta, train, val, overwrite):
+    """Two sequences of tokens -> a data set in the folder `out`, a Path"""
+    # When all is written, the old val shard goes first, and the new one comes last. A kill between
+    # these leaves none, which open_split says to all who read. The same command makes it whole.
+    with new_files(out, old=shard_paths(out)[::-1]) as folder:
+        for split, tokens in dict(train=train, val=val).items():
+            for number, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
+                name = f"{split}_{number:06}.bin"
+                write_shard(folder / name, tokens[begin:begin + MOST_TOKENS])
+        hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+                  for path in shard_paths(folder)}
+        meta = meta | dict(sha256=hashes)
+        refuse_if_taken(out, meta, overwrite)
+        (folder / "meta.json").write_text(json.dumps(meta))
+
+FINEWEB_URL = "https://huggingface.co/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
+
+def download_fineweb(out, meta, n_shards):
+    """It comes as shards, as modded-nanogpt takes them. What was downloaded before stays."""
+    with whole_file(out / "meta.json") as file:
+        file.write(json.dumps(meta).encode())
+    for number in range(n_shards + 1):
+        name = f"fineweb_train_{number:06d}.bin" if number else "fineweb_val_000000.bin"
+        if not (out / name).exists():
+            with new_files(out) as folder:
+                download(FINEWEB_URL + name, folder / name)
+                read_shard(folder / name)   # SystemExit if it is cut short; its sha256 is not known
 
 # ==================================================================== part 4: windows of a data set
 
@@ -420,22 +414,21 @@ def windows_of(data, split, T, n):
 
 # ============================================================================== part 5: the puzzle
 
-# A text in which each line follows from the one before, in none, one, two or more steps:
+# In the steps text, each line follows from the one before, in none, one, two or more steps:
 #
 #     c314159265358     a letter, and digits. c: the next line is two steps after it (a: 0, b: 1)
 #     d108515848740     asks for three steps
 #     c954006051092
 #
 # In a step, all digits are replaced at once. By which? That depends on the digit and on its left
-# neighbour. (Left of the first digit is a 0.)
+# neighbour. (Left of the first digit is a 0.) A digit's place is its cell, from the left, 0.
 
 ROWS = [[0, 7, 4, 5, 6, 1, 3, 8, 9, 2],   # what 0, 1, .. 9 become after an even digit
         [9, 8, 1, 4, 7, 2, 6, 5, 0, 3]]   # ... and after an odd one
 
 # So 314159265358 becomes 587723131420, and this 108515848740, the answer to the first line. We know
 # how many steps lead to each digit, and so we see how many a model has learned. (Each row has each
-# digit once, so nothing is lost. Below one another stand an even digit and an odd one: without the
-# neighbour one can't even tell which it will be.) A digit's place is its cell, from the left, 0.
+# digit once, so none gets lost. Below an even one stands an odd one, so neighbours always matter.)
 
 # table[left neighbour][digit]: what it becomes; most: the most steps that a line asks for
 PUZZLE = dict(table=5 * ROWS, cells=12, most=9)
@@ -451,11 +444,11 @@ def make_documents(n, seed):
     rng = np.random.default_rng((0, seed))
     table, most = PUZZLE["table"], PUZZLE["most"]
     weights = 0.85 ** np.arange(most + 1)   # Lines that ask for few steps are more frequent.
-    asked = torch.from_numpy(rng.choice(most + 1, (n, 16), p=weights / weights.sum()))
+    n_steps = torch.from_numpy(rng.choice(most + 1, (n, 16), p=weights / weights.sum()))
     digits = torch.from_numpy(rng.integers(10, size=(n, PUZZLE["cells"])))
     newline = torch.full((n, 1), ord("\n"))
     parts = []   # from left to right, each of all n documents at once
-    for steps in asked.split(1, dim=1):   # (n, 1), line by line
+    for steps in n_steps.split(1, dim=1):   # (n, 1), line by line
         parts += [ord("a") + steps, ord("0") + digits, newline]
         for done in range(most):
             # Where fewer steps are asked for, the digits are right already, and stay.
@@ -470,30 +463,28 @@ def make_steps(flags):
 
 SOURCES = dict(steps=make_steps, stdlib=read_stdlib, shakespeare=download_shakespeare,
                text=read_own_files)
-# The flags that only one source may use; but yours may use all of them.
-FLAGS_OF = dict(steps=[], stdlib=[], shakespeare=[], fineweb=["shards"], text=["input", "jsonl"])
+# The flags that a source uses, beside --out and --overwrite. (Yours may use all.)
+FLAGS_OF = dict(steps=[], stdlib=["tokenizer"], shakespeare=["tokenizer"], fineweb=["shards"],
+                text=["tokenizer", "input", "jsonl"])
 
 @dataclass
 class PrepareConfig:
     name: Literal[(*SOURCES, "fineweb")] = flag("", "which data set")
     out: str = flag("", "folder of the shards; without it data/NAME")
     overwrite: bool = flag(False, "replace the data set in --out, if prepare.py has made it")
-    tokenizer: Literal["auto", "bytes", "gpt2"] = flag("auto", "auto: gpt2 for fineweb, else bytes")
+    tokenizer: Literal["bytes", "gpt2"] = flag("bytes", "of text, stdlib and shakespeare")
     shards: int = flag(1, "of fineweb: how many, of 100M tokens each", low=1, high=103)
     input: list = flag(None, "of text: UTF-8 files, and folders of them")
     jsonl: str = flag("", "of text: lines are JSON objects, and this field of theirs is the text")
 
 def texts_of(flags):
     """-> texts for training, texts for validation, as the source gives them"""
-    found = SOURCES[flags.name](flags)
-    if not isinstance(found, (list, tuple)) or len(found) != 2:
-        raise Mistake(f"{flags.name}: must give two lists of texts, for training and validation")
-    for texts in found:
-        check_texts(texts)
-    train, val = found
+    train, val = SOURCES[flags.name](flags)   # two lists of texts
+    check_texts(train)
+    check_texts(val)
     if not train or not val:
-        refuse(f"{flags.name}: has too little text (the folder of --out isn't read); name several "
-               f"documents that differ, or one of more than 1,000 characters")
+        refuse(f"{flags.name}: has too little text; give several documents that differ, or one of "
+               f"more than 1,000 characters (--input names them; the folder of --out isn't read)")
     in_both = {*train} & {*val}
     if in_both:
         print(f"texts that are on both sides, so that their loss says little: {len(in_both):,}")
@@ -503,14 +494,10 @@ def main(argv=None):
     typed = read_command_line([PrepareConfig], argv, __doc__, positional=("name",))
     [flags] = make_configs([PrepareConfig], typed)
     name = flags.name
-    others = typed.keys() - {"name", "out", "overwrite", "tokenizer", *FLAGS_OF.get(name, typed)}
-    if others:
-        refuse(f"--{min(others)}: {name} has no use for it; leave it out")
-    usual = "gpt2" if name == "fineweb" else "bytes"
-    tokenizer = usual if flags.tokenizer == "auto" else flags.tokenizer
-    if tokenizer != usual and name in ("steps", "fineweb"):
-        refuse(f"--tokenizer {tokenizer}: {name} has other tokens; leave it out")
-    meta = dict(name=name, tokenizer=tokenizer)
+    unused = typed.keys() - {"name", "out", "overwrite", *FLAGS_OF.get(name, typed)}
+    if unused:
+        refuse(f"--{min(unused)}: {name} has no use for it; leave it out")
+    meta = dict(name=name, tokenizer="gpt2" if name == "fineweb" else flags.tokenizer)
     if name == "steps":
         meta["steps"] = PUZZLE   # analyze.py reads it there.
     flags.out = out = Path(flags.out or f"data/{name}")
@@ -519,10 +506,10 @@ def main(argv=None):
         if name == "fineweb":
             download_fineweb(out, meta, flags.shards)
         else:
-            train, val = (encode(texts, tokenizer) for texts in texts_of(flags))
+            train, val = (encode(texts, flags.tokenizer) for texts in texts_of(flags))
             write_data_set(out, meta, train, val, flags.overwrite)
     n_train, n_val = (sum(map(len, open_split(out, split))) for split in ("train", "val"))
-    print(f"{n_train:,} train and {n_val:,} val tokens ({tokenizer}); next: "
+    print(f"{n_train:,} train and {n_val:,} val tokens ({meta['tokenizer']}); next: "
           f"python train.py --data {shlex.quote(str(out))}")
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ sublayer runs was skipped. Tokens skip as in training, or as a flag says:
     python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
     python sample.py runs/pre --remove 9,10        # all tokens skip the blocks 9 and 10
     python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
-    python sample.py runs/nag --speed              # tokens/s as it skips, and with all sublayers
     python sample.py runs/steps-pre --prompt f314159265358 --inside   # what a probe reads inside
 """
 import codecs
@@ -36,7 +35,6 @@ class SampleConfig:
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
     remove: str = flag("", "blocks to do without, from 1: 9,10")
-    speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and if none do")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text, in place of samples: what a probe reads in the "
@@ -44,11 +42,15 @@ class SampleConfig:
     data: str = flag("", "for --inside: the data set of the run, if it has moved")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "cuda where it is", group="machine")
 
+    def problems(self):
+        if self.data and not self.inside:
+            yield "--data: only --inside reads data; add that, or leave this out"
+
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
     config.prompt = prepare.text_or_file(config.prompt)
     model, settings = open_run(config.run, config.device)
-    make_trip = trips_as_asked(model, config)
+    make_trip = trip_maker(model, config)
     if config.inside:
         data, warning = data_of_run(config.run, settings, config.data)
         if warning:
@@ -57,18 +59,15 @@ def main(argv=None):
     else:
         show_samples(model, make_trip, prepare.get_tokenizer(settings["tokenizer"]), config)
 
-# ----------------------------------------------------------------------------------- who runs what
-
-def trips_as_asked(model, config):
-    """-> a function that makes a Trip for each pass, in which tokens skip as in training, or as a
-    flag asks for it, and without the blocks of --remove"""
+def trip_maker(model, config):
+    """-> a function that makes a Trip for each pass: tokens skip as trained, or as flags say."""
     decider, below = model.decider, config.skip_below
-    if below >= 0 and type(decider).after is not Decider.after:   # A router's blocks need weights.
-        refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
-    if below > 0 and not model.ends.knows_gain:
-        refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
-    if below >= 0:   # At 0 all run, so no gain has to be known.
-        decider = ByGain(model.config, below=below) if below else Decider()
+    if below >= 0:
+        if type(decider).after is not Decider.after:   # A router's blocks need its weights.
+            refuse(f"--skip_below: --mod {model.config.mod} decides who skips; use another run")
+        if below > 0 and not model.ends.knows_gain:
+            refuse(f"--skip_below: --residual {model.config.residual} knows no gain; use nag")
+        decider = ByGain(model.config, below=below) if below > 0 else Decider()   # All run.
     blocks = read_blocks(config.remove, len(model.blocks))
     without = {place for block in blocks for place in places_of(model, block)}
     return lambda: Trip(model, decider, without)
@@ -83,22 +82,6 @@ def show_samples(model, make_trip, tokenizer, config):
     speed = len(skipped) / (time.perf_counter() - begin)
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
-    if config.speed:
-        n = config.max_new_tokens
-        as_asked = tokens_per_second(model, n, make_trip)
-        dense = tokens_per_second(model, n, lambda: Trip(model, Decider()))
-        print(f"without printing: {as_asked:,.0f} tokens/s; with all sublayers run: {dense:,.0f}",
-              file=sys.stderr)
-
-def tokens_per_second(model, n, make_trip):
-    """Of n new tokens, the better of two times"""
-    idx, seconds = torch.zeros(1, 1, dtype=torch.long, device=model.device), []
-    for _ in range(2):
-        begin = time.perf_counter()
-        for token, _ in new_tokens(model, idx, n, make_trip=make_trip):
-            token.item()   # It waits for the GPU, as printing does.
-        seconds.append(time.perf_counter() - begin)
-    return n / min(seconds)
 
 def sample(model, make_trip, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped. With
@@ -174,10 +157,8 @@ def show_inside(model, make_trip, data, line):
             digits = marked(row["digits"], row["true"])
             says = f"{in_words(row['steps']):<12}{row['share']:>5.0%}  in the {row['where']}"
         print(f"  after block {block:<3} {digits} {says}")
-    n_wrong = sum(digit != wanted for digit, wanted in zip(answer, true))
-    verdict = f"{n_wrong} of {len(true)} digits are wrong"
-    if n_wrong == 0:
-        verdict = f"right, all {len(true)} digits"
+    n, n_wrong = len(true), sum(digit != wanted for digit, wanted in zip(answer, true))
+    verdict = f"{n_wrong} of {n} digits are wrong" if n_wrong else f"right, all {n} digits"
     print(f"\n  the answer      {marked(answer, true)} {verdict}\n")
 
 def marked(digits, true):

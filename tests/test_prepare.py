@@ -1,5 +1,5 @@
 """prepare.py on real files. Downloads come from file:// addresses; kills are real ones."""
-import contextlib, fcntl, hashlib, importlib, json, os, re, resource, shlex, signal
+import hashlib, json, os, re, resource, shlex, signal
 from unittest.mock import Mock
 import numpy as np
 import prepare, pytest, tiktoken, torch
@@ -35,10 +35,11 @@ def side(out, split):
 def contents(folder):
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
+# ------------------------------------------------------------------------------------- sources
+
 @pytest.mark.parametrize("content, expected", [
-    ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"), ("a <|endoftext|>", "a <|endoftext|>"),
-    (" ", " "), ("é".encode("latin1"), None), ("text".encode("utf-16"), None), ("text".encode("utf-16-le"), None),
-    (b"\x89PNG\r\n\x1a\n", None), ("", None), (b"\xef\xbb\xbf", None)])
+    ("naïve 字 🙂\r\n", "naïve 字 🙂\r\n"), (b"\xef\xbb\xbfmarked\n", "marked\n"), (" ", " "), ("é".encode("latin1"), None),
+    ("text".encode("utf-16"), None), ("text".encode("utf-16-le"), None), ("", None), (b"\xef\xbb\xbf", None)])
 def test_one_rule_says_what_text_is(tmp_path, content, expected):
     path = write(tmp_path / "its name.txt", content)
     for read in prepare.read_text, lambda path: prepare.text_or_file(str(path)):
@@ -47,11 +48,9 @@ def test_one_rule_says_what_text_is(tmp_path, content, expected):
         else:
             assert f"{path}: is empty, or not UTF-8 text" in refused(read, path)
 
-@pytest.mark.parametrize("text", ["", "folder", "def ", "promt.txt", "a/" * 5000, "nul\0", "line\nline"])
-def test_what_is_no_files_name_is_a_text(tmp_path, monkeypatch, text):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    assert prepare.text_or_file(text) == text
+def test_what_is_no_files_name_is_a_text(tmp_path):
+    for text in "", str(tmp_path), "promt.txt", "a/" * 5000, "nul\0", "line\nline":
+        assert prepare.text_or_file(text) == text
 
 LINE, BOOK = "one line\n", "a line of a book\n" * 400
 @pytest.mark.parametrize("documents, n_short, n_long", [
@@ -96,41 +95,33 @@ def test_lines_in_files_or_in_one(tmp_path, capsys):
         said = f"documents: {len(train)} for training, {len(val)} for validation, 0 cut at 95 % for both; 0 are copies"
         assert said in capsys.readouterr().out
 
-@pytest.mark.parametrize("wrong", ["{", "5", '{"text": "x"}', '{"body": 5}', '["body"]', "[" * 10**5])
-def test_what_is_wrong_in_a_line(tmp_path, wrong):
-    path = write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * 6 + wrong + "\n")
-    said = refused(run, f"text --input {path} --jsonl body")
-    assert "wrong.jsonl, line 7: " in said and "'body'" in said
-
-def test_what_is_no_text_is_passed_over_in_a_folder_only(tmp_path, capsys):
-    mixed, flags = tmp_path / "mixed", f"text --out {tmp_path}/data --input {tmp_path}/mixed"
-    write(mixed / "a.txt", PROSE)
-    for name, content in dict(picture=b"\x89PNG", empty="", utf16="a".encode("utf-16")).items():
-        write(mixed / "sub" / name, content)
-        assert name in refused(run, f"{flags}/sub/{name}")
-    (mixed / "link").symlink_to(tmp_path / "nowhere")
-    run(flags)
-    assert re.search("passed over.* 3, .*/empty\n.*1 cut", capsys.readouterr().out)
-    (train,), (val,) = (side(tmp_path / "data", split) for split in ("train", "val"))
-    assert train + val == PROSE.encode()
+def test_what_is_wrong_in_a_line(tmp_path):
+    for wrong in "{", "5", '{"text": "x"}', '{"body": 5}', '["body"]', "[" * 10**5:
+        path = write(tmp_path / "wrong.jsonl", '{"body": "x"}\n' * 6 + wrong + "\n")
+        said = refused(run, f"text --input {path} --jsonl body")
+        assert "wrong.jsonl, line 7: " in said and "'body'" in said
 
 def test_folders_and_links(tmp_path, capsys):
-    """Three inputs, two of which are in the first. No document comes twice."""
+    """Three inputs, two of which are in the first. No document comes twice. What is no text is passed over."""
     folder, out = tmp_path / "in", tmp_path / "in" / "it's;  $HOME é*"
     for i in range(9):
         write(folder / f"sub{i % 3}" / f"{i}.md", f"this is document {i}\r\n" * 9)
     write(tmp_path / "elsewhere" / "9.md", "this is document 9\r\n" * 9)
     (folder / "link").symlink_to(tmp_path / "elsewhere")   # followed
     (folder / "sub0" / "circle").symlink_to(folder)        # not in circles
+    (folder / "broken").symlink_to(tmp_path / "nowhere")
     for name in ".hidden", ".git/x", "sub0/__pycache__/x.pyc":
         write(folder / name, "no document")
+    for name, content in dict(picture=b"\x89PNG", empty="", utf16="a".encode("utf-16")).items():
+        write(folder / "sub" / name, content)
     for _ in range(2):   # The second time there is its own output, which is no input.
         run(f"text --input {folder} {folder}/sub0 --out {shlex.quote(str(out))} "
             f"--input {folder}/link")
     documents = side(out, "train") + side(out, "val")
     assert sorted(documents) == [f"this is document {i}\r\n".encode() * 9 for i in range(10)]
-    next_command = capsys.readouterr().out.split("next: ")[-1]   # A shell can read it.
-    assert shlex.split(next_command) == ["python", "train.py", "--data", str(out)]
+    printed = capsys.readouterr().out
+    assert re.search("passed over.* 3, .*/empty\n", printed)
+    assert shlex.split(printed.split("next: ")[-1]) == ["python", "train.py", "--data", str(out)]   # in a shell
 
 def test_stdlib(tmp_path):
     """... into a link to a folder that isn't there yet"""
@@ -176,22 +167,42 @@ def test_fineweb_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert len(tokens(out, "train")) == 90_006 and sorted(os.listdir(tmp_path)) == ["out", "web"]
     assert load_meta(out) == dict(name="fineweb", tokenizer="gpt2", vocab_size=50257)
 
-def test_the_tokenizer_of_bytes():
+def test_a_source_of_yours(tmp_path, monkeypatch, capsys):
+    """It may use each flag. What must be wrong in it is said, and nothing is written."""
+    def read_songs(flags):
+        return hold_out(prepare.read_text(flags.input[0]).splitlines())
+    out, line = tmp_path / "out", f"stdlib --input {tmp_path}/songs --out {tmp_path}/out"
+    monkeypatch.setitem(prepare.SOURCES, "stdlib", read_songs)   # argparse knows its name.
+    monkeypatch.delitem(prepare.FLAGS_OF, "stdlib")
+    write(tmp_path / "songs", "\n".join(f"song {i}" for i in range(30)))
+    run(line)
+    assert {*side(out, "train"), *side(out, "val")} == {b"song %d" % i for i in range(30)}
+    before = contents(tmp_path)
+    for returned in ("a text", "another"), (["a", 5], ["b"]), (["a"], [b"b"]):
+        monkeypatch.setitem(prepare.SOURCES, "stdlib", lambda flags: returned)
+        with pytest.raises(Mistake, match="no list of texts"):   # and not one of its letters
+            run(line)
+    pytest.raises(Mistake, hold_out, "a text")
+    assert contents(tmp_path) == before
+    monkeypatch.setitem(prepare.SOURCES, "stdlib", lambda flags: (["a", "b", "c"], ["c", "d"]))
+    run(f"{line} --overwrite")
+    assert re.search("both sides.*: 1$", capsys.readouterr().out, re.M)
+
+# ---------------------------------------------------------------------- tokens, shards and windows
+
+def test_tokenizers(tmp_path, monkeypatch):
     tokenizer = prepare.get_tokenizer("bytes")
     assert tokenizer.encode_ordinary(PROSE) == list(PROSE.encode()) and tokenizer.n_vocab == 257
     assert prepare.token_bytes("bytes", 320).tolist() == [1] * 256 + [0] * 64
-
-def test_bytes_of_longer_tokens(monkeypatch):
+    with monkeypatch.context() as patch:   # without a network
+        patch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+        patch.setenv("https_proxy", "http://127.0.0.1:9")
+        patch.setattr(tiktoken.registry, "ENCODINGS", {})
+        assert "TIKTOKEN_CACHE_DIR" in refused(prepare.get_tokenizer, "gpt2")
     ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257}
     longer = tiktoken.Encoding("longer", pat_str=".+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 258})
     monkeypatch.setattr(prepare, "get_tokenizer", lambda name: longer)
     assert prepare.token_bytes("longer", 260)[254:].tolist() == [1, 1, 2, 3, 0, 0]
-
-def test_gpt2_without_a_network(tmp_path, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-    assert "TIKTOKEN_CACHE_DIR" in refused(prepare.get_tokenizer, "gpt2")
 
 def test_shards_and_windows(tmp_path):
     a = prepare.read_shard(write(tmp_path / "good.bin", shard([1, 2, 65535])))
@@ -211,38 +222,31 @@ def test_shards_and_windows(tmp_path):
     (shard([1, 2, 3])[:-1], "2 of 3 tokens", True),   # llm.c's, but a copy that broke off
     (shard([1, 2, 3])[:100], "0 of 3 tokens", True),
     (shard([1, 2, 3], 20240801, 7, "<u4"), "version 1, as", False),   # llm.c's of Llama 3
-    (bytes(range(1, 200)) * 20, "version 1, as", False),   # nanoGPT's
-    (shard([])[:8], "version 1, as", False), (b"", "version 1, as", False)])
+    (bytes(range(1, 200)) * 20, "version 1, as", False), (b"", "version 1, as", False)])   # nanoGPT's
 def test_a_shard_of_others_is_named_and_kept(tmp_path, content, found, deletes):
     """Only one that is cut short can't be of any use any more."""
     said = refused(prepare.read_shard, write(tmp_path / "its.bin", content))
     assert "its.bin" in said and found in said and ("delete" in said) == deletes
 
-@pytest.mark.parametrize("name, split", [
-    ("festival_train_000000", "train"), ("arrival_val_000000", "val"), ("train7", "train"),
-    ("tiny_shakespeare_val", "val"), ("fineweb-val.3", "val"), ("strain_validity_0", None)])
-def test_the_split_is_a_word_of_the_name(tmp_path, name, split):
-    write(tmp_path / f"{name}.bin", shard([1, 2]))
-    for asked in "train", "val":
-        if asked == split:
-            assert tokens(tmp_path, asked).tolist() == [1, 2]
-        else:
-            assert f"no {asked} shard" in refused(open_split, tmp_path, asked)
+def test_the_split_is_a_word_of_the_name(tmp_path):
+    for i, name in enumerate(["festival_train_000000", "train7", "arrival_val_000000", "tiny_shakespeare_val",
+                              "fineweb-val.3", "strain_validity_0"]):
+        write(tmp_path / f"{name}.bin", shard([i]))
+    assert sorted(tokens(tmp_path, "train")) == [0, 1] and sorted(tokens(tmp_path, "val")) == [2, 3, 4]
     write(tmp_path / "train_of_val.bin", shard([1, 2]))
     assert "rename" in refused(open_split, tmp_path, "val")
 
-def test_neither_llm_c_nor_modded_nanogpt_write_a_meta_json(tmp_path):
-    assert "no data set there" in refused(load_meta, tmp_path / "nowhere")
-    assert "no data set there" in refused(load_meta, tmp_path)
+def test_meta_json(tmp_path):
+    """Neither llm.c nor modded-nanogpt writes one. It names a tokenizer."""
+    for folder in tmp_path / "nowhere", tmp_path:
+        assert "no data set there" in refused(load_meta, folder)
     for i in 2, 1:
         write(tmp_path / f"fineweb_train_{i:06d}.bin", shard([i]))
     assert load_meta(str(tmp_path)) == dict(tokenizer="gpt2", vocab_size=50257)
     assert tokens(str(tmp_path), "train").tolist() == [1, 2]
-
-@pytest.mark.parametrize("content", ["{", "", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}'])
-def test_a_meta_json_names_a_tokenizer(tmp_path, content):
-    write(tmp_path / "meta.json", content)
-    assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
+    for content in "{", "{}", "[1]", "5", b"\xff", '{"tokenizer": "llama"}':
+        write(tmp_path / "meta.json", content)
+        assert "meta.json: must name a tokenizer" in refused(load_meta, tmp_path)
 
 def test_a_text_of_more_tokens_than_a_shard_holds(tmp_path, monkeypatch):
     """More shards are written. If less text comes later, the old ones go. meta.json has the sha256 of each."""
@@ -266,53 +270,56 @@ def test_fingerprint(tmp_path):
     write(tmp_path / "meta.json", '{"tokenizer": "bytes", "sha256": {}}')
     assert len({*seen, found(400_000)}) == 8 and found(400_000) == found(400_000)
 
-@pytest.mark.parametrize("fails", ["write", "fsync"])   # A network disk may say only then that it is full.
+# ----------------------------------------------------------------- whole files, locks, other data
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("CUDA error"), KeyboardInterrupt()])
-def test_what_cant_be_written_leaves_the_old_file(tmp_path, monkeypatch, error, fails):
+def test_what_cant_be_written_leaves_the_old_file(tmp_path, monkeypatch, error):
     path = write(tmp_path / "file", "old")
     with monkeypatch.context() as patch, pytest.raises(BaseException) as end:
-        patch.setattr(os, "fsync", Mock(side_effect=error))
+        patch.setattr(os, "fsync", Mock(side_effect=error))   # A network disk may say only then that it is full.
         with whole_file(path) as file:
             file.write(b"half")
-            if fails == "write":
-                raise error
     if isinstance(error, OSError):
         assert str(end.value).startswith(f"{tmp_path}: can't be written ({error}); make room")
     else:
         assert end.value is error
     assert contents(tmp_path) == {str(path): b"old"} and os.listdir(tmp_path) == ["file"]
 
-def test_torch_meets_a_full_disk(tmp_path):
-    """It says RuntimeError."""
-    def save():
+def test_a_full_disk_leaves_the_old_files(tmp_path):
+    """torch says RuntimeError of it."""
+    def save(n):
         with whole_file(str(tmp_path / "file")) as file:
-            torch.save(torch.zeros(10**6), file)
-    save()
+            torch.save(torch.zeros(n), file)
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
+    run(line)
+    save(9)
+    write(tmp_path / "a.txt", PROSE[::-1])
     before = contents(tmp_path)
-    with on_a_disk_of(1_000_000):
-        assert "can't be written ([Errno 27] File too large)" in refused(save)
-    assert contents(tmp_path) == before
-
-@contextlib.contextmanager
-def on_a_disk_of(n_bytes):
-    """For each file"""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, limit[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))   # of each file
     try:
-        yield
+        assert f"{tmp_path}: can't be written ([Errno 27] File too large)" in refused(save, 10**6)
+        assert f"{tmp_path}/out: can't be written ([Errno 27] File too large)" in refused(run, f"{line} --overwrite")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert contents(tmp_path) == before and not [*tmp_path.rglob(".unfinished*")]
 
-def test_locked(tmp_path):
-    """One process has it. What others left unfinished is deleted, and nothing else."""
+def test_locked(tmp_path, monkeypatch):
+    """One process has it. What others left unfinished is deleted, and nothing else. Where there are no locks, as on
+    Windows and some network disks, it may be another process's, and stays."""
     folder = tmp_path / "new" / "folder"
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {folder}"
     with locked(folder):
         write(folder / ".unfinished-x" / "train_000000.bin", "half")
         write(folder / ".mine", "whole")
-        assert "another process" in refused(locked(str(folder)).__enter__)
-        assert (folder / ".unfinished-x").exists()   # It may be in use.
+        assert "another process" in refused(run, line)
+        for name, value in ("fcntl", None), ("fcntl.flock", Mock(side_effect=OSError("no locks here"))):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"prepare.{name}", value)
+                run(line)
+        assert (folder / ".unfinished-x").exists() and tokens(folder, "val").any()
     with locked(str(folder)):
-        assert os.listdir(folder) == [".mine"]
+        assert sorted(os.listdir(folder)) == [".mine", "meta.json", "train_000000.bin", "val_000000.bin"]
 
 def killed(line, function, at):
     """A prepare.py that gets kill -9 before its call number `at` of os.fsync or os.replace"""
@@ -326,90 +333,62 @@ def killed(line, function, at):
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
-@pytest.mark.parametrize("function", ["fsync", "replace"])
-@pytest.mark.parametrize("at", range(3))
+@pytest.mark.parametrize("function, at", [*(("fsync", at) for at in range(3)), *(("replace", at) for at in range(5))])
 def test_a_kill_leaves_a_whole_data_set_or_none(tmp_path, function, at):
-    """Three files become whole, one by one, and then all of them move to --out. What a kill leaves unfinished is
-    cleared up by the next prepare.py."""
+    """Three files become whole, one by one. Then two old ones go, and all of them move to --out. What a kill leaves
+    unfinished is cleared up by the next prepare.py."""
     out, line = tmp_path / "out", f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
-    killed(line, function, at)   # No data set is there yet.
+    killed(line, function, min(at, 2))   # No data set is there yet.
     refused(open_split, out, "val")
     run(line)
     before = contents(out)
     write(tmp_path / "a.txt", PROSE[::-1])
     killed(f"{line} --overwrite", function, at)
-    if function == "fsync":   # The new one wasn't whole.
+    if function == "fsync" or at == 0:   # The old one still is as it was.
         assert before.items() < contents(out).items()
         assert "--overwrite" in refused(run, line)
-    else:
+    else:   # It is in the unfinished folder.
         assert "isn't whole" in refused(open_split, out, "val")
+        assert {*before.values()} - {before[f"{out}/meta.json"]} <= {*contents(out).values()}
     run(f"{line} --overwrite")
     assert contents(out) != before and contents(out).keys() == before.keys()
     assert sorted(os.listdir(out)) == ["meta.json", "train_000000.bin", "val_000000.bin"]
 
-@pytest.fixture
-def old(tmp_path):
-    """A data set at out, and a command that would put another text there"""
-    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out"
-    run(line)
-    run(line)   # Nobody minds the same data.
-    write(tmp_path / "a.txt", PROSE[::-1])
-    write(tmp_path / "out" / "notes.txt", "mine")
-    return line
-
-@pytest.mark.parametrize("more, said, may_go", [
-    ("", "sha256", True), ("--tokenizer gpt2", "tokenizer", True), ("--out theirs --overwrite", "name", False),
-    ("--out both --overwrite", "does not list", False), ("--out web --overwrite", "name", False),
-    ("--out run --overwrite", "is a run", False)])
-def test_what_has_to_stay(tmp_path, monkeypatch, old, more, said, may_go):
+@pytest.mark.parametrize("more, said", [
+    ("", "or say --overwrite"), ("--tokenizer gpt2", "or say --overwrite"), ("--out theirs --overwrite", "has not made"),
+    ("--out both --overwrite", "has not made"), ("--out web --overwrite", "has not made"), ("--out run --overwrite", "is a run")])
+def test_what_has_to_stay(tmp_path, monkeypatch, more, said):
     """Other data, unless the user says --overwrite; a run, shards of others, and fineweb in any case"""
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
-    run(f"{old} --out both")
+    line = f"text --input {write(tmp_path / 'a.txt', PROSE)} --out out"
+    for again in line, line, f"{line} --out both":   # Nobody minds the same data.
+        run(again)
+    write(tmp_path / "a.txt", PROSE[::-1])
+    write(tmp_path / "out" / "notes.txt", "mine")
     write(tmp_path / "both" / "train_000001.bin", shard([1, 2]))
+    write(tmp_path / "theirs" / "train_000000.bin", shard([1, 2]))   # of which tokenizer?
     write(tmp_path / "web" / "meta.json", '{"name": "fineweb", "tokenizer": "gpt2"}')
     write(tmp_path / "web" / "fineweb_val_000000.bin", shard([1, 2]))
     write(tmp_path / "run" / "ckpt.pt", "weights")
     before = contents(tmp_path)
-    sentence = refused(run, f"{old} {more}")
-    assert said in sentence and ("--overwrite" in sentence) == may_go and contents(tmp_path) == before
-    sentence = refused(run, f"fineweb --overwrite --out {tmp_path}/out")
-    assert "name" in sentence and "--overwrite" not in sentence and contents(tmp_path) == before
+    sentence = refused(run, f"{line} {more}")
+    assert said in sentence and ("--overwrite" in sentence) == ("--overwrite" not in more)
+    for folder in "out", "both", "theirs":   # Nor does fineweb replace anything.
+        assert "another data set; choose another folder" in refused(run, f"fineweb --overwrite --out {folder}")
+    assert contents(tmp_path) == before
+    run(f"{line} --overwrite")
+    assert contents(tmp_path) != before and (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
-def test_what_else_leaves_the_old_data_set(tmp_path, monkeypatch, old):
-    """Another prepare.py, a full disk, Ctrl-C"""
-    out, before = tmp_path / "out", contents(tmp_path)
-    with locked(out):
-        assert "another process" in refused(run, f"{old} --overwrite")
-    with on_a_disk_of(20_000):
-        said = refused(run, f"{old} --overwrite")
-    assert f"{out}: can't be written" in said and "File too large" in said
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "fsync", lambda _: signal.raise_signal(signal.SIGINT))
-        run(f"{old} --overwrite")
-    assert contents(tmp_path) == before and not list(out.glob(".unfinished*"))
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError("a file system without locks")))
-    run(f"{old} --overwrite")   # Now nothing is in its way.
-    assert contents(tmp_path) != before and (out / "notes.txt").read_text() == "mine"
-
-def test_without_fcntl(tmp_path, monkeypatch):
-    """as on Windows: nothing is locked, and so what may be another process's is left alone."""
-    monkeypatch.setattr(prepare, "fcntl", None)
-    write(tmp_path / "out" / ".unfinished-x" / "val_000000.bin", "half")
-    run(f"text --input {write(tmp_path / 'a.txt', PROSE)} --out {tmp_path}/out")
-    assert sorted(os.listdir(tmp_path / "out")) == [".unfinished-x", "meta.json", "train_000000.bin", "val_000000.bin"]
+# ----------------------------------------------------------------------------- the command line
 
 REFUSED = {   # a command line -> words of its sentence
-    "texts": "'stdlib'", "text --input empty/x": "no such", "stdlib --shard 1": "--shard", "text --input fifo": "fifo",
-    "text --input one": "too little", "text --input good latin": "latin", "text --input one one.txt": "that differ",
-    "text --input empty --out empty": "of --out isn't read", "text --input empty": "too little",
+    "texts": "'stdlib'", "stdlib --shard 1": "--shard", "text good": "flags begin with --", "--shards 1": "required: name",
+    "text": "too little", "text --input one one.txt": "that differ", "text --input empty --out empty": "of --out",
+    "text --input good no": "--input no: no such", "text --input fifo": "fifo", "text --input ''": "--input '': is empty",
+    "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input good latin": "latin: is empty",
     "text --input x.jsonl": "say --jsonl FIELD", "text --input lines": "say --jsonl FIELD",
-    "text --input x.gz": "unpack", "text --input x.parquet": "lines of JSON", "text --input latin": "iconv",
-    "text --input ''": "--input '': is empty", "text --input good no": "--input no: no such",
-    "fineweb --tokenizer bytes": "leave it out", "steps --jsonl text": "--jsonl: steps has no", "text": "needs --input",
-    "text good": "flags begin with --", "stdlib --shards 1": "--shards: stdlib has no use",
-    "steps --tokenizer gpt2": "--tokenizer", "fineweb --shards 104": "--shards 104: must be from 1 to 103",
-    "--shards 1": "required: name", "steps --out ''": "--out", "steps --out good/x": "good/",
+    "fineweb --tokenizer bytes": "--tokenizer: fineweb has no use", "steps --jsonl text": "--jsonl: steps has no use",
+    "fineweb --shards 104": "--shards 104: must be from 1 to 103", "steps --out ''": "--out", "steps --out good/x": "good/",
     "steps --out good": "is a file"}
 
 @pytest.mark.parametrize("line, words", REFUSED.items())
@@ -425,35 +404,3 @@ def test_bad_input(tmp_path, monkeypatch, line, words):
     before = sorted(os.listdir())
     assert words in refused(run, line)
     assert sorted(os.listdir()) == before and (tmp_path / "good").read_text() == PROSE
-
-def test_the_source_at_the_head_of_the_file(tmp_path, monkeypatch):
-    """What the comment says is enough for one of your own, which may have each flag."""
-    page = prepare.Path(prepare.__file__).read_text()
-    example, key = re.search(r"file:\n#\n((?:#     .*\n)+)#\n# Put it .* add (\S+) to", page).groups()
-    mine = page.replace("SOURCES = dict(", f"{re.sub('^#     ', '', example, flags=re.M)}SOURCES = dict({key}, ")
-    path, out = write(tmp_path / "mine.py", mine), tmp_path / "out"
-    monkeypatch.syspath_prepend(path.parent)
-    main = importlib.import_module("mine").main
-    words = ["songs", "--input", str(tmp_path / "my songs"), "--out", str(out)]
-    write(tmp_path / "my songs", "\n".join(f"song {i}" for i in range(30)))
-    main(words)
-    assert {*side(out, "train"), *side(out, "val")} == {b"song %d" % i for i in range(30)}
-    before = contents(out)
-    write(tmp_path / "my songs", "one song")   # Nothing is left to validate with.
-    assert "too little" in refused(main, words) and contents(out) == before
-
-@pytest.mark.parametrize("returned, said", [
-    (("a text", "another"), "brackets"), (None, "two lists"), (["a", "b", "c"], "two lists"),
-    ((["a", 5], ["b"]), "no list of texts"), ((["a"], [b"b"]), "no list of texts")])
-def test_a_source_of_yours_hears_of_mistakes(tmp_path, monkeypatch, returned, said):
-    """A text is not taken for a list of its letters, and so on."""
-    monkeypatch.setitem(prepare.SOURCES, "stdlib", lambda flags: returned)
-    with pytest.raises(Mistake, match=said):
-        run(f"stdlib --out {tmp_path}/out")
-    assert not list(tmp_path.iterdir())
-    pytest.raises(Mistake, hold_out, "a text")
-
-def test_texts_on_both_sides_are_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(prepare.SOURCES, "stdlib", lambda flags: (["a", "b", "c"], ["c", "d"]))
-    run(f"stdlib --out {tmp_path}/out")
-    assert re.search("both sides.*: 1$", capsys.readouterr().out, re.M)

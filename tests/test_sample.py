@@ -44,20 +44,9 @@ def test_skip_and_remove(main):
     assert percent_skipped(main("nag", "--skip_below", 99).err) == 100
     assert percent_skipped(main("pre", "--remove", "1,3").err) == pytest.approx(200 / 3, abs=0.06)
 
-def test_speed(main, monkeypatch):
-    """As it skips, and beside it that of the dense model"""
-    asked, usual = [], sample.new_tokens
-    def spy(model, idx, n, *args, make_trip):
-        asked.append((n, type(make_trip().decider), make_trip().without))
-        return usual(model, idx, n, *args, make_trip=make_trip)
-    monkeypatch.setattr(sample, "new_tokens", spy)
-    said = main("nag", "--remove", 2, "--skip_below", 0.3, "--speed").err.splitlines()[-1]
-    assert re.fullmatch(r"without printing: [\d,]+ tokens/s; with all sublayers run: [\d,]+", said)
-    assert asked[1:] == [(40, ByGain, {3, 4})] * 2 + [(40, Decider, ())] * 2
-
 def test_what_the_flags_ask_for():
     def trip(model, **flags):
-        return sample.trips_as_asked(model, sample.SampleConfig(**flags))()
+        return sample.trip_maker(model, sample.SampleConfig(**flags))()
     repeated, nag = make("pre", n_layer=3, repeat="2:2"), make("nag", mod="gain:below=0.3")   # runs 1 2 2 3
     for blocks, places in ("", set()), ("2", {3, 4, 5, 6}), ("1,3", {1, 2, 7, 8}):
         asked = trip(repeated, remove=blocks)
@@ -66,7 +55,7 @@ def test_what_the_flags_ask_for():
         assert type(trip(model, skip_below=0.0).decider) is Decider
     asked = trip(nag, skip_below=0.2, remove="2").decider
     assert isinstance(asked, ByGain) and asked.threshold == pytest.approx(0.2)
-    said = refused(sample.trips_as_asked, make("pre", mod="router"), sample.SampleConfig(skip_below=0.9))
+    said = refused(sample.trip_maker, make("pre", mod="router"), sample.SampleConfig(skip_below=0.9))
     assert said == "--skip_below: --mod router decides who skips; use another run"
 
 def test_depth(main):
@@ -82,7 +71,7 @@ def test_depth(main):
 
 @pytest.mark.parametrize("name, flags, message", [
     ("pre", "--skip_below 0.2", "nag"), ("nag", "--skip_below 101", "from -1 to 100"),
-    ("nag", "--temperature nan", "must be from"),
+    ("nag", "--temperature nan", "must be from"), ("nag", "--data x", "only --inside"),
     *[("nag", f"--remove {blocks}", "blocks 1 to 3") for blocks in ("0", "4", "1,2,3", "1,x")]])
 def test_bad_input(main, name, flags, message):
     assert message in refused(main, name, *flags.split())
