@@ -350,8 +350,8 @@ def write_data_set(out, meta, train, val, overwrite):
     with new_files(out, old=shard_paths(out)[::-1]) as folder:
         for split, tokens in dict(train=train, val=val).items():
             for number, begin in enumerate(range(0, len(tokens), MOST_TOKENS)):
-                name = f"{split}_{number:06}.bin"
-                write_shard(folder / name, tokens[begin:begin + MOST_TOKENS])
+                part = tokens[begin:begin + MOST_TOKENS]
+                write_shard(folder / f"{split}_{number:06}.bin", part)
         hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()
                   for path in shard_paths(folder)}
         meta = meta | dict(sha256=hashes)

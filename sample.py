@@ -6,6 +6,7 @@ sublayer runs was skipped. Tokens skip as in training, or as a flag says:
     python sample.py runs/nag --skip_below 0.1     # skips what would turn its stream by < 6 degrees
     python sample.py runs/pre --remove 9,10        # all tokens skip the blocks 9 and 10
     python sample.py runs/nag --prompt "def " --depth   # colours: which share of the sublayers ran
+    python sample.py runs/nag --speed              # tokens/s as it skips, and with all sublayers
     python sample.py runs/steps-pre --prompt f314159265358 --inside   # what a probe reads inside
 """
 import codecs
@@ -35,6 +36,7 @@ class SampleConfig:
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
     remove: str = flag("", "blocks to do without, from 1: 9,10")
+    speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and if none do")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text, in place of samples: what a probe reads in the "
@@ -82,6 +84,22 @@ def show_samples(model, make_trip, tokenizer, config):
     speed = len(skipped) / (time.perf_counter() - begin)
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
+    if config.speed:
+        n = config.max_new_tokens
+        as_asked = tokens_per_second(model, n, make_trip)
+        dense = tokens_per_second(model, n, lambda: Trip(model, Decider()))
+        print(f"without printing: {as_asked:,.0f} tokens/s; with all sublayers run: {dense:,.0f}",
+              file=sys.stderr)
+
+def tokens_per_second(model, n, make_trip):
+    """Of n new tokens, the better of two times"""
+    idx, seconds = torch.zeros(1, 1, dtype=torch.long, device=model.device), []
+    for _ in range(2):
+        begin = time.perf_counter()
+        for token, _ in new_tokens(model, idx, n, make_trip=make_trip):
+            token.item()   # It waits for the GPU, as printing does.
+        seconds.append(time.perf_counter() - begin)
+    return n / min(seconds)
 
 def sample(model, make_trip, tokenizer, config):
     """Prints a sample -> for each new token, the share of the sublayers that was skipped. With

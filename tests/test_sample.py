@@ -44,6 +44,17 @@ def test_skip_and_remove(main):
     assert percent_skipped(main("nag", "--skip_below", 99).err) == 100
     assert percent_skipped(main("pre", "--remove", "1,3").err) == pytest.approx(200 / 3, abs=0.06)
 
+def test_speed(main, monkeypatch):
+    """As it skips, and beside it that of the dense model"""
+    asked, usual = [], sample.new_tokens
+    def spy(model, idx, n, *args, make_trip):
+        asked.append((n, type(make_trip().decider), make_trip().without))
+        return usual(model, idx, n, *args, make_trip=make_trip)
+    monkeypatch.setattr(sample, "new_tokens", spy)
+    said = main("nag", "--remove", 2, "--skip_below", 0.3, "--speed").err.splitlines()[-1]
+    assert re.fullmatch(r"without printing: [\d,]+ tokens/s; with all sublayers run: [\d,]+", said)
+    assert asked[1:] == [(40, ByGain, {3, 4})] * 2 + [(40, Decider, ())] * 2
+
 def test_what_the_flags_ask_for():
     def trip(model, **flags):
         return sample.trip_maker(model, sample.SampleConfig(**flags))()
