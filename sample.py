@@ -31,7 +31,7 @@ class SampleConfig:
     num_samples: int = flag(1, "samples, one after the other", 1, 1e9)
     temperature: float = flag(0.8, "0: always the likeliest token", 0, 1e6)
     top_k: int = flag(0, "draw from the k likeliest tokens only; 0: from all", 0, 1e9)
-    seed: int = flag(1337, "of the draws", 0, 9e18)
+    seed: int = flag(1337, "of the draws", 0, 2**32 - 1)   # Of more, torch uses 32 bits only.
 
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")

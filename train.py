@@ -26,7 +26,6 @@ import difflib
 import json
 import math
 import os
-import random
 import re
 import signal
 import time
@@ -575,7 +574,7 @@ def with_options(text, registry):
     """("nag", RESIDUALS) -> "nag:directions=32,power=0.5". Runs are saved so: who edits a default
     in model.py later doesn't change them."""
     name, _, typed = text.partition(":")
-    options = option_defaults(partial(registry[name]))
+    options = option_defaults(registry[name])
     options |= read_options(typed, options, allowed={})
     words = ",".join(f"{key}={value}" for key, value in options.items()
                      if type(value) in TYPE_NAMES)   # These can be typed.
@@ -829,7 +828,8 @@ def class_named(text, registry, base):
     name = str(text).partition(":")[0]
     if name not in registry:
         return base   # A config's `problems` will say so.
-    kind = partial(registry[name]).func   # the class, of a partial, too
+    entry = registry[name]
+    kind = entry.func if isinstance(entry, partial) else entry   # the class
     if not isinstance(kind, type) or not issubclass(kind, base):
         raise Mistake(f"{name} must be a class that is derived from {base.__name__}")
     known = {*dir(kind.__mro__[1])} - {*dir(torch.nn.Module)} | {"forward"}
@@ -908,15 +908,10 @@ def try_training(name, model, decider, modules=()):
     """modules: those whose parameters must all get a gradient"""
     model.train()
     for seed in range(10):   # A class may draw which of them are used.
-        n_others = 0   # how often others' numbers were drawn; once it may be another thread's doing
-        for again in range(2):
-            elsewhere = random.getstate(), np.random.get_state()[2]
-            losses = [one_pass(model, decider, seed=seed)[1] for _ in range(2)]
-            is_same = torch.allclose(*losses, rtol=1e-5)
-            n_others += not is_same or elsewhere != (random.getstate(), np.random.get_state()[2])
-        if n_others == 2:
+        loss, *again = [one_pass(model, decider, seed=seed)[1] for _ in range(4)]
+        if not all(torch.allclose(loss, other, rtol=1e-5) for other in again):
             raise Mistake(f"{name} draws numbers that --seed doesn't reach; use torch.rand")
-        losses[0].backward()
+        loss.backward()
         missing = [key for module in modules for key, p in module.named_parameters()
                    if p.requires_grad and p.grad is None]
         if not missing:
