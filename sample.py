@@ -36,7 +36,8 @@ class SampleConfig:
     skip_below: float = flag(-1.0, "a token skips what would turn it by less (a gain; 0.05 are 3 "
                              "degrees); 0: none skips; below 0: as trained", -1, 100, group="depth")
     remove: str = flag("", "blocks to do without, from 1: 9,10")
-    speed: bool = flag(False, "measure tokens/s without printing: as tokens skip, and if none do")
+    speed: bool = flag(False, "in place of samples, measure tokens/s: as tokens skip, and if none "
+                       "does")
     depth: bool = flag(False, "colour each token: pale if half of the sublayers ran for it, or "
                        "fewer, and dark if all did")
     inside: bool = flag(False, "on the steps text, in place of samples: what a probe reads in the "
@@ -58,6 +59,8 @@ def main(argv=None):
         if warning:
             print(warning, file=sys.stderr)
         show_inside(model, make_trip, data, config.prompt.strip())
+    elif config.speed:
+        show_speed(model, make_trip, config.max_new_tokens)
     else:
         show_samples(model, make_trip, prepare.get_tokenizer(settings["tokenizer"]), config)
 
@@ -84,15 +87,14 @@ def show_samples(model, make_trip, tokenizer, config):
     speed = len(skipped) / (time.perf_counter() - begin)
     print(f"{speed:,.0f} tokens/s; {sum(skipped) / len(skipped):.1%} of the sublayer runs skipped",
           file=sys.stderr)
-    if config.speed:
-        n = config.max_new_tokens
-        as_asked = tokens_per_second(model, n, make_trip)
-        dense = tokens_per_second(model, n, lambda: Trip(model, Decider()))
-        print(f"without printing: {as_asked:,.0f} tokens/s; with all sublayers run: {dense:,.0f}",
-              file=sys.stderr)
 
-def tokens_per_second(model, n, make_trip):
-    """Of n new tokens, the better of two times"""
+def show_speed(model, make_trip, n):
+    as_asked = tokens_per_second(model, make_trip, n)
+    dense = tokens_per_second(model, lambda: Trip(model, Decider()), n)
+    print(f"{as_asked:,.0f} tokens/s; {dense:,.0f} if all sublayers run", file=sys.stderr)
+
+def tokens_per_second(model, make_trip, n):
+    """Of n new tokens, which are not printed: the better of two times"""
     idx, seconds = torch.zeros(1, 1, dtype=torch.long, device=model.device), []
     for _ in range(2):
         begin = time.perf_counter()

@@ -23,6 +23,7 @@ Pretrain a GPT with any residual, on a CPU, one GPU or several.
 import atexit
 import contextlib
 import difflib
+import itertools
 import json
 import math
 import os
@@ -79,7 +80,7 @@ class TrainConfig:
     remove: str = flag("", "blocks of --init_from to do without, from 1: 2 or 9,10")
     resume: bool = flag(False, "continue the run in --out from its last checkpoint")
     or_resume: bool = flag(False, "go on if --out has a checkpoint, else begin (torchrun restarts)")
-    overwrite: bool = flag(False, "begin anew; the run in --out moves to its folder `replaced`")
+    overwrite: bool = flag(False, "begin anew; the run in --out moves to its folder replaced-1")
 
     max_iters: int = flag(420, "iterations of the optimizer", 1, 1e9, group="length of the run")
     max_flops: float = flag(0.0, "end after so many FLOPs of matmuls, not after max_iters", 0, 1e27)
@@ -549,8 +550,9 @@ def gather_settings(typed):
         fixed = FIXED_BY_WEIGHTS
     settings = without(DEFAULTS | asked, {"tokenizer"})   # The data say that.
     rule = class_named(settings["residual"], RESIDUALS, Residual)
-    class_named(settings["mod"], DECIDERS, Decider)
-    with errors_named(rule.__name__):   # A config makes one of each, to see what they can do.
+    decider = class_named(settings["mod"], DECIDERS, Decider)
+    who = rule.__name__ if decider is Decider else f"{rule.__name__} or {decider.__name__}"
+    with errors_named(who):   # A config makes one of each, to see what they can do.
         model_config, config = make_configs(CONFIGS, settings)
     if "gate_lr" in typed and not rule.own_lr:
         refuse(f"--gate_lr: nothing in --residual {model_config.residual} trains with it")
@@ -623,6 +625,7 @@ def remove_blocks(ckpt, text):
 #     ckpt.pt          the last checkpoint, which is enough by itself: model (weights), settings
 #                      (those in force now), optimizers (moments), step, flops, seconds, val_loss,
 #                      data (a fingerprint)
+#     replaced-1, ..   folders with runs that --overwrite has replaced. Delete them as you like.
 
 FILES = "ckpt.pt", "config.json", "metrics.jsonl"
 
@@ -709,13 +712,15 @@ def refuse_if_taken(out, overwrite):
         refuse(f"--out {out}: holds a run; {how}, --overwrite replaces it, another --out keeps it")
 
 def put_aside(out):
-    """For --overwrite: the run in the folder moves to the folder `replaced` in it, so that it can
-    be fetched from there. (What was replaced before goes.)"""
-    if RANK == 0:
-        (out / "replaced").mkdir(exist_ok=True)
-        for name in FILES:
-            if (out / name).exists():
-                os.replace(out / name, out / "replaced" / name)
+    """For --overwrite: the run in the folder moves to a new folder in it, so nothing is lost."""
+    found = [name for name in FILES if (out / name).exists()]
+    if RANK == 0 and found:
+        names = (f"replaced-{number}" for number in itertools.count(1))
+        folder = next(out / name for name in names if not (out / name).exists())
+        folder.mkdir()
+        for name in found:
+            os.replace(out / name, folder / name)
+        say(f"the run that was in {out} is in {folder} now")
 
 def write_log(out, **values):   # a line of metrics.jsonl
     if RANK == 0:
@@ -832,7 +837,8 @@ def class_named(text, registry, base):
     kind = entry.func if isinstance(entry, partial) else entry   # the class
     if not isinstance(kind, type) or not issubclass(kind, base):
         raise Mistake(f"{name} must be a class that is derived from {base.__name__}")
-    known = {*dir(kind.__mro__[1])} - {*dir(torch.nn.Module)} | {"forward"}
+    parent = kind.__mro__[1]
+    known = {*dir(parent)} - {*dir(torch.nn.Module)} | {"forward"}   # what it may replace
     for written in vars(kind):
         near = difflib.get_close_matches(written, known, 1, 0.85)
         if near and written not in known and not written.startswith(near[0]):

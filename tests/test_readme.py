@@ -6,7 +6,7 @@ import pytest, torch
 import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
 
-LIMITS = {"README.md": 290, "workshop/README.md": 220}   # lines
+LIMITS = {"README.md": 245, "workshop/README.md": 220}   # lines
 README, WORKSHOP = (ROOT.joinpath(name).read_text(encoding="utf-8") for name in LIMITS)
 
 def blocks(kind, text=README + WORKSHOP):
@@ -148,23 +148,26 @@ def test_what_is_named_exists():
     assert len(files) > 9 and all("figures/" in name or (ROOT / name).is_file() for name in files)
 
 def test_table():
-    table = README.split("## The residuals")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `([^-].*?)` \| .+ \| .+ \|$", table, re.M)
+    table = README.split("## The rules")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([^-].*?)` (?:\| [^|]*){5}\|$", table, re.M)
     lines = [line.strip() for line in train.residuals_in_words().splitlines()[1:]]
     assert {*rows} <= {*lines} and len({*rows}) >= 17   # One of your own may be there, too.
     assert f"{len(analyze.STATS)} statistics" in README
 
+def test_weights_of_the_table():
+    """How many each rule adds to 12 blocks of width 128, rounded as in the table"""
+    plain = model.num_params(model.GPT(model.GPTConfig()))
+    for text, said in re.findall(r"^\| `([^-].*?)` \| [^|]* \| [^|]* \| ([\d.]+) % \|", README, re.M):
+        added = model.num_params(model.GPT(model.GPTConfig(text))) / plain - 1
+        assert float(said) == round(100 * added, 1 if "." in said else 0), text
+
 def test_intervals_are_those_of_the_tables():
-    """Of each, or of its mirror image: what is behind by 0.1 in one order is ahead by 0.1 in the other. And both
-    numbers of a row differ by what stands behind them."""
+    """Of each, or of its mirror image: what is behind by 0.1 in one order is ahead by 0.1 in the other."""
     tables = (ROOT / "results/tables.md").read_text()
     found = re.findall(r"([+-]?\d\.\d{3}) to ([+-]?\d\.\d{3})", README)
     for low, high in (map(float, each) for each in found):
         assert f"{low:+.3f} to {high:+.3f}" in tables or f"{-high:+.3f} to {-low:+.3f}" in tables, (low, high)
-    rows = re.findall(r"^\| .*: (\d\.\d\d)\b.* \| .*: (\d\.\d\d) \| (\d\.\d{3}) (more|fewer) \(", README, re.M)
-    for this, that, difference, word in rows:
-        assert abs(float(this) - float(that) - float(difference) * (1 if word == "more" else -1)) < 0.011
-    assert len(found) == len(rows) == 6
+    assert len(found) >= 8
 
 def test_steps_learned_with_a_cost_are_those_of_the_tables():
     tables = (ROOT / "results/tables.md").read_text()

@@ -568,7 +568,7 @@ def test_kill_9(data, finished, tmp_path, n):
                 os._exit(0)
         assert os.waitpid(pid, 0)[1] == signal.SIGKILL and any(killed.glob(HALF))
         if how:
-            assert content(killed / "replaced") == content(finished)
+            assert content(killed / "replaced-1") == content(finished)
         assert go(data, killed, f"{flags} --or_resume") == 0
         assert not any(killed.glob(HALF)) and settings(killed) == settings(tmp_path / "whole")
         same_run(tmp_path / "whole", killed)
