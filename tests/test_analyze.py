@@ -29,7 +29,8 @@ def quarter_loss(run, first=0, **trip):
     idx, targets = joined(run.batches)
     return run.model(idx[first::4], targets[first::4], trip=Trip(run.model, **trip))[1].item()
 
-def increase(run, places):   # by how much the loss rises without them
+def increase(run, places):
+    """By how much the loss rises without them"""
     return pytest.approx(quarter_loss(run, without=places) - quarter_loss(run), abs=1e-9)
 
 def rms(x):
@@ -478,23 +479,12 @@ def test_bad_input(made, tmp_path, words):
     assert words[-1] in refused(analyze.main, [*words, "--out", str(tmp_path / "a/figures")])
     assert not list(tmp_path.iterdir())
 
-def test_a_text_from_a_file(made, tmp_path):
-    """It tosses the same coins as with other words."""
-    (tmp_path / "text").write_text("precious $text$")
-    analyze.main([f"{made}/a$x^$b", "--only", "depth_map,skip_curve", "--text", f"{tmp_path}/text",
-                  "--out", f"{tmp_path}/new"])
-    new, old = (report_of(folder)[1]["statistics"] for folder in (tmp_path / "new", made / "out"))
-    assert "".join(new["depth_map"]["a$x^$b"]["columns"]) == "precious $text$"
-    assert new["skip_curve"]["a$x^$b"] == old["skip_curve"]["a$x^$b"]
-
 def test_runs_can_be_told_apart(made, tmp_path):
-    """Where their folders have the same name, by the whole path"""
+    """By the whole path, where their folders have the same name"""
     both = [str(shutil.copytree(made / "_<b>", tmp_path / name / "run")) for name in ("a", "b")]
     opened = analyze.open_runs(analyze.AnalyzeConfig(both, windows=1))
     assert list(opened) == both
     assert [sum(len(idx) for idx, _ in run.batches) for run in opened.values()] == [4, 4]
-    about = analyze.about_runs(dict.fromkeys(range(28), opened[both[0]]))
-    assert len({each["color"] for each in about.values()}) == 28
 
 def test_a_run_that_has_diverged(made, tmp_path):
     run = shutil.copytree(made / "_<b>", tmp_path / "run")
