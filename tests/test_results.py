@@ -1,5 +1,5 @@
 """results/: the statistics against known values, commands that parse, tables and pages that say what the files say."""
-import re, shlex, shutil, subprocess, sys
+import re, shlex, shutil, subprocess, sys, threading
 from types import SimpleNamespace
 
 import pytest
@@ -122,15 +122,21 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps, capsys):
     """A tiny experiment from its command to its line, with a Ctrl-C in between. The second time there is nothing to
     do. And a folder of runs with other names is measured alike."""
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    start, inspect, trained = subprocess.run, run.inspect, []
+    start, inspect, measure, trained = subprocess.run, run.inspect, run.measure, []
+    one_at_a_time = threading.Lock()   # In one process, both draw from torch's only generator.
+    def measure_alone(*args):
+        with one_at_a_time:
+            measure(*args)
     def train_here(words, cwd=None, **options):   # A process of its own would take seconds to begin.
         if words[:3] != [sys.executable, "train.py", "--out"]:
             return start(words, cwd=cwd, **options)
         trained.append(words[3:])
         if len(trained) == 2:
             raise KeyboardInterrupt
-        return SimpleNamespace(returncode=train.main(words[2:]))
+        with one_at_a_time:
+            return SimpleNamespace(returncode=train.main(words[2:]))
     monkeypatch.setattr(subprocess, "run", train_here)
+    monkeypatch.setattr(run, "measure", measure_alone)
     monkeypatch.setattr(run, "inspect", lambda folder, n_windows=0: inspect(folder, 16))   # faster, too
     flags = ("--data data/steps --device cpu --n_embd 16 --n_head 2 --n_layer 4 --max_iters 45 --block_size 64 "
              "--batch_size 1 --eval_windows 16 --residual")
