@@ -1,6 +1,5 @@
-"""Who runs a sublayer: thresholds, rates, routers, coins, removal, deciders of one's own, in
-float64. The reference: every token runs every sublayer, and where one skips, the result is dropped.
-"""
+"""Who runs a sublayer: thresholds, rates, routers, coins, removal, in float64. The reference: every
+token runs every sublayer, and where it skips, the result is thrown away."""
 from functools import partial
 
 import pytest, torch
