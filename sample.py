@@ -48,6 +48,8 @@ class SampleConfig:
     def problems(self):
         if self.data and not self.inside:
             yield "--data: only --inside reads data; add that, or leave this out"
+        if self.inside and (self.remove or self.skip_below >= 0):
+            yield "--inside: shows the model as it was trained; leave out --remove and --skip_below"
 
 def main(argv=None):
     [config] = parse([SampleConfig], argv, __doc__, positional=("run",))
@@ -58,7 +60,7 @@ def main(argv=None):
         data, warning = data_of_run(config.run, settings, config.data)
         if warning:
             print(warning, file=sys.stderr)
-        show_inside(model, make_trip, data, config.prompt.strip())
+        show_inside(model, data, config.prompt.strip())
     elif config.speed:
         show_speed(model, make_trip, config.max_new_tokens)
     else:
@@ -150,7 +152,7 @@ def show(text, share=None):
 
 # ---------------------------------------------------------------------------------------- --inside
 
-def show_inside(model, make_trip, data, line):
+def show_inside(model, data, line):
     """Prints what a probe reads in the stream, block by block, and then the answer. data: the
     folder of the steps text; line: such as f314159265358"""
     from analyze import WINDOWS, Inside, NotHere, in_words   # Sampling does without it.

@@ -131,3 +131,8 @@ def test_a_reader_that_has_had_enough(runs):
     command = f"{sys.executable} {ROOT}/sample.py {runs}/nag --prompt é --max_new_tokens 400 | head -c 9"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith("é") and done.stderr == ""
+
+@pytest.mark.parametrize("flags", [("--remove", 1), ("--skip_below", 0)])
+def test_inside_shows_the_model_as_it_was_trained(main, flags):
+    with pytest.raises(SystemExit, match="leave out --remove and --skip_below"):
+        main("pre", "--inside", *flags)

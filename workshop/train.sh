@@ -28,10 +28,10 @@ deep() { train "$@" --data data/stdlib --n_layer 24 --n_embd 32 --batch_size 8 -
 puzzle 4 --n_layer 4 --max_iters 1000
 puzzle 1 --n_layer 1 --max_iters 1000
 puzzle 2 --n_layer 2 --max_iters 1000
-puzzle pay --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3 --gain_cost 0.2 --mod gain:below=0.05
+puzzle skip --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3 --mod gain:rate=0.25
 puzzle attnres --n_layer 4 --max_iters 1000 --residual attnres
 deep convex --residual convex
 deep review --residual review
 deep convex-3 --residual convex:bias=-3
 puzzle nag --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3
-puzzle skip --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3 --mod gain:rate=0.25
+puzzle pay --n_layer 6 --max_iters 1250 --residual nag --gate_lr 3e-3 --gain_cost 0.2 --mod gain:below=0.05
