@@ -51,6 +51,7 @@ FIELD = {"PreNorm": "pre", "Gated Residual": "gated --gate_lr 1e-2",
          "Hyper-Connections, identity": "hyper:kind=identity", "mHC": "hyper:kind=mhc",
          "Attention Residuals": "attnres --gate_lr 1e-3",
          "Block Attention Residuals": "attnres:group=4 --gate_lr 1e-3", "NAG": "nag --gate_lr 1e-2"}
+SGD = {"SGD": "", "SGD, equal norms": " --equalize_grads"}
 
 # Experiment -> its variants. claims.csv says what is compared. (`field choose` has chosen gate_lr.)
 PLANS = {
@@ -62,6 +63,10 @@ PLANS = {
     "five": [Plan("late: NAG, 5 blocks", FIVE, [0.02], range(20, 30))],
     "taper": [Plan("field: linear taper", f"{CODE} --residual pre --taper linear", [0.02],
                    [2, 3, 4])],
+    "field adamw": [Plan(f"field adamw: {name}", f"{CODE} --optimizer adamw --residual {FIELD[name]}",
+                         [0.006], [2, 3, 4]) for name in ("PreNorm", "Block Attention Residuals")],
+    "equal choose": [Plan(f"equal: {name}", f"{CODE} --optimizer sgd{flags}", [0.03, 0.1, 0.3], [1])
+                     for name, flags in SGD.items()],
 }
 
 def can_run(row):
@@ -151,7 +156,7 @@ def columns_of(folder):
         found["right"] = " ".join(f"{share:.3f}" for share in run.right)
     return found
 
-BY_BLOCK = "field", "ill", "fanin"   # experiments whose blocks are measured, on 64 windows
+BY_BLOCK = "field", "field adamw", "equal", "ill", "fanin"   # experiments whose blocks are measured, on 64 windows
 
 # A measure of blocks.csv: a statistic of analyze.py, and which of its panels and lines
 MEASURES = {"read": ("magnitudes", "what is read (rms)", "both"),
