@@ -3,7 +3,6 @@ The runs behind results/README.md: each is a command of train.py, and a line of 
 
     python results/run.py field --out mine           # repeats an experiment: mine/runs.csv
     python results/run.py field --out mine --dry     # only prints the commands
-    python results/run.py field --measure FOLDER     # trains nothing: measures what has ended there
 
 Two runs go on at a time. After Ctrl-C, the same command goes on. A run is measured on 512
 validation windows, and in some experiments each of its blocks is, too: that is for blocks.csv. Then
@@ -22,9 +21,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -35,8 +33,7 @@ import analyze
 import prepare
 from flags import flag, parse, refuse, start
 from model import num_params
-from train import (data_of_run, gather_settings, open_run, progress_of, read_checkpoint, read_flags,
-                   read_metrics, read_settings, say)
+from train import data_of_run, open_run, read_checkpoint, read_metrics, read_settings, say
 
 # -------------------------------------------------------------------------------------- the plans
 
@@ -109,23 +106,6 @@ def train(run):
     if done.returncode:
         refuse(f"{shlex.join(words)}: ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return run
-
-def ended_runs(folder):
-    """-> {run folder: its settings}, of all runs in this folder that have ended"""
-    found = {}
-    for path in sorted(Path(folder).glob("*/ckpt.pt")):
-        ckpt = read_checkpoint(path.parent)
-        settings = SimpleNamespace(**ckpt["settings"])
-        if progress_of(settings, ckpt["step"], ckpt["flops"]) >= 1:
-            found[path.parent] = ckpt["settings"]
-    return found
-
-def fits(run, settings):
-    """Are these the settings of a planned run? (The data say vocab_size.)"""
-    model_config, config, _ = gather_settings(read_flags(shlex.split(run["command"])))
-    planned = asdict(model_config) | asdict(config)
-    return all(settings[name] == planned[name] for name in settings.keys() & planned.keys()
-               if name != "vocab_size")
 
 # --------------------------------------------------------------------------- what is measured of it
 
@@ -232,8 +212,6 @@ def append(path, columns, rows):
 class ResultsConfig:
     names: list = flag(None, "experiments")
     dry: bool = flag(False, "only print the commands that are missing")
-    measure: str = flag("", "train nothing, but measure the runs in this folder that have ended "
-                        "and have the settings of a command, whatever their names")
     workers: int = flag(2, "runs side by side", 1, 64)
     out: str = flag("results", "folder of runs.csv and blocks.csv; what it has is not repeated")
 
@@ -253,13 +231,6 @@ def main(argv=None):
         return
     out.mkdir(parents=True, exist_ok=True)
     open(out / "runs.csv", "a").close()   # If it can't be written, we hear it before a training.
-    if args.measure:
-        ended = ended_runs(args.measure)
-        for run in missing:
-            folder = next((each for each in ended if fits(run, ended[each])), None)
-            if folder:
-                measure(run, folder, out)
-        return
     for data in "steps", "stdlib":
         if not Path("data", data, "meta.json").exists():
             prepare.main([data, "--out", f"data/{data}"])
