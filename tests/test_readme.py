@@ -172,7 +172,7 @@ def test_intervals_are_those_of_the_tables():
 def test_steps_learned_with_a_cost_are_those_of_the_tables():
     tables = (ROOT / "results/tables.md").read_text()
     names = "late: plain NAG", *(f"NAG that pays late, {how}0.05" for how in ("below ", "a fixed set for ", "coins for "))
-    means = [re.search(rf"^\| late \| {name} \| \S+ \| 10 \| (\S+) ", tables, re.M)[1] for name in names]
+    means = [re.search(rf"^\| \w+ \| {name} \| \S+ \| 10 \| (\S+) ", tables, re.M)[1] for name in (*names, "late: NAG, 5 blocks")]
     assert re.findall(r"^\| [^|]* \| (\d\.\d\d) \|$", README, re.M) == means
 
 @pytest.mark.parametrize("name", LIMITS)
