@@ -62,8 +62,8 @@ PLANS = {
                    [2, 3, 4])],
     "field adamw": [Plan(f"field adamw: {name}", f"{CODE} --optimizer adamw --residual {FIELD[name]}",
                          [0.006], [2, 3, 4]) for name in ("PreNorm", "Block Attention Residuals")],
-    "equal choose": [Plan(f"equal: {name}", f"{CODE} --optimizer sgd{flags}", [0.03, 0.1, 0.3], [1])
-                     for name, flags in SGD.items()],
+    "equal": [Plan(f"equal: {name}", f"{CODE} --optimizer sgd{flags}", [0.1], [2, 3, 4])
+              for name, flags in SGD.items()],
 }
 
 def can_run(row):
