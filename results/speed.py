@@ -232,16 +232,17 @@ def compare_skipping(args):
     say_ratio(f"the puzzle, training: {saved(skips.model, x)}", args.rounds,
               lambda: iteration(skips, [(x, y)]), lambda: iteration(dense, [(x, y)]))
 
-    program = our_program(args, large, "nag", mod="gain:rate=0.5", gain_cost=0.0)
-    x, y = train_a_little(args, program, large)
-    model = program.model.eval()
-    all_run = partial(Trip, model, Decider())
-    with torch.no_grad():
-        say_ratio(f"12 x 256, prefill: {saved(model, x)}", args.rounds,
-                  lambda: model(x), lambda: model(x, trip=all_run()))
-        say_ratio(f"12 x 256, decoding: {saved(model, x)}", args.rounds,
-                  lambda: model.generate(x[:1, :8], 48),
-                  lambda: model.generate(x[:1, :8], 48, make_trip=all_run))
+    for rate in 0.25, 0.5:
+        program = our_program(args, large, "nag", mod=f"gain:rate={rate}", gain_cost=0.0)
+        x, y = train_a_little(args, program, large)
+        model = program.model.eval()
+        all_run = partial(Trip, model, Decider())
+        with torch.no_grad():
+            say_ratio(f"12 x 256, prefill: {saved(model, x)}", args.rounds,
+                      lambda: model(x), lambda: model(x, trip=all_run()))
+            say_ratio(f"12 x 256, decoding: {saved(model, x)}", args.rounds,
+                      lambda: model.generate(x[:1, :8], 48),
+                      lambda: model.generate(x[:1, :8], 48, make_trip=all_run))
 
 def train_a_little(args, program, size, steps=60):
     """-> the last batch"""
