@@ -11,7 +11,7 @@ decide: see rules.md. On a GPU, give --workers 1.
 
 An experiment of your own is a key in PLANS. Once all of it has run, its plan can go: runs.csv has
 the commands, each with the commit that ran it. Where one begins with "older code: ", only that
-commit can repeat it.
+commit can repeat it. claims.csv says what is compared.
 """
 import collections
 import concurrent.futures
@@ -40,31 +40,10 @@ from train import data_of_run, open_run, read_checkpoint, read_metrics, read_set
 # A variant: its name in the tables, its flags, and rates and seeds: each rate runs with each seed.
 Plan = collections.namedtuple("Plan", "variant flags rates seeds")
 
-CODE = "--data data/stdlib --device cpu --eval_interval 420 --n_embd 64"
-FIVE = ("--data data/steps --device cpu --n_embd 64 --mlp_ratio 2 --schedule wsd --optimizer muon "
-        "--eval_interval 500 --residual nag --max_flops 6.26629e12 --gate_lr 3e-3 --n_layer 5")
-QUARTER = f"{CODE} --max_flops 6.5e12 --residual nag --gate_lr 3e-3"
-FIELD = {"PreNorm": "pre", "Gated Residual": "gated --gate_lr 1e-2",
-         "Hyper-Connections, identity": "hyper:kind=identity", "mHC": "hyper:kind=mhc",
-         "Attention Residuals": "attnres --gate_lr 1e-3",
-         "Block Attention Residuals": "attnres:group=4 --gate_lr 1e-3", "NAG": "nag --gate_lr 1e-2"}
-SGD = {"SGD": "", "SGD, equal norms": " --equalize_grads"}
-
-# Experiment -> its variants. claims.csv says what is compared. (`field choose` has chosen gate_lr.)
-PLANS = {
-    "field": [Plan(f"field: {name}", f"{CODE} --residual {flags}", [0.02], [2, 3, 4])
-              for name, flags in FIELD.items()],
-    "quarter": [Plan(f"quarter: {name}", f"{QUARTER} --n_layer {flags}", [0.02], [2, 3, 4, 5])
-                for name, flags in [("24 blocks that skip", "24 --mod gain:rate=0.25"),
-                                    ("24 blocks", "24"), ("18 blocks", "18")]],
-    "five": [Plan("late: NAG, 5 blocks", FIVE, [0.02], range(20, 30))],
-    "taper": [Plan("field: linear taper", f"{CODE} --residual pre --taper linear", [0.02],
-                   [2, 3, 4])],
-    "field adamw": [Plan(f"field adamw: {name}", f"{CODE} --optimizer adamw --residual {FIELD[name]}",
-                         [0.006], [2, 3, 4]) for name in ("PreNorm", "Block Attention Residuals")],
-    "equal": [Plan(f"equal: {name}", f"{CODE} --optimizer sgd{flags}", [0.1], [2, 3, 4])
-              for name, flags in SGD.items()],
-}
+# Experiment -> its plans. (Those of runs.csv need none: it has their commands.) An example:
+#
+#     "mine": [Plan("mine: NAG", "--data data/stdlib --residual nag", [0.01, 0.02], [2, 3, 4])]
+PLANS = {}
 
 def can_run(row):
     """A line of runs.csv. Is it a run of train.py, as it is now, on this machine?"""
