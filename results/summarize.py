@@ -1,7 +1,8 @@
 """
 From runs.csv, blocks.csv and claims.csv to the tables and figures of results/README.md.
 
-    python results/summarize.py             # writes results/tables.md and results/*.png
+    python results/summarize.py                  # writes results/tables.md and results/*.png
+    python results/summarize.py --runs mine      # mine/tables.md, of those of run.py --out mine
 
 rules.md says when a claim is seen, not seen, or open.
 """
@@ -10,6 +11,7 @@ import functools
 import math
 import statistics
 import sys
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from analyze import COLORS, rank_correlation
-from flags import parse, refuse, start
+from flags import flag, parse, refuse, start
 from run import read_runs
 from train import say
 
@@ -92,6 +94,8 @@ def read_blocks(path):
     """blocks.csv -> rows like those of runs.csv, but with lists of numbers. First weights are a
     variant of their own."""
     found = {}
+    if not path.is_file():
+        return []
     with open(path, newline="", encoding="utf-8") as f:
         for line in csv.DictReader(f):
             variant = line["variant"] + (", first weights" if line["when"] != "trained" else "")
@@ -291,23 +295,32 @@ def draw_magnitudes(rows):
 
 # ------------------------------------------------------------------------------------------- main
 
+@dataclass
+class SummaryConfig:
+    runs: str = flag("", "a folder with runs.csv, and perhaps blocks.csv; without it, ours")
+
 def main(argv=None):
-    parse([], argv, __doc__)   # It knows --help only.
-    rows = read_runs(HERE / "runs.csv")
+    [args] = parse([SummaryConfig], argv, __doc__)
+    folder = Path(args.runs or HERE)
+    rows = read_runs(folder / "runs.csv")
+    if not rows:
+        refuse(f"{folder}: has no runs.csv with runs; run.py makes one")
     decide = [row for row in rows if row["seed"] != "1"]
-    blocks, claims = read_blocks(HERE / "blocks.csv"), read_claims(HERE / "claims.csv")
+    blocks, claims = read_blocks(folder / "blocks.csv"), read_claims(HERE / "claims.csv")
     judged = judge(decide + blocks, claims)
     tables = ["# Tables, made by summarize.py", "", *claims_table(judged),
               *blocks_table(blocks, claims), *means_table(decide),
               *rates_table([row for row in rows if row["seed"] == "1"])]
-    (HERE / "tables.md").write_text("\n".join(tables))
+    (folder / "tables.md").write_text("\n".join(tables))
+    say(f"{folder / 'tables.md'} is written")
+    if args.runs:   # The figures show many experiments.
+        return
     plt.rcParams.update(STYLE)
     draw_steps(decide)
     draw_cost(decide)
     draw_gaps(judged, "lead", "NAG minus PreNorm on code, equal tokens")
     draw_gaps(judged, "field", "Residuals of 2026 minus PreNorm on code, equal tokens")
     draw_magnitudes(blocks)
-    say("results/tables.md and the figures are written")
     for claim in claims:
         if claim not in judged:
             say(f"waits for runs of {claim.a}: {claim.claim}")

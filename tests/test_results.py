@@ -164,6 +164,14 @@ def test_a_run_is_measured_and_kept(tmp_path, monkeypatch, few_steps, capsys):
     run.main(words)   # The second time there is nothing to do.
     assert files == [path.read_text() for path in sorted((tmp_path / "mine").iterdir())]
 
+def test_claims_about_runs_of_ones_own(tmp_path):
+    """Repeated runs are judged like ours, each claim that two seeds of them can tell of."""
+    run.append(tmp_path / "runs.csv", run.COLUMNS, [row for row in RUNS if row["experiment"] == "field"])
+    summarize.main(["--runs", str(tmp_path)])
+    theirs, ours = ((folder / "tables.md").read_text().splitlines() for folder in (tmp_path, ROOT / "results"))
+    found = [line for line in theirs if line.startswith("| 9 |")]
+    assert len(found) >= 6 and {*found} <= {*ours} and [path.name for path in tmp_path.iterdir()] == ["runs.csv", "tables.md"]
+
 def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("my notes\n")
     (tmp_path / "half.csv").write_text(",".join(run.COLUMNS) + "\nstaircase,6 bl")
@@ -179,6 +187,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     for name in "notes.txt", "taken":
         assert str(tmp_path) in refused(run.main, ["staircase", "--out", str(tmp_path / name)])
     assert "--nope" in refused(summarize.main, ["--nope"])
+    assert "nope: has no runs.csv" in refused(summarize.main, ["--runs", "nope"])
     assert refused(run.main, ["nope", "--dry"]).startswith("nope: no such experiment; choose from staircase, ")
 
 def test_tables_and_page_say_what_the_files_say(tmp_path, monkeypatch):
