@@ -230,7 +230,8 @@ def bools(test):
     (like(M.Decider, "OneMoreAxis", forward=bools(lambda x: x[..., :1] > 0)), "returned torch.bool (2, 4, 1)"),
     (like(M.Decider, "NoReturn", forward=lambda self, trip: None), "is a return missing?"),
     (like(M.Decider, "BelowTheLast", forward=bools(lambda x: x[..., 0] < x[:, -1:, 0])), "BelowTheLast looks at later tokens"),
-    (like(M.Decider, "Python", forward=lambda self, trip: random.random() > 0.3), "use torch.rand"),
+    (like(M.Decider, "Python", forward=lambda self, trip: torch.tensor([[random.random() > 0.3 for _ in range(4)] for _ in range(2)])),
+     "use torch.rand"),
     (Learned, "Learned: w gets no gradient"),
     (like(Multiplies, "Uncounted", forward=lambda self, trip: trip.notes.update(
         weight=trip.stream @ self.w.diag() @ self.w) or True), "decider adds its own"),
