@@ -251,15 +251,15 @@ def draw_cost(rows):
         left.plot(skipped, steps, ".", color=color, alpha=0.25)
         left.plot(skipped.mean(1), steps.mean(1), "o-", color=color, label=label)
     plain = statistics.mean(values(rows, "late: plain NAG", "steps").values())
-    left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG that pays nothing, all run")
+    left.axhline(plain, color=COLORS[1], linestyle="--", label="NAG without a cost, all run")
     left.set(xlabel="share of all sublayer runs skipped (%)", ylabel="steps learned",
-             ylim=(0, None), title="NAG that pays late: what skipping costs")
+             ylim=(0, None), title="NAG with a late cost: what skipping costs")
     left.legend(loc="lower left")
 
     asked = "copies", "one step", *(f"{number} steps" for number in "two three four five six".split())
     ran = 100 - 100 * np.array([of_seeds(f"below 0.05, {each}", "skipped") for each in asked])
     right.plot(ran, "o-", color=COLORS[2], alpha=0.6)
-    right.set(xlabel="steps asked for (a line a seed)", ylim=(0, 100),
+    right.set(xlabel="steps asked for (a line a seed)", ylim=(50, 100),
               ylabel="share of the sublayers that run (%)",
               title="and who runs how much, if turns below 3° are skipped")
     save(figure, "cost")
