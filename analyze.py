@@ -53,7 +53,17 @@ from train import data_of_run, evaluate, open_run, read_metrics, say
 # sublayer, or of pairs [x, y]. With draw="heat", numbers are shown as colours: {panel: matrix}.
 #
 # The page shows the title, the first paragraph of the docstring, a figure, and each run's sentence.
-# The second paragraph, how it is defined, opens if one clicks. `rounding` is a short one to copy.
+# The second paragraph, how it is defined, opens if one clicks. A whole one, to copy to part 4:
+#
+#     @stat("How long the stream is", x="sublayer", y="rms")
+#     def lengths(run):
+#         """Does it grow with depth?"""
+#         def of_batch(idx, targets):
+#             streams = run.model.walk(idx)[1:]   # one after each sublayer
+#             tensors = torch.stack([run.model.ends.as_tensor(stream) for stream in streams])
+#             return tensors.square().mean(-1).sqrt().mean((1, 2))
+#         line = mean_over(run.quarter, of_batch)
+#         return {"": {"measured": line}}, f"It grows {line[-1] / line[0]:.1f}-fold."
 
 STATS = {}   # name: Statistic, in the order of the page, which is that of a lesson
 Statistic = namedtuple("Statistic", "measure title caption definition draw options")

@@ -104,6 +104,17 @@ def test_a_pass_notes_what_happens(residual, mod):
         M.map_stream(same, analyze.where_ran(found.ran[place], new, before), after)
     assert found.effects().tril().nan_to_num(9).max() < 9   # All can be compared.
 
+def test_the_statistic_that_a_comment_shows(monkeypatch):
+    """... can be copied, and measures what it says."""
+    [code] = re.findall(r"to copy to part 4:\n#\n((?:# .+\n)+)", (ROOT / "analyze.py").read_text())
+    monkeypatch.setattr(analyze, "STATS", dict(analyze.STATS))
+    exec(code.replace("#     ", ""), vars(analyze).copy())
+    run = run_of()
+    panels, sentence = analyze.STATS["lengths"].measure(run)
+    streams = run.model.walk(joined(run.quarter)[0])[1:]
+    assert torch.allclose(panels[""]["measured"], torch.stack([rms(stream).mean() for stream in streams]))
+    assert re.fullmatch(r"It grows \d+\.\d-fold\.", sentence)
+
 def test_angles():
     found = Pass(make("nag", mod="gain:below=0.3"), ids())
     pairs = zip(found.residuals[:-1], found.streams)
