@@ -191,7 +191,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch):
     assert refused(run.main, ["nope", "--dry"]).startswith("nope: no such experiment; choose from staircase, ")
 
 def test_tables_and_page_say_what_the_files_say(tmp_path, monkeypatch):
-    """Tables are those of the files. Each interval of the page is one of them, or its mirror image."""
+    """Tables are those of the files. Each interval of the pages is one of them, or its mirror image."""
     for name in "draw_steps", "draw_cost", "draw_gaps", "draw_magnitudes":
         monkeypatch.setattr(summarize, name, lambda *args: None)
     monkeypatch.setattr(summarize, "HERE", tmp_path)
@@ -200,9 +200,9 @@ def test_tables_and_page_say_what_the_files_say(tmp_path, monkeypatch):
     summarize.main([])
     tables = (tmp_path / "tables.md").read_text()
     assert tables == (ROOT / "results/tables.md").read_text()
-    page = (ROOT / "results/README.md").read_text()
-    intervals = re.findall(r"([+-]\d\.\d{3})\s+to\s+([+-]\d\.\d{3})", page)
-    assert len(intervals) > 10
+    pages = "".join((ROOT / "results" / name).read_text() for name in ("README.md", "rows.md"))
+    intervals = re.findall(r"([+-]\d\.\d{3})\s+to\s+([+-]\d\.\d{3})", pages)
+    assert len(intervals) > 60
     for low, high in intervals:
         mirrored = f"{-float(high):+.3f} to {-float(low):+.3f}"
         assert f"{low} to {high}" in tables or mirrored in tables, (low, high)
