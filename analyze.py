@@ -1131,7 +1131,10 @@ def open_runs(args):
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
-        run.warning = warning   # if its data, or its loss, have changed since the training
+        step, n_steps = config["step"], config["max_iters"]
+        if not warning and step < n_steps and not config["max_flops"]:
+            warning = f"{path} has {step} of its {n_steps} iterations: it trains, or was stopped"
+        run.warning = warning   # also if its data, or its loss, have changed since the training
         if warning:
             print(warning, file=sys.stderr)
         runs[name if names.count(name) == 1 else path] = run

@@ -449,6 +449,16 @@ def test_data_that_changed(made, tmp_path, capsys):
     assert "moved" in warning and warning in capsys.readouterr().err
     assert "nowhere" in refused(analyze.main, [*words, "nowhere"])
 
+def test_a_run_that_still_trains(made, tmp_path, capsys):
+    """The page says how far it is."""
+    run = shutil.copytree(made / "_<b>", tmp_path / "run")
+    ckpt = torch.load(run / "ckpt.pt", weights_only=True)
+    ckpt["settings"]["max_iters"] = 99
+    torch.save(ckpt, run / "ckpt.pt")
+    analyze.main([str(run), "--only", "logit_lens", "--out", f"{tmp_path}/out", "--data", f"{made}/data"])
+    warning = report_of(tmp_path / "out")[0]["runs"]["run"]["warning"]
+    assert "has 6 of its 99 iterations" in warning and warning in capsys.readouterr().err
+
 def test_what_figures_show():
     """A number stands where its colour is, and points are where they should be."""
     axes, *_ = analyze.draw_heat({"run": {"": [[0, 1], [2, 3]]}}, {"run": "r"}, 2).axes
