@@ -6,7 +6,7 @@ import pytest, torch
 import analyze, flags, model, prepare, sample, train
 from conftest import ROOT
 
-LIMITS = {"README.md": 264, "workshop/README.md": 225}   # lines
+LIMITS = {"README.md": 265, "workshop/README.md": 225}   # lines
 README, WORKSHOP = (ROOT.joinpath(name).read_text(encoding="utf-8") for name in LIMITS)
 
 def blocks(kind, text=README + WORKSHOP):
