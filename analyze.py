@@ -29,6 +29,7 @@ import traceback
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.style
 import numpy as np
@@ -43,7 +44,7 @@ import prepare
 from flags import flag, parse, refuse, start
 from model import (AttnRes, ByGain, Decider, Norm, SomeTokens, Trip, attend, flops_per_token,
                    map_stream, num_params, places_of, unit)
-from train import data_of_run, evaluate, open_run, read_metrics, say
+from train import data_of_run, evaluate, open_run, progress_of, read_metrics, say
 
 # ===================================================================== part 1: what a statistic is
 
@@ -1131,9 +1132,9 @@ def open_runs(args):
         if not math.isfinite(run.loss):
             refuse(f"{path}: its loss is {run.loss}, so there is nothing to see; train it with a "
                    f"lower --lr")
-        step, n_steps = config["step"], config["max_iters"]
-        if not warning and step < n_steps and not config["max_flops"]:
-            warning = f"{path} has {step} of its {n_steps} iterations: it trains, or was stopped"
+        progress = progress_of(SimpleNamespace(**config), config["step"], config["flops"])
+        if not warning and progress < 1:
+            warning = f"{path} has had {progress:.0%} of its training: it goes on, or was stopped"
         run.warning = warning   # also if its data, or its loss, have changed since the training
         if warning:
             print(warning, file=sys.stderr)

@@ -666,8 +666,8 @@ def load_weights(model, ckpt, run):
 
 def open_run(run, device="auto"):
     """For sample.py and analyze.py, and for you. Run folder -> its model in eval mode, and its
-    settings, a dict: the flags, tokenizer, step, val_loss, and fingerprint of the data. device: as
-    that flag. Nothing is written."""
+    settings, a dict: the flags, tokenizer, step, flops, val_loss, and fingerprint of the data.
+    device: as that flag. Nothing is written."""
     ckpt = read_checkpoint(run)
     # --kernels on was right for the machine that trained. Without Triton, it would be refused.
     settings = ckpt["settings"] | dict(kernels="auto")
@@ -676,8 +676,8 @@ def open_run(run, device="auto"):
     model.n_vocab = prepare.VOCABULARIES[settings["tokenizer"]]
     load_weights(model, ckpt, run)
     model.to(set_up_device(device, config.n_embd)).eval()
-    return model, settings | dict(step=ckpt["step"], val_loss=ckpt["val_loss"],
-                                  fingerprint=ckpt["data"])
+    return model, settings | dict(step=ckpt["step"], flops=ckpt["flops"],
+                                  val_loss=ckpt["val_loss"], fingerprint=ckpt["data"])
 
 def data_of_run(run, settings, data="", model=None):
     """-> the folder of a run's data, or `data` if they have moved; and a sentence if they have

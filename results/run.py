@@ -115,7 +115,8 @@ def columns_of(folder):
         found["right"] = " ".join(f"{share:.3f}" for share in run.right)
     return found
 
-BY_BLOCK = "field", "field adamw", "equal", "ill", "fanin"   # experiments whose blocks are measured, on 64 windows
+# Experiments whose blocks are measured, on 64 windows
+BY_BLOCK = "field", "field adamw", "equal", "ill", "fanin"
 
 # A measure of blocks.csv: a statistic of analyze.py, and which of its panels and lines
 MEASURES = {"read": ("magnitudes", "what is read (rms)", "both"),

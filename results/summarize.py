@@ -93,9 +93,9 @@ STATISTICS = {
 def read_blocks(path):
     """blocks.csv -> rows like those of runs.csv, but with lists of numbers. First weights are a
     variant of their own."""
-    found = {}
-    if not path.is_file():
+    if not path.is_file():   # Most experiments measure no blocks.
         return []
+    found = {}
     with open(path, newline="", encoding="utf-8") as f:
         for line in csv.DictReader(f):
             variant = line["variant"] + (", first weights" if line["when"] != "trained" else "")

@@ -453,11 +453,11 @@ def test_a_run_that_still_trains(made, tmp_path, capsys):
     """The page says how far it is."""
     run = shutil.copytree(made / "_<b>", tmp_path / "run")
     ckpt = torch.load(run / "ckpt.pt", weights_only=True)
-    ckpt["settings"]["max_iters"] = 99
-    torch.save(ckpt, run / "ckpt.pt")
-    analyze.main([str(run), "--only", "logit_lens", "--out", f"{tmp_path}/out", "--data", f"{made}/data"])
-    warning = report_of(tmp_path / "out")[0]["runs"]["run"]["warning"]
-    assert "has 6 of its 99 iterations" in warning and warning in capsys.readouterr().err
+    for settings, share in (dict(max_iters=24), "25%"), (dict(max_flops=2 * ckpt["flops"]), "50%"):
+        torch.save(ckpt | dict(settings=ckpt["settings"] | settings), run / "ckpt.pt")
+        analyze.main([str(run), "--only", "logit_lens", "--out", f"{tmp_path}/out", "--data", f"{made}/data"])
+        warning = report_of(tmp_path / "out")[0]["runs"]["run"]["warning"]
+        assert f"has had {share} of its training" in warning and warning in capsys.readouterr().err
 
 def test_what_figures_show():
     """A number stands where its colour is, and points are where they should be."""

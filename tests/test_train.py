@@ -135,7 +135,7 @@ def test_a_run_in_default_folders_and_its_replay(data, tmp_path, monkeypatch, ca
     same_run(out, Path("replay"))
     model, found = train.open_run(out)
     assert dict(found.items() - config.items()) == dict(
-        fingerprint=prepare.fingerprint(data), step=50, val_loss=last["val_loss"])
+        fingerprint=prepare.fingerprint(data), step=50, flops=last["flops"], val_loss=last["val_loss"])
     assert model.n_vocab == 257 and not model.training
     nats = train.evaluate(model, *prepare.windows_of(data, "val", 32, 8), torch.ones(320))[0]
     assert nats == last["val_loss"]
