@@ -1,37 +1,22 @@
+"""GPT with interchangeable residual connections. References: 1) nanoGPT, whose names this file
+keeps:
+https://github.com/karpathy/nanoGPT 2) the papers of the residuals, cited in their classes.
+
+A Transformer of L blocks is a chain of 2L sublayers: attention, MLP, attention, MLP, ... A residual
+connection decides how a sublayer f reads the residual stream, and how it updates it:
+
+    stream = residual(stream, f)      # PreNorm: x + f(norm(x))
+
+--residual selects one. Part 1 is a complete GPT with PreNorm; part 2 has the other residuals, part
+3 Mixture-of-Depths (tokens that skip sublayers), part 4 FLOPs, tapered widths and repeated blocks.
+
+B: batch, T: tokens, C: n_embd, V: vocabulary. layer_idx counts sublayers from 0 (even: attention,
+odd: MLP), block_idx = layer_idx // 2. A paper's layer l is layer_idx + 1.
+
+Other than in nanoGPT: rotary embeddings, RMSNorm, QK norm, an untied head, no biases, no dropout,
+weights initialized by fan-in, and a KV cache in generate().
 """
-A GPT in which the residual connection is a part that you can swap.
 
-A Transformer is a chain of sublayers: attention, MLP, attention, MLP, and so on. Each reads one
-vector per token, and adds something to it. This running sum is the stream. The rule by which a
-sublayer reads the stream and changes it is the residual. Here each rule is one small class, and all
-else is shared, so that you can read the rules side by side, and compare them fairly.
-
-The whole model is this loop:
-
-    stream = ends.start(embedding)
-    for residual, f in sublayers:
-        stream = residual(stream, f)     # PreNorm, the usual rule: stream + f(norm(stream))
-    logits = head(ends.finish(stream))
-
-(Don't write it with torch's while_loop or scan: in torch 2.13, these lose gradients in silence.)
-Our words, for B sequences of T tokens, of which each has C = n_embd numbers in the stream:
-
-    stream     what flows through the depth: a tensor (B, T, C) in PreNorm, and, in some other
-               rules, several tensors in a tuple
-    sublayer   an attention or an MLP; a residual sees it as a function f: (..., C) -> (..., C)
-    update     what f returns
-    block      an attention and the MLP after it. A model has L = n_layer blocks, 2L sublayers.
-               (block_size is unrelated: as in nanoGPT, it is the longest context.)
-    l          the number of a residual, 1 .. 2L. Odd ones go with an attention, even with an MLP.
-    ends       one more residual, l = 2L + 1. It has no sublayer: it starts and finishes the stream.
-    trip       the record of a pass in which tokens may skip (part 3); a plain pass has none
-
-Part 1 is a whole GPT, whose rule is PreNorm: read it from top to bottom. Part 2 has the other
-residuals (--residual). In part 3 tokens skip sublayers (--mod), and part 4 has some tools. If you
-know nanoGPT, these are new: RoPE in place of wpe, RMSNorm, normalised queries and keys, a head that
-is not tied to the embedding, other first weights, no biases, no dropout, and a cache in sampling.
-"""
-import itertools
 import math
 import re
 import zlib
@@ -42,1441 +27,1104 @@ from typing import Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
-from flags import Mistake, field_problems, flag, option_defaults, read_options
-from kernels import TINY, depth_sum, fast_nag_write, rms_norm, why_no_triton
+from flags import UserError, flag, read_options
+from kernels import depth_sum, nag_write
 
-# =================================================================================== part 1: a GPT
+# =============================================================================================
+# Part 1: GPT
+# =============================================================================================
 
 @dataclass
 class GPTConfig:
-    """The settings of a model. flag(default, help, lowest, highest) is a field, and a flag of
-    train.py, too."""
-    residual: str = flag("pre", "the rule, such as nag; options follow it: hyper:n=2")
-    n_layer: int = flag(12, "blocks; a block is two sublayers, attention and MLP", 1, 4096)
-    n_head: int = flag(4, "attention heads", 1, 1024)
-    n_embd: int = flag(128, "width of the stream", 2, 65536)
-    block_size: int = flag(128, "longest context, in tokens", 1, 2 ** 20)
-    vocab_size: int = flag(320, "tokens; train.py takes it from the data, rounded up", 1, 2 ** 24)
-    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "of the MLP")
-    mlp_ratio: float = flag(4.0, "width of the MLP's hidden layer / n_embd", 0.01, 1024)
-    norm: Literal["rms", "layer", "single", "dyt", "none"] = flag(
-        "rms", "of the stream; single: with one weight, dyt: a tanh in its place")
-    init: Literal["width", "gpt2", "embedding"] = flag(
-        "width", "std of first weights; width: by fan-in; gpt2: 0.02; embedding: 0.02, but wte 3")
-    seed: int = flag(1337, "of the first weights and of the data order", 0, 2 ** 31 - 1)
-    # Variants, which are off with these values
+    # flag(default, help, min, max): each field is also a command-line flag of train.py
+    residual: str = flag("pre", "residual connection, with options: hyper:kind=mhc,n=2")
+    n_layer: int = flag(12, "number of blocks, each an attention and an MLP", 1, 4096)
+    n_head: int = flag(4, "number of attention heads", 1, 1024)
+    n_embd: int = flag(128, "width of the residual stream", 2, 65536)
+    block_size: int = flag(128, "context length", 1, 2 ** 20)
+    vocab_size: int = flag(320, "train.py takes it from the data set, rounded up", 1, 2 ** 24)
+    activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "activation of the MLP")
+    mlp_ratio: float = flag(4.0, "hidden size of the MLP / n_embd", 0.01, 1024)
+    norm: Literal["rms", "layer", "dyt"] = flag("rms", "RMSNorm, LayerNorm or Dynamic Tanh")
+    init: Literal["width", "gpt2"] = flag("width", "std of initial weights: by fan-in, or 0.02")
+    seed: int = flag(1337, "of initial weights and of the data order", 0, 2 ** 31 - 1)
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
-    taper: Literal["none", "linear", "cosine"] = flag(
-        "none", "how MLPs change in width, from taper_start to taper_end", group="depth and width")
-    taper_start: float = flag(1.5, "relative width of the first block", 0.01, 100)
-    taper_end: float = flag(0.5, "relative width of the last block", 0.01, 100)
-    repeat: str = flag("", "2:3 runs the second block three times; 2-3:2 runs blocks 2 3 2 3")
-    deep_supervision: bool = flag(False, "training: mean loss after each block")
-    mod: str = flag("all", "which tokens run a sublayer: all, router:rate=0.25, coins:rate=0.25; "
-                    "for nag also gain:rate=0.25 or gain:below=0.05", group="skipping")
-    gain_cost: float = flag(0.0, "for nag: adds this x mean |gain|, how much sublayers change a "
-                            "token, to the loss, from 30 % of a training on", 0, 1000)
+    taper: Literal["none", "linear", "cosine"] = flag("none", "MLPs get narrower with depth")
+    taper_start: float = flag(1.5, "relative MLP width of the first block", 0.01, 100)
+    taper_end: float = flag(0.5, "relative MLP width of the last block", 0.01, 100)
+    repeat: str = flag("", "1:3 runs block 1 three times, 1-2:2 runs blocks 1 2 1 2")
+    deep_supervision: bool = flag(False, "training loss: mean over the logits after each block")
+    mod: str = flag("none", "Mixture-of-Depths: gate:rate=0.25, router:rate=0.25, random:rate=0.25")
+    gate_loss: float = flag(0.0, "nag: coefficient of an auxiliary loss, the mean |gate|", 0, 1000)
 
-    def problems(self):   # -> a sentence for each thing that is wrong: end of part 4
-        return config_problems(self)
-
-EPS = 1e-6   # keeps a norm from dividing by 0
-
-def unit(x, eps=EPS):   # x / rms(x): the direction of x, with rms 1
-    return rms_norm(x, eps)   # F.rms_norm(x, x.shape[-1:], eps=eps), but faster on a CPU
-
-def centred(x):
-    return x - x.mean(-1, keepdim=True)
+def rms_norm(x, eps=1e-6):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 class Norm(nn.Module):
-    """What --norm names, (..., C) -> (..., C): RMSNorm or LayerNorm; single: with one weight for
-    all channels (arXiv:2506.19697); dyt: a tanh in place of a norm (arXiv:2503.10622)"""
+    """RMSNorm, LayerNorm or Dynamic Tanh (arXiv:2503.10622), without a bias."""
+
     def __init__(self, config):
         super().__init__()
         self.kind = config.norm
-        if self.kind != "none":
-            self.weight = nn.Parameter(torch.ones([] if self.kind == "single" else config.n_embd))
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
         if self.kind == "dyt":
-            self.slope = nn.Parameter(torch.tensor(0.5))
-            self.bias = nn.Parameter(torch.zeros(config.n_embd))
+            self.alpha = nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x):
-        if self.kind == "none":
-            return x
-        if self.kind == "dyt":
-            return torch.tanh(self.slope * x) * self.weight + self.bias
+        if self.kind == "rms":
+            return rms_norm(x) * self.weight
         if self.kind == "layer":
-            x = centred(x)
-        return unit(x) * self.weight
+            return F.layer_norm(x, x.shape[-1:], self.weight, eps=1e-6)
+        return torch.tanh(self.alpha * x) * self.weight
 
-class CastLinear(nn.Linear):
-    """nn.Linear without a bias, which casts its input and its weight to dtype. None: to that of the
-    input. In a training on a GPU it is bfloat16 (GPT.compute_in), which is much faster. Weights and
-    the stream stay float32: in bfloat16, the rounding errors of 2L additions would add up."""
-    dtype = None
+class Linear(nn.Linear):
+    """nn.Linear without a bias that computes in `dtype` (bfloat16 on GPUs) and returns it.
+    The residual stream stays float32: a sum of 2L updates loses too much in bfloat16."""
+    dtype = None   # None: that of the weight; GPT.compute_in sets it
 
     def __init__(self, n_in, n_out):
         super().__init__(n_in, n_out, bias=False)
 
-    def times(self, x, weight):   # -> x @ weight.T. weight: self.weight, or what is made of it
-        dtype = self.dtype or x.dtype
-        return F.linear(x.to(dtype), weight.to(dtype))
+    def forward(self, x, rows=slice(None)):
+        dtype = self.dtype or self.weight.dtype
+        return F.linear(x.to(dtype), self.weight[rows].to(dtype))
 
-    def forward(self, x):
-        return self.times(x, self.weight)
-
-def rotation_table(config):
-    """RoPE turns pair p of a head's channels by the angle position * 10000^(-2p / head_size).
-    -> cosine and sine of each angle, (block_size, 1, head_size / 2, 2)"""
+def rotary_table(config):
+    """cos and sin of position * 10000^(-2i / head_size), (block_size, 1, head_size / 2, 2)"""
     head_size = config.n_embd // config.n_head
-    speed = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
-    angle = torch.outer(torch.arange(config.block_size), speed)
+    inv_freq = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
+    angle = torch.outer(torch.arange(config.block_size), inv_freq)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)[:, None]
 
-def rotate(x, rotation):
-    """Turns x (..., n_head, head_size): channels 2p and 2p + 1 are read as a complex number, and
-    multiplied by cos + i sin, of rotation. At least in float32: bfloat16 has no complex numbers."""
-    dtype = torch.promote_types(rotation.dtype, torch.float32)
-    points = torch.view_as_complex(x.to(dtype).unflatten(-1, (-1, 2)))
-    turned = points * torch.view_as_complex(rotation.to(dtype))
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+def apply_rotary(x, rotary):
+    """x (B, T, n_head, head_size), rotary (T, 1, head_size / 2, 2): rotates channels 2i and 2i + 1
+    by
+    an angle, as the product of two complex numbers. In float32, as bfloat16 has no complex
+    numbers."""
+    pairs = torch.view_as_complex(x.to(rotary.dtype).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * torch.view_as_complex(rotary)).flatten(-2).to(x.dtype)
 
-# A score is q @ k times a scale. Our queries and keys have rms 1, so q @ k is at most head_size.
-# With the usual scale, 1 / sqrt(head_size), a score would be at most sqrt(head_size): 5.7 for heads
-# of 32, too flat to pick one token of many. With SHARPNESS / head_size, it can reach 11.3 for every
-# head size, as the usual scale does for heads of 128.
-SHARPNESS = 128 ** 0.5
-
-def attend(q, k, v, mask=None):
-    """q (B, Q, n_head, head_size); k, v (B, S, n_head, head_size) -> for each query a mean of the
-    values, shaped like q. mask: bools (B or 1, Q, S), True where a query sees a key; None: Q = S,
-    and each query sees the keys up to its own"""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))   # now (B, n_head, ...)
-    if mask is not None:
-        mask = mask[:, None]   # the same for all heads
-    scale = SHARPNESS / q.shape[-1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale)
-    return out.transpose(1, 2)
+# Queries and keys are normalized, so q @ k is at most head_size. The usual 1 / sqrt(head_size)
+# would bound scores by sqrt(head_size) = 5.7 for heads of 32, too flat to select one token of many.
+# With ATTN_SCALE / head_size the bound is 11.3 for any head size, as it usually is for heads of
+# 128.
+ATTN_SCALE = 128 ** 0.5
 
 class Attention(nn.Module):
-    """Causal multi-head attention, with RoPE, and with normalised queries and keys"""
+
     def __init__(self, config):
         super().__init__()
-        self.head_size = config.n_embd // config.n_head
-        # C rows for q, then C for k, and C for v. (If you change this, for grouped queries, say,
-        # change attention_of_some and keys_of_all, in part 3, too.)
-        self.c_attn = CastLinear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = CastLinear(config.n_embd, config.n_embd)
+        self.n_head = config.n_head
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)   # query, key, value for all heads
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def heads(self, x):   # (..., C) -> (..., n_head, head_size)
-        return x.unflatten(-1, (-1, self.head_size))
+    def heads(self, x):
+        return x.unflatten(-1, (self.n_head, -1))   # (B, T, C) -> (B, T, n_head, head_size)
 
-    def turned(self, x, rotation):
-        """Products (..., C) of c_attn -> queries, or keys, normalised and rotated, (..., n_head,
-        head_size). rotation: the rows of the table for the positions of these tokens"""
-        return rotate(unit(self.heads(x)), rotation)
+    def forward(self, x, rotary, cache=None, mask=None):
+        """x (B, T, C) -> (B, T, C). cache: keys and values of earlier tokens, in sampling. mask (B,
+        T): the tokens that run this sublayer (part 3); all tokens compute keys and values."""
+        if mask is None:
+            q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        else:
+            C = x.shape[-1]
+            q = scatter(self.c_attn(x[mask], rows=slice(0, C)), mask)
+            k, v = self.c_attn(x, rows=slice(C, 3 * C)).chunk(2, dim=-1)
+        q = apply_rotary(rms_norm(self.heads(q)), rotary)
+        k = apply_rotary(rms_norm(self.heads(k)), rotary)
+        v = self.heads(v)
+        if cache is not None:
+            k, v = cache.update(k, v)
+        if mask is not None and not mask.any():
+            return torch.zeros_like(x)
+        y = attention(q, k, v)
+        if mask is None:
+            return self.c_proj(y).to(x.dtype)
+        return scatter(self.c_proj(y[mask]), mask).to(x.dtype)
 
-    def forward(self, x, rotation, store=None):
-        """x (B, T, C) -> (B, T, C). store: that of a KVCache, if x are only the newest tokens"""
-        q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        q, k, v = self.turned(q, rotation), self.turned(k, rotation), self.heads(v)
-        mask = None
-        if store is not None:   # It keeps them, and returns those of all tokens so far.
-            k, v, mask = store(k, v)
-        return self.c_proj(attend(q, k, v, mask).flatten(-2)).to(x.dtype)
+def attention(q, k, v):
+    """q (B, T, n_head, head_size) of the newest T of S tokens; k, v (B, S, n_head, head_size) ->
+    (B,
+    T, C)"""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    T, S = q.shape[2], k.shape[2]
+    causal = None if T == S else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    y = F.scaled_dot_product_attention(q, k, v, causal, is_causal=causal is None,
+                                       scale=ATTN_SCALE / q.shape[-1])
+    return y.transpose(1, 2).flatten(2)
 
-class AttentionOfPass:
-    """An attention as a residual sees it, a function of x: for tokens at certain positions, and, in
-    sampling, with what stores their keys and values"""
-    def __init__(self, attn, rotation, store):
-        self.attn, self.rotation, self.store = attn, rotation, store
-
-    def __call__(self, x):
-        return self.attn(x, self.rotation, self.store)
+def scatter(x, mask):   # (N, C) of the tokens of mask (B, T) -> (B, T, C), zero elsewhere
+    return x.new_zeros(*mask.shape, x.shape[-1]).index_put((mask,), x)
 
 class MLP(nn.Module):
-    def __init__(self, config, hidden):
+
+    def __init__(self, config, hidden_size):
         super().__init__()
         self.activation = config.activation
-        # swiglu multiplies two halves, so it needs twice the rows.
-        rows = 2 * hidden if config.activation == "swiglu" else hidden
-        self.c_fc = CastLinear(config.n_embd, rows)
-        self.c_proj = CastLinear(hidden, config.n_embd)
+        self.c_fc = Linear(config.n_embd, hidden_size * (2 if self.activation == "swiglu" else 1))
+        self.c_proj = Linear(hidden_size, config.n_embd)
 
-    def forward(self, x):   # (..., C) -> (..., C)
-        hidden = self.c_fc(x)
+    def forward(self, x):
+        h = self.c_fc(x)
         if self.activation == "gelu":
-            hidden = F.gelu(hidden)
+            h = F.gelu(h)
         elif self.activation == "relu2":
-            hidden = F.relu(hidden).square()
+            h = F.relu(h).square()
         else:
-            gate, value = hidden.chunk(2, dim=-1)
-            hidden = F.silu(gate) * value
-        return self.c_proj(hidden).to(x.dtype)
+            gate, value = h.chunk(2, dim=-1)
+            h = F.silu(gate) * value
+        return self.c_proj(h).to(x.dtype)
 
 class Residual(nn.Module):
-    """PreNorm, the rule of GPT-2 and of most models since. All other rules are derived from it. A
-    model makes one for each sublayer l = 1 .. 2L, and one more, `ends`, with l = 2L + 1."""
-    def __init__(self, config, l):
+    """PreNorm (GPT-2, Llama). The base class of all residual connections.
+
+    A model has one per sublayer, layer_idx = 0 .. 2L - 1, and a last one, layer_idx = 2L, whose
+    expand() turns the embedding into the stream and whose reduce() turns the stream into the input
+    of the head."""
+    own_params = ()     # names of parameters trained by AdamW at --residual_lr
+    can_skip = True     # may a token keep its stream and skip the sublayer?
+    options = {}        # choices or range of each option: {"n": (1, 64)}
+
+    def __init__(self, config, layer_idx):
         super().__init__()
-        self.config, self.l = config, l
-        self.block = (l + 1) // 2   # 1 .. L: residuals 1 and 2 belong to block 1, and so on
-        self.has_sublayer = l <= 2 * config.n_layer   # False: it is `ends`.
-        self.norm = Norm(config) if self.has_norm else nn.Identity()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.block_idx = layer_idx // 2
+        self.is_final = layer_idx == 2 * config.n_layer
+        self.norm = Norm(config)
 
     def forward(self, stream, f):
-        """A stream, and a sublayer f as a function -> the next stream. A rule calls f once, and
-        treats each token by itself, so that some can skip (part 3). f may look at other tokens."""
+        """stream, sublayer f: (B, T, C) -> (B, T, C) -> new stream"""
         return stream + f(self.norm(stream))
 
-    def start(self, embedding):   # of `ends`: (B, T, C) -> the first stream
-        return embedding
+    def expand(self, x):          # (B, T, C) embedding -> stream
+        return x
 
-    def finish(self, stream):   # of `ends`: -> what the head reads. Its norm is ln_f in GPT-2.
-        return self.norm(self.as_tensor(stream))
+    def reduce(self, stream):     # stream -> (B, T, C), the input of the head; ln_f in GPT-2
+        return self.norm(stream)
 
-    def as_tensor(self, stream):
-        """-> one vector per token, (B, T, C). PreNorm's stream is that already. If the stream of
-        another rule has several parts, it is the first one."""
-        if torch.is_tensor(stream):
-            return stream
-        return next(iter(stream.values() if isinstance(stream, dict) else stream))
+    def head(self, x, lm_head):   # -> logits
+        return lm_head(x).to(x.dtype)
 
-    def head_weight(self, weight):   # of `ends`: the head's weight (V, C) -> the one that is used
-        return weight
+    def flops(self):   # of its own matrix products, per token
+        return matrix_flops(self)
 
-    def init_sublayer(self, sublayer):
-        """May rescale the first weights of an attention or MLP, once they are drawn. As in GPT-2:
-        2L updates are added up, so each starts with a variance that is 2L times smaller."""
+    def init_sublayer_(self, sublayer):
+        # as in GPT-2: 2L updates are added up, so each starts 1 / sqrt(2L) as large
         sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
-    # What parts 2 to 4 and train.py ask for. To read part 1, you can do without.
-    allowed = {}           # the choices or the range of each option: dict(n=(1, 64)), say
-    own_lr = ()            # names of parameters that train with AdamW at --gate_lr, not at --lr
-    has_norm = True        # False: a rule without a self.norm
-    can_skip = True        # Can a token pass by a sublayer, with its stream as it is?
-    knows_gain = False     # Is there a gain(stream), and a forward(stream, f, gain=None)?
-    stream_grows = False   # Has the stream more and more tensors with depth?
-
-    def flops(self):   # per token, which is multiplied with each matrix once
-        return sum(2 * p.numel() for p in self.parameters() if p.dim() == 2)
-
-    def flops_before_f(self):   # those of them that make what f gets
-        return 0
-
-    def running_sum(self, stream):   # for figures: the sum to which updates are added
-        return self.as_tensor(stream)
-
 class Block(nn.Module):
-    """Two sublayers and their residuals"""
-    def __init__(self, config, number):   # 0 .. L - 1
+
+    def __init__(self, config, block_idx):
         super().__init__()
         self.attn = Attention(config)
-        self.attn_residual = make_residual(config, 2 * number + 1)   # a Residual, by --residual
-        self.mlp = MLP(config, hidden_units(config, number))         # mlp_ratio * n_embd, usually
-        self.mlp_residual = make_residual(config, 2 * number + 2)
+        self.attn_residual = make_residual(config, 2 * block_idx)
+        self.mlp = MLP(config, hidden_size(config, block_idx))
+        self.mlp_residual = make_residual(config, 2 * block_idx + 1)
 
-    def forward(self, stream, rotation, store=None, trip=None):
-        """The stream before the block -> that after it. trip: None in a plain pass"""
-        attention = AttentionOfPass(self.attn, rotation, store)
-        for residual, f in (self.attn_residual, attention), (self.mlp_residual, self.mlp):
-            if trip is None:
+    def forward(self, stream, rotary, cache=None, trace=None):
+        attn = partial(self.attn, rotary=rotary, cache=cache)
+        for residual, f in ((self.attn_residual, attn), (self.mlp_residual, self.mlp)):
+            if trace is None:
                 stream = residual(stream, f)
             else:
-                stream = trip.run(residual, stream, f)   # the same, for the tokens that run
+                stream = trace.run(residual, stream, f)   # for the tokens that don't skip
         return stream
 
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
 
-def first_std(config, name, columns):
-    """The standard deviation of first weights. name: that of a module, such as wte, lm_head or
-    blocks.0.mlp.c_fc; columns: of its weight"""
-    if name == "wte" and config.init != "gpt2":
-        return EMBEDDING_STD   # At first, an embedding is longer than the updates added to it.
-    if config.init != "width":
+def init_std(config, name, n_in):
+    if config.init == "gpt2":
         return 0.02
+    if name == "wte":
+        return EMBEDDING_STD                  # larger than the updates that are added to it
     if name == "lm_head":
-        return LOGIT_STD * columns ** -0.5   # The first loss is 0.8^2 / 2 = 0.3 above ln(V).
-    return columns ** -0.5   # A residual may rescale it: init_sublayer.
+        return LOGIT_STD * n_in ** -0.5       # the first loss is 0.8^2 / 2 above log(V)
+    return n_in ** -0.5
 
-def seeded(config, name):
-    """A random generator for the weights of this name. With the same seed and the same name, two
-    models draw the same numbers, whatever else they have. So comparisons are fair."""
+def generator(config, name):
+    """A random generator for the parameter of this name: two models with the same seed draw the
+    same
+    weights, whatever else they contain, so comparisons are paired."""
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
-@torch.no_grad()
-def init_weights(model):
-    for name, module in model.named_modules():
-        if isinstance(module, (CastLinear, nn.Embedding)):   # What else there is draws for itself.
-            std = first_std(model.config, name, module.weight.shape[1])
-            module.weight.normal_(std=std, generator=seeded(model.config, name))
-    for block in model.blocks:
-        block.attn_residual.init_sublayer(block.attn)
-        block.mlp_residual.init_sublayer(block.mlp)
-
 class GPT(nn.Module):
-    """Decoder-only Transformer. ValueError if the config has problems: a sentence for each"""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if problems := config.problems():
-            raise ValueError("\n".join(problems))
+        check_config(config)
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.blocks = nn.ModuleList([Block(config, number) for number in range(config.n_layer)])
-        self.ends = make_residual(config, 2 * config.n_layer + 1)
-        self.lm_head = CastLinear(config.n_embd, config.vocab_size)
-        self.register_buffer("rotation", rotation_table(config), persistent=False)
-        self.order = block_order(config)      # the blocks 0 .. L - 1, unless --repeat changes it
-        self.decider = make_decider(config)   # who skips sublayers: nobody, or what --mod says
-        self.n_vocab = config.vocab_size      # ids that sampling may draw; open_run may say fewer
-        init_weights(self)
+        self.blocks = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        self.final = make_residual(config, 2 * config.n_layer)
+        self.lm_head = Linear(config.n_embd, config.vocab_size)
+        self.policy = make_policy(config)        # which tokens skip (part 3); None: no token
+        self.block_order = block_order(config)   # 0 .. L - 1, unless --repeat
+        self.register_buffer("rotary", rotary_table(config), persistent=False)
+        self.init_weights()
 
-    def forward(self, idx, targets=None, cache=None, trip=None):
-        """idx (B, T) of token ids -> logits (B, T, V), and None. With targets (B, T): logits (in
-        training, None), and the loss, which is the mean cross entropy in nats, and in training what
-        some flags add to it. cache: a KVCache, if idx are only the newest tokens; trip: a Trip, if
-        you want to say who skips, or to know afterwards who has. ValueError if idx is too long"""
-        past = 0 if cache is None else cache.length
-        length = past + idx.shape[1]
-        if length > self.config.block_size:
-            raise ValueError(f"{length} tokens do not fit block_size {self.config.block_size}")
+    @torch.no_grad()
+    def init_weights(self):
+        for name, module in self.named_modules():
+            if isinstance(module, (Linear, nn.Embedding)):
+                std = init_std(self.config, name, module.weight.shape[1])
+                module.weight.normal_(std=std, generator=generator(self.config, name))
+        for block in self.blocks:
+            block.attn_residual.init_sublayer_(block.attn)
+            block.mlp_residual.init_sublayer_(block.mlp)
+
+    def forward(self, idx, targets=None, cache=None, trace=None):
+        """idx (B, T) token ids, targets (B, T) -> logits (B, T, V), loss (mean cross entropy in
+        nats;
+        None without targets). In training logits are None: nobody reads the largest tensor of the
+        pass. cache: a KVCache, if idx are the newest tokens only. trace: a Trace records this pass
+        (part 3)."""
+        start = 0 if cache is None else cache.length
+        end = start + idx.shape[1]
+        if end > self.config.block_size:
+            raise UserError(f"{end} tokens do not fit into block_size {self.config.block_size}")
+        if trace is None and needs_trace(self):
+            trace = Trace(self)
+
+        stream = self.final.expand(self.wte(idx))
+        if trace is not None:
+            trace.begin(idx, stream)
+        for i, block_idx in enumerate(self.block_order):
+            layer_cache = None if cache is None else cache.layer(i)
+            stream = self.blocks[block_idx](stream, self.rotary[start:end], layer_cache, trace)
+        logits = self.logits(stream)
+
         if cache is not None:
-            cache.length = length   # `store` counts back from here.
-        stream = self.ends.start(self.wte(idx))
-        trip = trip or needed_trip(self)   # None in a plain pass: all tokens run all sublayers.
-        if trip is not None:
-            trip.begin(idx.shape, stream)
-        for slot, number in enumerate(self.order):   # In a cache, each attention has a slot.
-            store = None if cache is None else partial(cache.store, slot)
-            stream = self.blocks[number](stream, self.rotation[past:length], store, trip)
-        logits = self.head(stream)
+            cache.length = end
         if targets is None:
             return logits, None
         loss = cross_entropy(logits, targets)
         if not self.training:
             return logits, loss
-        if trip is not None:   # Flags such as --gain_cost add something.
-            loss = trip.loss(loss, targets)
-        return None, loss   # Nobody reads these logits. They would be the largest tensor of all.
+        if trace is not None:
+            trace.cross_entropy = loss.detach()
+        if self.config.deep_supervision:   # the head also reads the stream after each earlier block
+            after_blocks = trace.streams[2:-1:2]
+            earlier = [cross_entropy(self.logits(stream), targets) for stream in after_blocks]
+            loss = torch.stack([*earlier, loss]).mean()
+        if trace is not None:
+            loss = loss + trace.auxiliary_loss()
+        return None, loss
 
-    def head(self, stream):   # -> logits (B, T, V)
-        x = self.ends.finish(stream)
-        weight = self.ends.head_weight(self.lm_head.weight)   # In PreNorm it stays as it is.
-        return self.lm_head.times(x, weight).to(x.dtype)
+    def logits(self, stream):
+        return self.final.head(self.final.reduce(stream), self.lm_head)
 
-    def walk(self, idx, trip=None):
-        """idx (B, T) -> a list of streams: the first one, and the one after each sublayer"""
-        trip = trip or Trip(self)
-        trip.keeps_streams = True
-        self(idx, trip=trip)
-        return trip.streams
-
-    def generate(self, idx, max_new_tokens, **options):
-        """idx (B, T), texts of equal lengths -> (B, T + max_new_tokens). It goes on after an
-        end-of-text. options: those of new_tokens"""
-        tokens = [token for token, _ in new_tokens(self, idx, max_new_tokens, **options)]
-        return torch.cat([idx, *tokens], dim=1)
-
-    def compute_in(self, dtype):   # From now on, sublayers and head multiply in this dtype.
+    def compute_in(self, dtype):
         for module in self.modules():
-            if isinstance(module, CastLinear):
+            if isinstance(module, Linear):
                 module.dtype = dtype
 
-    def residuals(self):   # all 2L + 1 of them
+    def residuals(self):
         pairs = [(block.attn_residual, block.mlp_residual) for block in self.blocks]
-        return [*itertools.chain(*pairs), self.ends]
+        return [residual for pair in pairs for residual in pair]
 
-    @property
-    def device(self):
-        return self.rotation.device
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
+                 n_vocab=None, make_trace=None):
+        """idx (B, T) -> (B, T + max_new_tokens). Call model.eval() first.
 
-def cross_entropy(logits, targets):   # (B, T, V), (B, T) -> the mean over all tokens, in nats
+        temperature 0: always the likeliest token. n_vocab: the tokenizer's, if lm_head is padded.
+        make_trace: a function that returns a new Trace for each forward pass (part 3). When the
+        cache is full, it starts again with the newer half of the text."""
+        cache, new = KVCache(), idx[:, -self.config.block_size:]
+        for _ in range(max_new_tokens):
+            if cache.length + new.shape[1] > self.config.block_size:
+                cache, new = KVCache(), idx[:, -max(1, self.config.block_size // 2):]
+            trace = None if make_trace is None else make_trace()
+            logits = self(new, cache=cache, trace=trace)[0][:, -1, :n_vocab]
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits / temperature
+                if top_k is not None:
+                    kth = logits.topk(min(top_k, logits.shape[-1])).values[:, [-1]]
+                    logits = logits.masked_fill(logits < kth, -math.inf)
+                new = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
+
+def cross_entropy(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-def causal_mask(has_key, n):
-    """has_key (B or 1, S): bools, which of S tokens have a key -> bools (B or 1, n, S): which of
-    them each of the n newest tokens sees, those up to its own"""
-    return has_key[:, None].expand(-1, n, -1).tril(has_key.shape[1] - n)
-
 class KVCache:
-    """Keeps keys and values of earlier tokens, so that sampling computes only the newest one."""
-    def __init__(self, size):   # how many tokens it has room for
-        self.size = size
-        self.length = 0   # how many tokens have come, with those that run through the model now
-        self.slots = {}   # number of a slot: keys, values, and which tokens have a key
+    """Keys and values of earlier tokens, one pair per attention."""
 
-    def store(self, slot, k, v, has_key=True):
-        """k, v (B, n, n_head, head_size) of the n newest tokens -> those of all S tokens so far,
-        and a mask (B, n, S) as in attend. slot: the number of the attention; has_key: bools (B, n),
-        if some of the newest have none (part 3)"""
-        n, room = k.shape[1], (len(k), self.size)
-        if slot not in self.slots:
-            empty = k.new_zeros(*room, *k.shape[2:])
-            self.slots[slot] = empty, empty.clone(), k.new_zeros(room, dtype=torch.bool)
-        for old, new in zip(self.slots[slot], (k, v, has_key)):
-            old[:, self.length - n:self.length] = new
-        keys, values, have_key = (each[:, :self.length] for each in self.slots[slot])
-        return keys, values, causal_mask(have_key, n)
+    def __init__(self):
+        self.length = 0
+        self.layers = {}
 
-@torch.no_grad()
-def new_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None,
-               make_trip=None):
-    """Continues idx (B, T), after model.eval(). Yields each new token (B, 1), and the Trip of the
-    pass that predicted it, or None. make_trip: a function that returns a new Trip for each pass, if
-    you want to say who skips, or to know afterwards who has. ValueError if idx has no token"""
-    if idx.shape[1] == 0:
-        raise ValueError("idx has no token to go on from; give it an end-of-text, with which each "
-                         "document begins")
-    size = min(model.config.block_size, idx.shape[1] + max_new_tokens)
-    cache = KVCache(size)
-    missing = idx[:, -size:]   # what the cache doesn't have yet: at first the text, or its end
-    for _ in range(max_new_tokens):
-        trip = make_trip() if make_trip else needed_trip(model)
-        logits, _ = model(missing, cache=cache, trip=trip)
-        # Of the next token. (train.py rounds the number of the head's rows up.)
-        logits = logits[:, -1, :model.n_vocab]
-        if top_k:
-            best = logits.topk(min(top_k, logits.shape[-1]))
-            logits = torch.full_like(logits, -math.inf).scatter(1, best.indices, best.values)
-        if temperature < 1e-6:
-            token = logits.argmax(-1, keepdim=True)
-        else:
-            probabilities = (logits / temperature).softmax(-1)
-            token = torch.multinomial(probabilities, 1, generator=generator)
-        idx = torch.cat((idx, token), dim=1)
-        yield token, trip
-        if cache.length < size:
-            missing = token
-        else:   # It is full: a new one starts with the newer half.
-            cache = KVCache(size)
-            missing = idx[:, -max(1, size // 2):]
+    def layer(self, i):
+        return self.layers.setdefault(i, LayerCache())
 
-# ================================================================================ part 2: residuals
+class LayerCache:
+    k = v = None
 
-# Read those that you care about. All of them have the norms, the attention and the first weights of
-# part 1, whatever their papers had. Each class says what else differs from its paper.
+    def update(self, k, v):
+        """k, v (B, T, n_head, head_size) of the new tokens -> those of all tokens so far"""
+        if self.k is not None:
+            k, v = torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)
+        self.k, self.v = k, v
+        return k, v
+
+# =============================================================================================
+# Part 2: residual connections
+# =============================================================================================
+#
+# All share the norms, attention, MLP and initialization of part 1; "Differs from the paper" names
+# what else is different. x is the residual stream, u = f(norm(x)) the update.
+#
+# Mistakes that well-known implementations made for months, and the test that catches each here:
+#   any rule: later tokens or other sequences leak                 sanity_check
 
 class Template(Residual):
-    """Copy me: PreNorm, but each sublayer has a learned number b that multiplies its updates.
+    """Copy this class: PreNorm in which each update is multiplied by a learned number b.
 
-    Rename the class, change the equation, and give it a key in RESIDUALS (end of part 2). A keyword
-    argument of __init__ becomes an option: --residual template:first=0.5. With own_lr = ("b",), b
-    trains at --gate_lr. An init_sublayer that does nothing lets c_proj start as large as other
-    matrices. If a stream has several parts, write start, and, if x isn't the first, as_tensor."""
-    def __init__(self, config, l, first=1.0):   # first: b before training
-        super().__init__(config, l)
-        if self.has_sublayer:   # model.ends only starts and finishes, so it needs no b.
-            self.b = nn.Parameter(torch.tensor(float(first)))
+    A keyword argument of __init__ becomes an option: --residual template:start=0.5."""
+    own_params = ("b",)
+
+    def __init__(self, config, layer_idx, start=1.0):
+        super().__init__(config, layer_idx)
+        if not self.is_final:   # the last residual only expands and reduces
+            self.b = nn.Parameter(torch.tensor(start))
 
     def forward(self, x, f):
         return x + self.b * f(self.norm(x))
 
-# ------------------------------------------------------------------------------ where the norms are
+class PostNorm(Residual):
+    """PostNorm (Vaswani et al. 2017, arXiv:1706.03762)."""
 
-class Post(Residual):
-    """PostNorm, the Transformer of 2017 (arXiv:1706.03762): the last norm is the final one, too.
-    Differs from the paper: only in what part 1 has."""
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        if not self.has_sublayer:
-            self.norm = nn.Identity()
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        if self.is_final:   # the last sublayer has normalized the stream
+            del self.norm
 
     def forward(self, x, f):
         return self.norm(x + f(x))
 
-class Peri(Residual):
-    """Peri-LN (arXiv:2502.02732), as in Gemma 2 and 3: the update is normalised, too.
-    Differs from the paper: the embedding isn't normalised."""
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        if self.has_sublayer:
-            self.norm_update = Norm(config)
+    def reduce(self, x):
+        return x
+
+class PeriNorm(Residual):
+    """Peri-LN (arXiv:2502.02732; Gemma 2 and 3): norms before and after the sublayer.
+    Differs from the paper: the embedding is not normalized."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        if not self.is_final:
+            self.norm_out = Norm(config)
 
     def forward(self, x, f):
-        return x + self.norm_update(f(self.norm(x)))
+        return x + self.norm_out(f(self.norm(x)))
 
-class Reordered(Residual):
-    """OLMo 2 (arXiv:2501.00656): only the update is normalised.
-    Differs from the paper: only in what part 1 has."""
+class ReorderedNorm(Residual):
+    """Norm after the sublayer, before the addition (OLMo 2, arXiv:2501.00656)."""
+
     def forward(self, x, f):
         return x + self.norm(f(x))
 
-class DeepNorm(Post):
-    """DeepNorm (arXiv:2203.00555): PostNorm with a larger stream. Updates stay bounded if c_proj,
-    and what makes values and hidden units, starts small.
-    Differs from the paper: --init draws what is made small here, and not Xavier's rule."""
-    def forward(self, x, f):
-        larger = (2 * self.config.n_layer) ** 0.25
-        return self.norm(larger * x + f(x))
+class DeepNorm(PostNorm):
+    """PostNorm with a larger stream (Wang et al. 2022, arXiv:2203.00555).
+    Differs from the paper: --init, not Xavier's rule, draws the weights that are scaled by beta."""
 
-    def init_sublayer(self, sublayer):
-        small = (8 * self.config.n_layer) ** -0.25
-        sublayer.c_proj.weight.mul_(small)
+    def forward(self, x, f):
+        alpha = (2 * self.config.n_layer) ** 0.25
+        return self.norm(alpha * x + f(x))
+
+    def init_sublayer_(self, sublayer):
+        beta = (8 * self.config.n_layer) ** -0.25
+        sublayer.c_proj.weight.mul_(beta)
         if isinstance(sublayer, Attention):
-            sublayer.c_attn.weight[2 * self.config.n_embd:].mul_(small)   # the rows of the values
+            sublayer.c_attn.weight[2 * self.config.n_embd:].mul_(beta)   # the rows of the values
         else:
-            sublayer.c_fc.weight.mul_(small)
+            sublayer.c_fc.weight.mul_(beta)
 
 class MixLN(Residual):
-    """Mix-LN (arXiv:2412.13795): a share alpha of the blocks, the first ones, are PostNorm.
-    Differs from the paper: only in what part 1 has."""
-    allowed = dict(alpha=(0, 1))
+    """PostNorm in the first alpha L blocks, PreNorm in the others (arXiv:2412.13795)."""
+    options = {"alpha": (0, 1)}
 
-    def __init__(self, config, l, alpha=0.25):
-        super().__init__(config, l)
-        self.is_post = self.block <= int(alpha * config.n_layer + 1e-9)
-        if not self.has_sublayer and alpha == 1:   # The last block has a norm at its end already.
-            self.norm = nn.Identity()
+    def __init__(self, config, layer_idx, alpha=0.25):
+        super().__init__(config, layer_idx)
+        self.is_post = self.block_idx < int(alpha * config.n_layer + 1e-9)
+        if self.is_final and alpha == 1:
+            del self.norm
 
     def forward(self, x, f):
         return self.norm(x + f(x)) if self.is_post else x + f(self.norm(x))
 
-class LayerNormScaling(Residual):
-    """LayerNorm Scaling (arXiv:2502.05795): 1 / sqrt(block), in place of a small c_proj.
-    Differs from the paper: in an attention it reaches the values only, as our queries and keys are
-    normalised."""
-    def forward(self, x, f):
-        return x + f(self.block ** -0.5 * self.norm(x))
+    def reduce(self, x):
+        return self.norm(x) if hasattr(self, "norm") else x
 
-    def init_sublayer(self, sublayer):
+class LayerNormScaling(Residual):
+    """What a sublayer reads is divided by sqrt(block) (arXiv:2502.05795), in place of a small
+    c_proj.
+    Differs from the paper: of an attention it reaches the values only, as queries and keys are
+    normalized."""
+
+    def forward(self, x, f):
+        return x + f(self.norm(x) * (self.block_idx + 1) ** -0.5)
+
+    def init_sublayer_(self, sublayer):
         pass
 
-class Siamese(Residual):
-    """SiameseNorm (arXiv:2602.08064, as in the released code). Two streams: y grows as in PreNorm,
-    and x is kept small by a norm, as in PostNorm. Sublayers read their sum. In block i = 1 .. L,
-    only 1 / sqrt(2 i) of an update is added to x.
-    Differs from the paper: only in what part 1 has."""
-    can_skip = False   # A token that skips would miss the norm of x.
+class SiameseNorm(Residual):
+    """Two streams (arXiv:2602.08064, as in the released code): y grows as in PreNorm, x is
+    normalized
+    as in PostNorm. A sublayer reads their sum; block i = 1 .. L adds 1 / sqrt(2i) of its update to
+    x."""
+    can_skip = False   # a token that skips would miss the norm of x
 
-    def __init__(self, config, l):
-        super().__init__(config, l)
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
         self.norm_x, self.norm_y = Norm(config), Norm(config)
 
-    def start(self, x):
-        return x, x.clone()   # The same tensor twice would be a special case for torch.compile.
-
-    def as_tensor(self, stream):
-        y, x = stream
-        return self.norm_x(x) + self.norm_y(y)
-
-    def running_sum(self, stream):
-        return torch.stack(stream, dim=-2)
+    def expand(self, x):
+        return x, x
 
     def forward(self, stream, f):
         y, x = stream
         x = self.norm_x(x)
-        update = f(self.norm(x + self.norm_y(y)))
-        return y + update, x + (2 * self.block) ** -0.5 * update
+        u = f(self.norm(x + self.norm_y(y)))
+        return y + u, x + u * (2 * (self.block_idx + 1)) ** -0.5
 
-# ----------------------------------------------------------------- which earlier sublayers are read
+    def reduce(self, stream):
+        y, x = stream
+        return self.norm(self.norm_x(x) + self.norm_y(y))
 
-class AttnRes(Residual):
-    """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2-4), as in Kimi K3. Nothing is
-    added up: the embedding, and each update, stays by itself, as a source. A sublayer, and finally
-    the head, reads a weighted mean of all n sources so far. This is attention over the depth, with
-    a learned query for each read:
+class X0(Residual):
+    """Shortcut from the embedding to every sublayer (nanochat, modded-nanogpt): x <- a x + b x0
+    before
+    each sublayer. Differs from nanochat: a starts at 1 and b at 0 in all layers."""
+    own_params = ("a", "b")
 
-        score_i = query . (key_weight * unit(source_i))
-        read = norm(n * sum_i softmax(score)_i source_i)        the softmax is over the sources
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        if not self.is_final:
+            self.a = nn.Parameter(torch.tensor(1.0))
+            self.b = nn.Parameter(torch.tensor(0.0))
 
-    Queries start at zero. Then all weights are 1 / n, and a read is exactly that of PreNorm. With
-    group=3, a source is the sum of three updates (Block AttnRes, section 3.2).
-
-    The stream is a pair: query * key_weight of all reads (2L, C), and a dict from the number of a
-    group (0: the embedding) to its source, and what that scores in each read. When a source is
-    made, one matrix product finds its scores in all reads that will come.
-    Differs from the paper: the factor n, which the norm takes out again."""
-    own_lr = "query", "key_weight"   # At the matrices' rate, all weights soon go to one source.
-    allowed = dict(group=(1, 10000))
-    can_skip = False
-    stream_grows = True
-
-    def __init__(self, config, l, group=1):   # group=1 is Full AttnRes.
-        super().__init__(config, l)
-        self.group = (l - 1) // group + 1   # that of its own update
-        if not self.has_sublayer:   # Read 1 has one source. Reads 2 .. 2L + 1 have a query each.
-            self.query = nn.Parameter(torch.zeros(2 * config.n_layer, config.n_embd))
-            self.key_weight = nn.Parameter(torch.ones(2 * config.n_layer, config.n_embd))
-
-    def start(self, embedding):
-        queries = self.query * self.key_weight
-        return queries, {0: self.with_scores(embedding, queries)}
-
-    def with_scores(self, source, queries):   # -> it, and its scores in 2L reads, each (B, T)
-        return source, F.linear(unit(source), queries).unbind(-1)
-
-    def read(self, stream):
-        _, groups = stream
-        sources = [source for source, _ in groups.values()]
-        if len(sources) == 1:   # Its weight is 1.
-            return self.norm(sources[0])
-        scores = torch.stack([of_reads[self.l - 2] for _, of_reads in groups.values()])
-        weights = scores.softmax(0)[..., None]   # (n, B, T, 1)
-        # depth_sum(weights, sources) is the sum of weights[i] * sources[i].
-        return self.norm(depth_sum(len(sources) * weights, sources, self.config.kernels))
-
-    finish = read
+    def expand(self, x):
+        return x, x   # the stream and the embedding
 
     def forward(self, stream, f):
-        queries, groups = stream
-        source = f(self.read(stream))
-        if self.group in groups:   # This group has begun, so its sum grows.
-            source = groups[self.group][0] + source
-        return queries, groups | {self.group: self.with_scores(source, queries)}
+        x, x0 = stream
+        x = self.a * x + self.b * x0
+        return x + f(self.norm(x)), x0
 
-    def as_tensor(self, stream):
-        _, groups = stream
-        return sum(source for source, _ in groups.values())   # PreNorm's stream
+    def reduce(self, stream):
+        return self.norm(stream[0])
 
-    def running_sum(self, stream):
-        _, groups = stream
-        newest, _ = groups[max(groups)]
-        return newest
+class UNet(Residual):
+    """U-net skip connections (modded-nanogpt): a block of the second half adds s times the output
+    of
+    its mirror image in the first half, block L - 1 - i. s is learned and starts at 1."""
+    own_params = ("s",)
+    can_skip = False   # the stream gains a tensor per block of the first half
 
-    def flops(self):   # one source times 2L queries
-        return 4 * self.config.n_layer * self.config.n_embd
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.is_encoder = self.block_idx < config.n_layer // 2
+        self.is_decoder = self.block_idx >= (config.n_layer + 1) // 2
+        self.is_attention = layer_idx % 2 == 0
+        if self.is_decoder and self.is_attention and not self.is_final:
+            self.s = nn.Parameter(torch.tensor(1.0))
+
+    def expand(self, x):
+        return x, ()   # the stream, and outputs of the first half that are still to be added
+
+    def forward(self, stream, f):
+        x, skips = stream
+        if self.is_decoder and self.is_attention:
+            *skips, skip = skips
+            x = x + self.s * skip
+        x = x + f(self.norm(x))
+        if self.is_encoder and not self.is_attention:
+            skips = (*skips, x)
+        return x, tuple(skips)
+
+    def reduce(self, stream):
+        return self.norm(stream[0])
+
+class AttnRes(Residual):
+    """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2 to 4; Kimi K3).
+
+    Updates are not added up. Each stays a source of its own, and each sublayer reads a weighted
+    mean of all sources so far, with softmax weights from one learned query:
+
+        weight_i = softmax_i(query . (key_weight * rms_norm(source_i)))
+        read     = norm(sum_i weight_i source_i)
+
+    Queries start at 0, so all weights are equal, and the model equals PreNorm. Block AttnRes,
+    group=4: a source is the sum of up to 4 updates, which saves memory.
+
+    The stream is (sources, keys): two tuples of (B, T, C). A source's key is computed once."""
+    own_params = ("query", "key_weight")   # at --lr, all weight goes to one source
+    options = {"group": (1, 10000)}
+    can_skip = False
+
+    def __init__(self, config, layer_idx, group=1):
+        super().__init__(config, layer_idx)
+        self.group = group
+        if layer_idx > 0:   # the first sublayer has one source, the embedding
+            self.query = nn.Parameter(torch.zeros(config.n_embd))
+            self.key_weight = nn.Parameter(torch.ones(config.n_embd))
+
+    def expand(self, x):
+        return (x,), (rms_norm(x),)
+
+    def weights(self, keys):   # -> (n_sources, B, T)
+        scores = torch.stack([key @ (self.query * self.key_weight) for key in keys])
+        return scores.softmax(0)
+
+    def reduce(self, stream):
+        sources, keys = stream
+        if len(sources) == 1:
+            return self.norm(sources[0])
+        return self.norm(depth_sum(self.weights(keys), sources, self.config.kernels))
+
+    def forward(self, stream, f):
+        sources, keys = stream
+        update = f(self.reduce(stream))
+        if self.layer_idx % self.group > 0:   # the current group goes on
+            update = update + sources[-1]
+            sources, keys = sources[:-1], keys[:-1]
+        return (*sources, update), (*keys, rms_norm(update))
 
 class DenseFormer(Residual):
-    """PreNorm, and after each block a weighted sum of the embedding and of all blocks' outputs so
-    far (Pagliardini et al. 2024, arXiv:2402.02622). The stream is x, and a dict from the number of
-    a block (0: the embedding) to its output. Blocks that are removed have no output.
-    Differs from the paper: only in what part 1 has."""
+    """After each block, the stream is a weighted sum of the embedding and of the outputs of all
+    blocks
+    so far (Pagliardini et al. 2024, arXiv:2402.02622). The weights are learned and start at 0, and
+    1 for the newest."""
     can_skip = False
-    stream_grows = True
 
-    def __init__(self, config, l):
-        super().__init__(config, l)
-        self.is_after_mlp = l % 2 == 0   # A block is over.
-        if self.is_after_mlp:   # At first its own output has the weight 1, and all others 0.
-            self.weights = nn.Parameter(torch.eye(self.block + 1)[-1].clone())
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        if layer_idx % 2 == 1:   # after the MLP
+            self.weights = nn.Parameter(torch.eye(self.block_idx + 2)[-1].clone())
 
-    def start(self, x):
-        return x, {0: x}
+    def expand(self, x):
+        return x, (x,)
 
     def forward(self, stream, f):
         x, outputs = stream
         x = x + f(self.norm(x))
-        if self.is_after_mlp:
-            outputs = outputs | {self.block: x}
-            weights = self.weights[list(outputs)].view(-1, 1, 1, 1)   # each for all tokens
-            x = depth_sum(weights, list(outputs.values()), self.config.kernels)
+        if self.layer_idx % 2 == 1:
+            outputs = (*outputs, x)
+            x = sum(weight * output for weight, output in zip(self.weights, outputs))
         return x, outputs
 
-# ----------------------------------------------------------------------------- a gate on the update
+    def reduce(self, stream):
+        return self.norm(stream[0])
 
 class Review(Residual):
-    """PreNorm whose update u passes a gate, a number per channel that depends on the stream h and
-    on u (Review Residuals, Kramer 2026, arXiv:2606.31859):
+    """Review Residuals (Kramer 2026, arXiv:2606.31859): the update u passes a gate that sees it and
+    the stream h.
 
-        h <- h + gate u,    gate = sigmoid(W_h unit(h) + W_u unit(u) + bias)
+        gate = sigmoid(W_h rms_norm(h) + W_u rms_norm(u) + bias)       (B, T, C)
+        review   h <- h + gate u
+        convex   h <- (1 - gate) h + gate u    halves the stream at first: fails in deep models
+        highway  h <- h + gate u, where the gate sees h only (Highway Networks, arXiv:1505.00387)
 
-    review    this equation
-    highway   a baseline there: the gate sees h only
-    convex    h <- (1 - gate) h + gate u. At first a sublayer keeps only a half of the stream, so
-              with depth the embedding fades away, and training fails. bias=-3 helps.
+    Differs from the paper: W starts at 0 and not at random; highway's gate sees rms_norm(h)."""
+    options = {"inputs": ("hu", "h", "u")}
 
-    W starts at zero, so gates start at sigmoid(bias).
-    Differs from the paper: its script gives highway's gate h as it is, and a random W."""
-    allowed = dict(inputs=("hu", "h", "u"))
-
-    def __init__(self, config, l, inputs="hu", convex=False, bias=0.0):
-        super().__init__(config, l)   # inputs: what the gate sees; bias: its first value
+    def __init__(self, config, layer_idx, inputs="hu", convex=False, bias=0.0):
+        super().__init__(config, layer_idx)
         self.convex = convex
-        if self.has_sublayer:
-            zeros = torch.zeros(config.n_embd, config.n_embd)
-            self.W = nn.ParameterDict({name: nn.Parameter(zeros.clone()) for name in inputs})
-            self.bias = nn.Parameter(torch.full((config.n_embd,), bias))
+        if not self.is_final:
+            C = config.n_embd
+            self.W = nn.ParameterDict({name: nn.Parameter(torch.zeros(C, C)) for name in inputs})
+            self.bias = nn.Parameter(torch.full((C,), bias))
 
     def forward(self, h, f):
         u = f(self.norm(h))
-        seen = {"h": h, "u": u}
-        products = [F.linear(unit(seen[name], eps=1e-5), W) for name, W in self.W.items()]
-        gate = (sum(products) + self.bias).sigmoid()
+        inputs = {"h": h, "u": u}
+        logits = sum(F.linear(rms_norm(inputs[name], eps=1e-5), W) for name, W in self.W.items())
+        gate = torch.sigmoid(logits + self.bias)
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
-# --------------------------------------------------------------------- several copies of the stream
+class HyperConnections(Residual):
+    """Hyper-connections: n streams per token, X (B, T, n, C), which each sublayer reads, mixes and
+    writes.
 
-class Copies(Residual):
-    """What the next two rules share: n vectors a token, (B, T, n, C), at first all the embedding"""
-    def start(self, x):
+        X <- M X + write * f(norm(read . X))    read, write: (n,), M: (n, n)
+
+      hc         as published (arXiv:2409.19606, eqs. 2, 10 to 13): tanh, M unconstrained
+      mhc        M doubly stochastic, by Sinkhorn's algorithm (arXiv:2512.24880; DeepSeek-V4)
+      identity   M = 1, so tokens can skip
+
+    At first, sublayer l reads stream l mod n and writes to all. Differs from the papers: the
+    initial values of mhc; its read-out is a mean; a last step makes its row and column sums
+    exact."""
+    options = {"kind": ("hc", "mhc", "identity"), "n": (1, 64)}
+
+    def __init__(self, config, layer_idx, kind="hc", n=4):
+        super().__init__(config, layer_idx)
+        self.kind, self.n = kind, n
+        self.can_skip = kind == "identity"
+        if self.is_final:
+            return
+        one_stream = torch.eye(n)[layer_idx % n]
+        if kind == "hc":
+            parts = [one_stream, torch.ones(n), torch.eye(n).flatten()]
+        else:   # logits of sigmoids and of Sinkhorn's matrix
+            parts = [8 * one_stream - 4, torch.zeros(n), 8 * torch.eye(n).flatten() - 8]
+            parts = parts[:2] if kind == "identity" else parts
+        self.sizes = [part.numel() for part in parts]
+        self.static = nn.Parameter(torch.cat(parts))
+        self.scale = nn.Parameter(torch.full((len(parts),), 0.01))
+        # hc makes a stream's weights from this stream, the others from all n streams
+        n_out, n_in = sum(self.sizes), n * config.n_embd
+        if kind == "hc":
+            n_out, n_in = n_out // n, n_in // n
+        self.dynamic = nn.Parameter(torch.zeros(n_out, n_in))
+
+    def weights(self, X):   # -> read (..., n), write (..., n), and M (..., n * n) unless identity
+        if self.kind == "hc":
+            logits = torch.tanh(F.linear(rms_norm(X), self.dynamic))             # (..., n, 2 + n)
+            dynamic = logits[..., 0], logits[..., 1], logits[..., 2:].flatten(-2)
+        else:
+            dynamic = F.linear(rms_norm(X.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
+        static = self.static.split(self.sizes)
+        return [static[i] + self.scale[i] * dynamic[i] for i in range(len(static))]
+
+    def forward(self, X, f):
+        read, write, *M = self.weights(X)
+        if self.kind != "hc":
+            read, write = torch.sigmoid(read), 2 * torch.sigmoid(write)
+        u = f(self.norm((read[..., None, :] @ X).squeeze(-2)))
+        if self.kind == "hc":
+            X = M[0].unflatten(-1, (self.n, self.n)).mT @ X   # eq. 2: A_r transposed
+        if self.kind == "mhc":
+            X = sinkhorn(M[0].unflatten(-1, (self.n, self.n))) @ X
+        return X + write[..., None] * u[..., None, :]
+
+    def expand(self, x):
         return x[..., None, :].repeat_interleave(self.n, dim=-2)
 
-    def as_tensor(self, copies):
-        return copies.mean(-2)
-
-class Gated(Copies):
-    """Gated Residual, of Qwen3.8-Next (arXiv:2608.30320, sections 2.2 and 3.3). A sublayer reads a
-    gated mean of all copies R_1 .. R_n, and what it writes to each of them depends on the token:
-
-        r_i = unit(R_i) * norm_weight_i,                r: all of them in a row, n C numbers
-        gate = sigmoid(up silu(down r / n)),            n C numbers, through a rank of C / 8
-        read = the mean over i of gate_i * r_i          in place of the norm; also for the head
-        R_i <- R_i + s_i f(read),                       s = 2 sigmoid(to_write r / n), n numbers
-
-    Nothing mixes the copies, so a token can skip: it keeps all of them.
-    Differs from the paper: only in what part 1 has."""
-    own_lr = "down", "up", "to_write"   # AdamW trains them, not Muon, as in the paper.
-    allowed = dict(n=(1, 64))
-    has_norm = False
-
-    def __init__(self, config, l, n=4):
-        super().__init__(config, l)
-        self.n, width, rank = n, n * config.n_embd, max(1, config.n_embd // 8)
-
-        def matrix(name, rows, columns):
-            drawn = torch.randn(rows, columns, generator=seeded(config, f"{name} {l}"))
-            return nn.Parameter(drawn * columns ** -0.5)
-
-        self.norm_weight = nn.Parameter(torch.ones(width))
-        self.down, self.up = matrix("down", rank, width), matrix("up", width, rank)
-        if self.has_sublayer:
-            self.to_write = matrix("to_write", n, width)
-
-    def read_and_row(self, R):   # -> what is read, (..., C), and r / n in a row, (..., n C)
-        r = unit(R) * self.norm_weight.view(self.n, -1)
-        row = r.flatten(-2) / self.n
-        gate = F.linear(F.silu(F.linear(row, self.down)), self.up).sigmoid()
-        return (gate.view_as(r) * r).mean(-2), row
-
-    def forward(self, R, f):
-        x, row = self.read_and_row(R)
-        update = f(x)
-        s = 2 * F.linear(row, self.to_write).sigmoid()   # (..., n)
-        return R + s[..., None] * update[..., None, :]
-
-    def finish(self, R):
-        return self.read_and_row(R)[0]
-
-    def flops_before_f(self):
-        return 2 * self.down.numel() + 2 * self.up.numel()
-
-class Hyper(Copies):
-    """Hyper-connections (arXiv:2409.19606). A sublayer reads the n copies x by n weights `pre`,
-    writes to each of them by n weights `post`, and a matrix `res` (n, n) mixes them:
-
-        x <- res x + post f(norm(pre x))
-
-    All weights depend on the token. At first every copy is nearly PreNorm's stream. Kinds of res:
-
-        identity   no mixing, so a token can skip
-        lite       a mixture of the n! permutations (mHC-lite, arXiv:2601.05732)
-        mhc        rows and columns sum to 1, by 20 Sinkhorn steps (mHC, arXiv:2512.24880), as in
-                   DeepSeek-V4
-
-    Differs from the papers: first weights are ours. mhc ends with a step that makes sums exact."""
-    allowed = dict(kind=("identity", "lite", "mhc"), n=(1, 64))
-
-    def __init__(self, config, l, kind="identity", n=4):
-        super().__init__(config, l)
-        if kind == "lite" and n > 5:   # 6! permutations are too many.
-            raise ValueError(f"--residual: option n={n} must be from 1 to 5 with kind=lite")
-        self.kind, self.n = kind, n
-        self.can_skip = kind == "identity"   # With another res, a token that skips would miss it.
-        # The logits of pre: at first a sublayer reads one copy, sigmoid(4) = 0.98 of it, and its
-        # successor the next one. Those of post: each copy gets 2 sigmoid(0) = 1 times the update.
-        static = [8 * torch.eye(n)[(l - 1) % n] - 4, torch.zeros(n)]
-        if kind == "lite":   # a logit for each permutation, of which the first changes nothing
-            matrices = [torch.eye(n)[list(order)] for order in itertools.permutations(range(n))]
-            self.register_buffer("permutations", torch.stack(matrices).flatten(1), persistent=False)
-            static.append(8 * torch.eye(len(matrices))[0] - 8)
-        if kind == "mhc":   # a logit for each entry
-            static.append(8 * torch.eye(n).flatten() - 8)
-        self.sizes = [len(logits) for logits in static]
-        if self.has_sublayer:
-            self.static = nn.Parameter(torch.cat(static))
-            self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
-            self.scale = nn.Parameter(torch.full((len(static),), 0.01))   # of what is dynamic
-
-    def logits(self, x):   # -> those of pre, of post, and, unless kind=identity, of res
-        static = self.static.split(self.sizes)
-        dynamic = F.linear(unit(x.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
-        return [static[i] + self.scale[i] * dynamic[i] for i in range(len(self.sizes))]
-
-    def forward(self, x, f):
-        pre, post, *res = self.logits(x)
-        mixture = (pre.sigmoid()[..., None, :] @ x).squeeze(-2)   # n weights times n copies
-        update = f(self.norm(mixture))
-        if self.kind == "lite":
-            matrix = res[0].softmax(-1) @ self.permutations   # Shares of permutations sum to 1.
-            x = matrix.unflatten(-1, (self.n, self.n)) @ x
-        if self.kind == "mhc":
-            x = doubly_stochastic(res[0].unflatten(-1, (self.n, self.n))) @ x
-        return x + 2 * post.sigmoid()[..., None] * update[..., None, :]
-
-    def flops_before_f(self):   # the logits, and pre times the copies
-        return 2 * self.dynamic.numel() + 2 * self.n * self.config.n_embd
+    def reduce(self, X):
+        return self.norm(X.sum(-2) if self.kind == "hc" else X.mean(-2))
 
     def flops(self):
-        if not self.has_sublayer:
+        if self.is_final:
             return 0
-        make_res = 2 * self.permutations.numel() if self.kind == "lite" else 0
-        mix = 0 if self.kind == "identity" else 2 * self.n ** 2 * self.config.n_embd
-        return self.flops_before_f() + make_res + mix
+        n, C = self.n, self.config.n_embd
+        weights = 2 * self.dynamic.numel() * (n if self.kind == "hc" else 1)
+        return weights + 2 * n * C + (0 if self.kind == "identity" else 2 * n * n * C)
 
-def doubly_stochastic(logits, steps=20):
-    """(..., n, n) -> matrices >= 0 whose rows and columns sum to 1, but for rounding"""
-    for _ in range(steps):   # Sinkhorn's: columns and rows in turn, in logarithms
+def sinkhorn(logits, n_steps=20):
+    """(..., n, n) -> doubly stochastic matrices"""
+    for _ in range(n_steps):   # columns and rows in turn, in logarithms
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     matrix = logits.exp()
-    # Rows sum to 1 now, columns only nearly: after a training, some were off by 0.99. So columns
-    # above 1 shrink. Then row i lacks r_i, column j lacks c_j, and (i, j) gets r_i c_j / sum(c)
-    # (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2).
+    # Rows sum to 1 now, columns nearly: after training, some were off by 0.99. Rounding to exact
+    # sums: Altschuler et al. 2017, arXiv:1705.09634, algorithm 2.
     matrix = matrix / matrix.sum(-2, keepdim=True).clamp_min(1)
     r, c = 1 - matrix.sum(-1, keepdim=True), 1 - matrix.sum(-2, keepdim=True)
-    return matrix + r * c / c.sum(-1, keepdim=True).clamp_min(EPS)
+    return matrix + r * c / c.sum(-1, keepdim=True).clamp_min(1e-6)
 
-# ----------------------------------------------------------------------------- directions and gains
+class GatedResidual(Residual):
+    """Gated Residual (Qwen3.8-Next, arXiv:2608.30320, sections 2.2 and 3.3): n streams R (B, T, n,
+    C).
+    A sublayer reads a gated mean of them, and writes to each with a strength that depends on the
+    token.
+
+        r = rms_norm(R) * norm_weight
+        gate = sigmoid(up silu(down r / n))         n C numbers, through a rank of C / 8
+        read = mean over streams of gate * r
+        R <- R + s * f(read),                       s = 2 sigmoid(to_write r / n), n numbers
+
+    Streams are not mixed, so tokens can skip."""
+    own_params = ("down", "up", "to_write")   # AdamW, as in the paper
+    options = {"n": (1, 64)}
+
+    def __init__(self, config, layer_idx, n=4):
+        super().__init__(config, layer_idx)
+        del self.norm
+        self.n, width, rank = n, n * config.n_embd, max(1, config.n_embd // 8)
+
+        def matrix(name, n_out, n_in):
+            rng = generator(config, f"{name} {layer_idx + 1}")
+            return nn.Parameter(torch.randn(n_out, n_in, generator=rng) * n_in ** -0.5)
+
+        self.norm_weight = nn.Parameter(torch.ones(width))
+        self.down, self.up = matrix("down", rank, width), matrix("up", width, rank)
+        if not self.is_final:
+            self.to_write = matrix("to_write", n, width)
+
+    def expand(self, x):
+        return x[..., None, :].repeat_interleave(self.n, dim=-2)
+
+    def normalized(self, R):
+        return rms_norm(R) * self.norm_weight.view(self.n, -1)
+
+    def reduce(self, R):
+        r = self.normalized(R)
+        gate = torch.sigmoid(F.linear(F.silu(F.linear(r.flatten(-2) / self.n, self.down)), self.up))
+        return (gate.view_as(r) * r).mean(-2)
+
+    def forward(self, R, f):
+        u = f(self.reduce(R))
+        s = 2 * torch.sigmoid(F.linear(self.normalized(R).flatten(-2) / self.n, self.to_write))
+        return R + s[..., None] * u[..., None, :]
 
 class NAG(Residual):
-    """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112, eqs. 3-24).
+    """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112; equation numbers
+    below).
 
-    In PreNorm the stream gets longer with depth, so later updates change it less and less. NAG
-    keeps its length apart. The stream is a pair: a direction (B, T, C), which has rms 1, and the
-    log of the length (rms) that goes with it, (B, T, 1). A sublayer turns the direction by the
-    angle atan(gain), towards the part of its update that is orthogonal to it:
+    The stream is a pair: a direction x (B, T, C) of rms 1, and the logarithm of its length, (B, T,
+    1). A sublayer rotates the direction by the angle atan(gate), towards the part of its update u
+    that is orthogonal to x. The gate depends on x only, so it is known before the sublayer runs: a
+    token whose gate is near 0 can skip it (part 3).
 
-        direction <- (direction + gain side / rms(side)) / sqrt(1 + gain^2)     side: that part
-        log_length <- log_length + 1/2 log(1 + gain^2)
+    Differs from the paper: log_scale is initialized so that the first logits have std LOGIT_STD."""
+    own_params = ("alpha", "beta", "w", "b", "p", "log_scale")
+    options = {"directions": (1, 10000), "power": (-8, 8)}
 
-    The gain depends on the direction alone, so it is known *before* the sublayer runs. A token that
-    would hardly turn may as well skip it: this is Mixture-of-Depths without a router (part 3).
-    Differs from the paper: log_scale starts at another value. (See ByGain for who skips.)"""
-    own_lr = "alpha", "beta", "preferred", "bias", "votes", "log_scale"
-    allowed = dict(directions=(1, 10000), power=(-8, 8))
-    has_norm = False
-    knows_gain = True
-
-    def __init__(self, config, l, directions=32, power=0.5):   # directions: how many preferred ones
-        super().__init__(config, l)
-        if not self.has_sublayer:   # The embedding is multiplied by exp(log_scale), g in eq. 18.
-            self.log_scale = nn.Parameter(torch.tensor(first_log_scale(config, power)))
+    def __init__(self, config, layer_idx, directions=32, power=0.5):
+        super().__init__(config, layer_idx)
+        del self.norm   # the direction is normalized already
+        if self.is_final:
+            self.log_scale = nn.Parameter(torch.tensor(initial_log_scale(config, power)))   # eq. 18
             return
-        preferred = torch.randn(directions, config.n_embd, generator=seeded(config, f"w {l}"))
-        self.preferred = nn.Parameter(preferred * config.n_embd ** -0.5)   # w in the paper
-        self.bias = nn.Parameter(torch.zeros(directions))                  # b
-        self.votes = nn.Parameter(torch.zeros(directions))                 # p, before its softmax
-        self.alpha = nn.Parameter(torch.tensor(l ** -power))               # as in eqs. 23, 24
-        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))       # softplus(beta) is 1
+        rng = generator(config, f"w {layer_idx + 1}")
+        w = torch.randn(directions, config.n_embd, generator=rng) * config.n_embd ** -0.5
+        self.w = nn.Parameter(w)
+        self.b = nn.Parameter(torch.zeros(directions))
+        self.p = nn.Parameter(torch.zeros(directions))                          # logits
+        self.alpha = nn.Parameter(torch.tensor((layer_idx + 1) ** -power))      # eqs. 23, 24
+        self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))            # softplus(beta) = 1
 
-    def start(self, x):
-        x = centred(x)   # Updates are centred, too, so a mean would stay for ever.
-        length = x.square().mean(-1, keepdim=True).clamp_min(TINY).sqrt()
+    def expand(self, x):
+        x = x - x.mean(-1, keepdim=True)   # updates are centered, too
+        length = x.square().mean(-1, keepdim=True).clamp_min(1e-30).sqrt()
         return x / length, length.log() + self.log_scale
 
-    def gain(self, stream):
-        """alpha m, (..., 1) (eq. 13). m in (0, 1] says how near the direction is to preferred ones:
-        m = (sum_i softmax(votes)_i sigmoid(preferred_i . direction + bias_i)) ^ softplus(beta)"""
-        direction, _ = stream
-        near = F.linear(direction, self.preferred, self.bias).sigmoid()   # (..., directions)
-        mean = (near @ self.votes.softmax(0))[..., None]
-        m = mean.clamp_min(EPS) ** F.softplus(self.beta)   # At 0 its slope could be infinite.
-        return self.alpha * m
+    def gate(self, stream):
+        """alpha * m, (B, T, 1): the tangent of the rotation's angle (eq. 13). m in (0, 1]"""
+        x, _ = stream
+        similarity = torch.sigmoid(F.linear(x, self.w, self.b))                 # (B, T, directions)
+        m = (similarity @ self.p.softmax(0)).clamp_min(1e-6) ** F.softplus(self.beta)
+        return self.alpha * m[..., None]
 
-    def forward(self, stream, f, gain=None):
-        direction, log_length = stream
-        if gain is None:   # Else somebody has computed it already.
-            gain = self.gain(stream)
-        update = f(direction)
-        # kernels.py has this class's write by hand, too. (A class of yours may have another one.)
-        by_hand = fast_nag_write(direction, self.config.kernels) if type(self) is NAG else None
-        write = by_hand or self.write
-        return write(direction, log_length, update, gain)
+    def forward(self, stream, f, gate=None):
+        x, log_length = stream
+        if gate is None:
+            gate = self.gate(stream)
+        x = nag_write(x, f(x), gate, self.config.kernels)            # eqs. 10 to 12, 14, 16
+        return x, log_length + 0.5 * torch.log1p(gate.square())      # eqs. 15, 17
 
-    def side(self, update, direction):   # the part that is orthogonal to it: eqs. 10, 11
-        update = centred(update)
-        along = (update * direction).mean(-1, keepdim=True)
-        return update - direction * along
+    def reduce(self, stream):
+        # logits are length * cosine similarity; dividing by C makes the head's product a mean
+        x, log_length = stream
+        return x * log_length.exp() / self.config.n_embd
 
-    def write(self, direction, log_length, update, gain):   # -> the next stream
-        side = self.side(update, direction)
-        size = gain * (side.square().mean(-1, keepdim=True) + TINY).rsqrt()   # eq. 12: gain / rms
-        direction = torch.addcmul(direction, side, size)                      # eq. 14: + size side
-        direction = direction * (1 + gain.square()).rsqrt()                   # eq. 16: rms 1 again
-        log_length = log_length + 0.5 * torch.log1p(gain.square())            # eqs. 15, 17
-        return direction, log_length
+    def head(self, x, lm_head):   # rows of the head: centered, rms 1
+        weight = lm_head.weight - lm_head.weight.mean(-1, keepdim=True)
+        return F.linear(x, rms_norm(weight, eps=1e-12))
 
-    def flops_before_f(self):   # of the gain, if nobody has asked for it before
-        return self.flops()
+    def init_sublayer_(self, sublayer):
+        pass   # only the direction of an update counts
 
-    def as_tensor(self, stream):
-        direction, log_length = stream
-        return direction * log_length.exp()
-
-    def finish(self, stream):
-        # A logit is length x cosine, and the cosine of two vectors of rms 1 is their product / C.
-        direction, log_length = stream
-        return direction * (log_length.exp() / self.config.n_embd)
-
-    def head_weight(self, weight):
-        return unit(centred(weight), eps=EPS ** 2)   # rms 1, also where a row is small
-
-    def init_sublayer(self, sublayer):
-        pass   # Only the direction of an update counts.
-
-def first_log_scale(config, power):
-    """NAG's first log_scale: one with which the first logits have the standard deviation LOGIT_STD.
-    At 0 they would be nearly equal: a logit is length x cosine, and the cosine of random vectors
-    has the std C ** -0.5."""
-    last_length = LOGIT_STD / config.n_embd ** -0.5
-    first_length = first_std(config, "wte", config.n_embd)
-    growth = 0.0   # Together, all sublayers multiply the length by exp(growth).
-    for number in block_order(config):
-        for l in 2 * number + 1, 2 * number + 2:
-            gain = 0.5 * l ** -power   # alpha m, and m starts at about 1/2
-            growth += 0.5 * math.log1p(gain ** 2)
-    return math.log(last_length / first_length) - growth
-
-# --------------------------------------------------------------------------------------- --residual
-
-# What --residual can be: a class, or a partial of one, with some options. Yours goes here, too:
-# RESIDUALS["mine"] = Mine
 RESIDUALS = {
-    "pre": Residual, "template": Template, "nag": NAG, "attnres": AttnRes, "review": Review,
+    "pre": Residual, "template": Template, "nag": NAG, "attnres": AttnRes,
+    "hyper": HyperConnections, "gated": GatedResidual, "review": Review,
     "convex": partial(Review, convex=True), "highway": partial(Review, inputs="h"),
-    "gated": Gated, "hyper": Hyper, "peri": Peri, "reordered": Reordered, "post": Post,
-    "deepnorm": DeepNorm, "mixln": MixLN, "lns": LayerNormScaling, "siamese": Siamese,
-    "denseformer": DenseFormer}
+    "x0": X0, "unet": UNet, "denseformer": DenseFormer, "siamese": SiameseNorm,
+    "post": PostNorm, "peri": PeriNorm, "reordered": ReorderedNorm, "deepnorm": DeepNorm,
+    "mixln": MixLN, "lns": LayerNormScaling,
+}
 
-def make(flag_name, registry, text, *arguments):
-    """("--residual", RESIDUALS, "hyper:n=2", config, l) -> Hyper(config, l, n=2). ValueError, with
-    a sentence, if there is no such thing"""
-    name, _, options = text.partition(":")
-    if name not in registry:
-        raise ValueError(f"{flag_name} {name}: unknown; choose from {', '.join(registry)}")
-    entry = registry[name]
-    kind = entry.func if isinstance(entry, partial) else entry   # the class
-    try:
-        given = read_options(options, option_defaults(entry), kind.allowed)
-    except ValueError as error:
-        raise ValueError(f"{flag_name} {text}: {name}: {error}") from None
-    return entry(*arguments, **given)
+def make_residual(config, layer_idx):
+    """"hyper:kind=mhc,n=2" -> HyperConnections(config, layer_idx, kind="mhc", n=2)"""
+    name, _, options = config.residual.partition(":")
+    if name not in RESIDUALS:
+        raise UserError(f"--residual {name}: unknown; choose from {', '.join(RESIDUALS)}")
+    return RESIDUALS[name](config, layer_idx, **read_options(options, RESIDUALS[name]))
 
-def make_residual(config, l):
-    return make("--residual", RESIDUALS, config.residual, config, l)
-
-# ================================================================================= part 3: skipping
-
-# Mixture-of-Depths: not every token needs every sublayer. Three things work together:
+# =============================================================================================
+# Part 3: Mixture-of-Depths
+# =============================================================================================
 #
-#     a decider   says before each sublayer which tokens run it. It is part of the model (--mod).
-#     a Trip      is one pass in which tokens may skip. It asks the decider, and notes the answers.
-#     run_some    runs a sublayer for the tokens that run it, and computes nothing for the others.
-#
-# A token that skips passes by, with its stream as it is. An answer is bools (B, T), True where a
-# token runs; or True: all run; or False: the sublayer is removed. This is more than bools that are
-# all False: there, tokens that skip an attention still make their keys, for later tokens, unless
-# the decider says skippers_make_keys = False. A sublayer that is removed makes none.
+# A token that skips a sublayer keeps its stream. Skipped tokens still compute keys and values in an
+# attention, so later tokens can attend to them. Which tokens run is decided by a policy, before
+# each sublayer: a function or module, policy(trace) -> mask (B, T), True for tokens that run, or
+# None: all do.
 
-class Decider(nn.Module):
-    """--mod all: nobody skips. Other deciders replace some of these methods. Class Trip says what a
-    trip has. Options are keyword arguments of __init__, as those of a residual."""
-    allowed = {}                # the choices or the range of each option
-    needs_skipping = False      # Must tokens of the residual be able to skip?
-    needs_gain = False          # Must it know gains?
-    needs_tensor = False        # Must its stream be one tensor (B, T, C)?
-    skippers_make_keys = True   # Does a token that skips an attention make its key all the same?
+class Trace:
+    """A record of one forward pass: model(idx, trace=Trace(model)). A policy finds in it
 
-    def __init__(self, config=None):
-        super().__init__()
+        model, layer_idx   of the next sublayer (with --repeat, its place in the order)
+        residual, stream   its residual, and the stream before it
+        gate()             (B, T, 1), for nag: how far the sublayer will rotate each token
+        progress           of the training, 0 to 1; 1 outside of training
 
-    def forward(self, trip):   # -> who runs the next sublayer: bools (B, T), True or False
-        return True
+    and after the pass: masks and gates (a list entry per sublayer, None where there is none) and,
+    with keep_streams, streams: the embedding's, and the one after each sublayer."""
 
-    def after(self, trip, stream):   # after each sublayer -> the stream that goes on
-        return stream
+    def __init__(self, model, policy=None, removed=(), progress=1.0, keep_streams=False):
+        """policy: in place of model.policy. removed: layer_idx of sublayers that no token runs"""
+        self.model, self.policy = model, policy or model.policy
+        self.removed, self.progress = removed, progress
+        self.keep_streams = keep_streams or model.training and model.config.deep_supervision
+        self.layer_idx = -1
+        self.masks, self.gates, self.streams, self.losses = [], [], [], []
 
-    def loss(self, trip):   # after a pass in training -> what is added to the loss
-        return 0.0
-
-    def after_iteration(self, trips, mean_of_all):
-        """train.py calls it, with the trips of an iteration. mean_of_all(number): the mean over all
-        processes"""
-
-class ByFunction(Decider):
-    """A decider that is one function: Trip(model, lambda trip: trip.place != 3) makes one."""
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, trip):
-        return self.function(trip)
-
-def call_residual(residual, stream, f, gain=None):
-    """gain: residual.gain(stream), if somebody has asked for it, so that it is computed once"""
-    return residual(stream, f) if gain is None else residual(stream, f, gain)
-
-def ramp(progress, begin, end):   # 0 until begin, 1 from end on, and a straight line between
-    return min(1.0, max(0.0, (progress - begin) / (end - begin)))
-
-class Trip:
-    """One pass through the depth in which tokens may skip, or into which you want to look:
-    model(idx, trip=Trip(model)). A decider finds here, of the sublayer that comes next:
-
-        place      1, 2, 3, ... in the order of running; odd: attention, even: MLP. It is the l of
-                   the residual, until --repeat runs a block again: then its l come again.
-        residual   its residual
-        stream     the stream before it, and shape, its (B, T)
-        gain()     how much it will change each token, (B, T, 1), if the residual can tell
-        progress   how much of the training is over, 0 to 1
-        notes      a dict for what a decider wants to remember until the pass is over
-
-    And the model. What a decider computes, it adds to decider_flops, per token."""
-    def __init__(self, model, decider=None, without=(), progress=1.0, keeps_streams=False,
-                 call=call_residual):
-        """decider: in place of model.decider, a Decider or a function; without: the places of
-        sublayers to remove; keeps_streams: the list `streams` gets the first one, and then the one
-        after each place; call: in place of call_residual. Mistake if no token can skip"""
-        self.decider = decider or model.decider
-        if not isinstance(self.decider, Decider):
-            self.decider = ByFunction(decider)
-        if self.decider.needs_skipping and not model.ends.can_skip:
-            raise Mistake(f"--residual {model.config.residual}: no token can skip; use pre or nag")
-        self.model, self.without, self.progress, self.call = model, without, progress, call
-        self.pays = model.training and model.config.gain_cost > 0
-        self.supervises = model.training and model.config.deep_supervision
-        self.keeps_streams = keeps_streams or self.supervises
-        self.place, self.decider_flops, self.notes = 0, 0.0, {}
-        self.streams, self.answers = [], []   # an answer of the decider for each place
-        self.gains = []                       # those of all tokens, or None if nobody has asked
-        self.cross_entropy = None             # of a pass in training, for train.py to report
-
-    def begin(self, shape, stream):   # shape: (B, T); stream: the first one
-        if self.place > 0:
-            raise Mistake("a Trip is for one pass; make a new one")
-        self.shape = shape
-        if self.keeps_streams:
+    def begin(self, idx, stream):
+        self.idx = idx
+        if self.keep_streams:
             self.streams.append(stream)
+
+    def gate(self):
+        if self.gates[-1] is None:
+            self.gates[-1] = self.residual.gate(self.stream)
+        return self.gates[-1]
 
     def run(self, residual, stream, f):
-        """-> the stream after the sublayer f, which those tokens run that the decider says"""
-        self.place += 1
-        self.residual, self.stream, self.known_gain = residual, stream, None
-        answer = False if self.place in self.without else self.checked(self.decider(self))
-        if self.pays:   # All tokens pay, whether they run or skip.
-            self.gain()
-        self.answers.append(answer)
-        self.gains.append(self.known_gain)
-        if answer is True:
-            stream = self.call(residual, stream, f, self.known_gain)
-        elif answer is not False:
-            stream = run_some(self, f, answer)
-        stream = self.decider.after(self, stream)
-        if self.keeps_streams:
+        """-> the stream after sublayer f"""
+        self.layer_idx += 1
+        self.residual, self.stream = residual, stream
+        self.gates.append(None)
+        if self.layer_idx in self.removed:
+            mask = False
+        else:
+            mask = self.policy(self) if self.policy is not None else None
+        mask, weight = mask if isinstance(mask, tuple) else (mask, None)
+        if self.model.training and self.model.config.gate_loss > 0:
+            self.gate()   # of all tokens, including skipped ones
+        self.masks.append(mask)
+        if mask is not False:
+            new = run_some(residual, stream, f, mask, self.gates[-1])
+            stream = new if weight is None else stream + expand_mask(weight, new) * (new - stream)
+        if self.keep_streams:
             self.streams.append(stream)
-        self.stream = self.known_gain = None   # Whoever keeps the Trip need not keep them.
         return stream
 
-    def checked(self, answer):   # A mistake in a decider of yours is told here, not deep inside.
-        if answer is True or answer is False:
-            return answer
-        who, shape = type(self.decider).__name__, tuple(self.shape)
-        if not torch.is_tensor(answer) or answer.dtype != torch.bool or answer.shape != shape:
-            found = f"{answer.dtype} {tuple(answer.shape)}" if torch.is_tensor(answer) else answer
-            hint = "; is a return missing?" if answer is None else ""
-            raise Mistake(f"{who} returned {found}, and not True, False or bools {shape}{hint}")
-        if not self.residual.can_skip:
-            raise Mistake(f"{who} lets tokens skip, which {type(self.residual).__name__} can't")
-        return answer
+    def auxiliary_loss(self):
+        """What a router and --gate_loss add to the loss."""
+        config, loss = self.model.config, sum(self.losses)
+        if config.gate_loss > 0:   # grows from 30 to 90 % of the training: sublayers learn first
+            coefficient = config.gate_loss * min(max((self.progress - 0.3) / 0.6, 0), 1)
+            loss = loss + coefficient * torch.stack(self.gates).abs().mean()
+        return loss
 
-    def gain(self):
-        if not self.residual.knows_gain:
-            raise Mistake(f"{type(self.residual).__name__} knows no gain; use --residual nag, or "
-                          f"set knows_gain = True if it has a gain(stream)")
-        if self.known_gain is None:   # It is computed once a sublayer.
-            self.known_gain = self.residual.gain(self.stream)
-        return self.known_gain
+    def run_rate(self, i):   # the share of tokens that ran sublayer i
+        mask = self.masks[i]
+        return 1.0 if mask is None else 0.0 if mask is False else mask.float().mean().item()
 
-    def loss(self, loss, targets):
-        """In training: the mean cross entropy -> what is to become small. --gain_cost (it is ours)
-        is 0 in the first 30 % of a training, and grows until 90 %: before anything is learned,
-        turning is no use, so whole sublayers would come below the threshold. A token that skips a
-        sublayer teaches its gain nothing, so many of them would not come back."""
-        self.cross_entropy = loss.detach()
-        if self.supervises:   # The head reads the stream after each block, not just after the last.
-            after_blocks = self.streams[2:-1:2]   # streams[0] is the embedding's.
-            losses = [cross_entropy(self.model.head(stream), targets) for stream in after_blocks]
-            loss = sum([*losses, loss]) / (len(losses) + 1)
-        if self.pays:
-            cost = self.model.config.gain_cost * ramp(self.progress, 0.3, 0.9)
-            loss = loss + cost * self.mean_gain()
-        return loss + self.decider.loss(self)
+    def skip_rate(self):
+        """The share of (token, sublayer) pairs that were skipped."""
+        return 1 - sum(map(self.run_rate, range(len(self.masks)))) / len(self.masks)
 
-    # What a pass has noted, when it is over
-
-    def mean_gain(self):   # mean |gain| of all tokens and places; None if nobody has asked for any
-        known = [gain.abs().mean() for gain in self.gains if gain is not None]
-        return sum(known) / len(known) if known else None
-
-    def who_ran(self):   # -> bools (places, B, T)
-        everyone = torch.ones(self.shape, dtype=torch.bool, device=self.model.device)
-        return torch.stack([everyone & answer for answer in self.answers])
-
-    def skipped(self, last=False):   # -> the share of all runs. last: of each last token only
-        if all(answer is True for answer in self.answers):   # Below, item would wait for a GPU.
-            return 0.0
-        who = self.who_ran()[:, :, -1:] if last else self.who_ran()
-        return 1 - who.double().mean().item()
-
-def needed_trip(model, progress=1.0):
-    """-> a Trip if a pass of this model needs one, because tokens may skip, or a flag has a cost;
-    else None"""
-    has_cost = model.config.gain_cost > 0 or model.config.deep_supervision
-    needs_one = type(model.decider) is not Decider or model.training and has_cost
-    return Trip(model, progress=progress) if needs_one else None
-
-def places_of(model, block):
-    """The places, from 1, of the sublayers of a block, numbered from 0: attention, MLP; and again
-    those two for each further run, if --repeat runs it several times"""
-    runs = [run for run, number in enumerate(model.order) if number == block]
-    return [place for run in runs for place in (2 * run + 1, 2 * run + 2)]
-
-class ByGain(Decider):
-    """A token skips a sublayer if its |gain| is below a threshold. NAG's gain is the tangent of an
-    angle: 0.05 is 3 degrees.
-
-        gain:rate=0.25    the share of all runs to skip. In training, one threshold for all
-                          sublayers follows this quantile of all gains. It is stored with the
-                          weights, so in sampling each token is judged by itself. The share grows
-                          from 0, at 10 % of a training, to this, at 30 %. (From the start, whole
-                          sublayers would be skipped before they have learned anything.)
-        gain:below=0.05   this threshold. With a --gain_cost, gains learn to come below it.
-
-    Differs from the paper: of its way to a threshold we know summaries only. gain:below is ours."""
-    allowed = dict(rate=(0, 0.95), below=(0, 100))
-    needs_skipping = needs_gain = True
-
-    def __init__(self, config, rate=0.0, below=0.0):
-        super().__init__(config)
-        if (rate > 0) == (below > 0):
-            raise ValueError("--mod gain: needs a rate, or below, such as gain:rate=0.25")
-        self.rate = rate   # At first the threshold is 0, and nobody skips.
-        self.register_buffer("threshold", torch.tensor(below), persistent=rate > 0)
-
-    def forward(self, trip):
-        # A comparison has no gradient: gains learn from the tokens that run, and from their cost.
-        return trip.gain().abs().squeeze(-1) >= self.threshold
-
-    @torch.no_grad()
-    def after_iteration(self, trips, mean_of_all):
-        if self.rate == 0:
-            return
-        # One for each part of a batch. Their mean is the same, whichever process has which part.
-        quantiles = []
-        for trip in trips:
-            gains = torch.cat([gain for gain in trip.gains if gain is not None]).abs().flatten()
-            rate = self.rate * ramp(trip.progress, 0.1, 0.3)
-            k = max(1, round(rate * len(gains)))
-            quantiles.append(gains.kthvalue(k).values.item())
-        quantile = mean_of_all(sum(quantiles) / len(quantiles))
-        step = 0.2 if self.threshold > 0 else 1.0   # a running mean over about five iterations
-        self.threshold += step * (quantile - self.threshold)
-
-class Coins(Decider):
-    """coins:rate=0.25: a coin for each token and each sublayer, in training and after it. This is a
-    control: a decider that looks at tokens must do better."""
-    allowed = dict(rate=(0, 0.95))
-    needs_skipping = True
-
-    def __init__(self, config, rate=0.25):
-        super().__init__(config)
-        self.rate = rate
-
-    def forward(self, trip):
-        return torch.rand(trip.shape, device=trip.model.device) >= self.rate
-
-class Router(Decider):
-    """router:rate=0.25 (Raposo et al. 2024, arXiv:2404.02258). Blocks 2, 4, 6, .. have a router, a
-    linear map. It gives each token a weight, and the tokens of a sequence with the largest weights
-    run the block. What the block changes is multiplied by the weight: in this way a router learns.
-
-    Which weights are the largest depends on later tokens, and in sampling there are none yet. So
-    outside of training, tokens with a weight above 0 run the block. A loss of its own teaches the
-    router to give just the chosen tokens a weight above 0.
-    Differs from the paper: a router reads unit(x), because x has another size in each block."""
-    allowed = dict(rate=(0.001, 0.45))
-    needs_skipping = needs_tensor = True
-    skippers_make_keys = False   # as in the paper
-
-    def __init__(self, config, rate=0.25):   # of all runs, so twice that in blocks with a router
-        super().__init__(config)
-        order = block_order(config)   # --repeat runs some blocks several times.
-        n_routed = sum(number % 2 for number in order)
-        if n_routed <= rate * len(order):
-            raise ValueError(f"--mod {config.mod}: only {n_routed} of {len(order)} blocks have a "
-                             f"router, too few for this rate; give a lower one, or more blocks")
-        self.share_that_runs = 1 - rate * len(order) / n_routed
-        self.routers = nn.ModuleList(
-            [nn.Linear(config.n_embd, 1, bias=False) for _ in range(config.n_layer // 2)])
-        for i, router in enumerate(self.routers):
-            std, name = first_std(config, "router", config.n_embd), f"decider.routers.{i}"
-            nn.init.normal_(router.weight, std=std, generator=seeded(config, name))
-
-    def forward(self, trip):
-        block, x, notes = trip.residual.block, trip.stream, trip.notes
-        if block % 2 == 1:
-            return True
-        if "runs" not in notes:   # at its attention, or, if that is removed, at its MLP
-            weight = self.routers[block // 2 - 1](unit(x))   # (B, T, 1)
-            trip.decider_flops += 2 * x.shape[-1]
-            runs = weight > 0
-            if trip.model.training:
-                best = weight.topk(max(1, round(self.share_that_runs * x.shape[1])), dim=1).indices
-                runs = torch.zeros_like(runs).scatter(1, best, True)
-            loss = F.binary_cross_entropy_with_logits(weight, runs.to(weight.dtype))
-            notes.setdefault("losses", []).append(loss)
-            notes.update(runs=runs.squeeze(-1), before=x, weight=weight)
-        return notes["runs"]
-
-    def after(self, trip, stream):
-        notes, is_mlp = trip.notes, trip.place % 2 == 0
-        if is_mlp and "runs" in notes:   # A block with a router is over.
-            del notes["runs"]
-            # Where a token has skipped, its stream is still that of before.
-            stream = notes["before"] + notes["weight"] * (stream - notes["before"])
-        return stream
-
-    def loss(self, trip):
-        losses = trip.notes.get("losses", [0.0])
-        return 0.01 * sum(losses) / len(losses)
-
-# What --mod can be. Yours goes here, too: a class with a forward(trip).
-DECIDERS = {"all": Decider, "gain": ByGain, "router": Router, "coins": Coins}
-
-def make_decider(config):
-    return make("--mod", DECIDERS, config.mod, config)
-
-def run_some(trip, f, runs):
-    """-> the stream after a sublayer f that only some tokens run. runs: bools (B, T)"""
-    residual, stream, gain, call = trip.residual, trip.stream, trip.known_gain, trip.call
-    count = int(runs.sum())
-    if count == runs.numel():
-        return call(residual, stream, f, gain)
-    is_attention, kv_of_all = isinstance(f, AttentionOfPass), None
-    if is_attention and trip.decider.skippers_make_keys:   # In a cache, they are kept.
-        kv_of_all = keys_of_all(f, input_of_f(residual, stream, gain))
-    if count == 0:
-        return stream
-    some = SomeTokens(runs)
-    if is_attention:   # An MLP treats each token by itself, and never knows that there were others.
-        f = partial(attention_of_some, f, some, kv_of_all)
-        call = call_residual   # Its shapes vary too much to be compiled.
-    if gain is not None:
-        gain = some.gather(gain)
-    return some.put(stream, call(residual, some.gather(stream), f, gain))
-
-class Stop(Exception):
-    pass
-
-def input_of_f(residual, stream, gain=None):
-    """-> what f would get of all tokens, (B, T, C): the rule runs until it calls f."""
-    def stop(x):
-        raise Stop(x)
-    try:
-        call_residual(residual, stream, stop, gain)
-    except Stop as stopped:
-        return stopped.args[0]
+def run_some(residual, stream, f, mask, gate=None):
+    """-> the stream after sublayer f, which the tokens of mask (B, T) run"""
+    args = () if gate is None else (gate,)
+    if mask is None or mask.all():
+        return residual(stream, f, *args)
+    if isinstance(f, MLP):   # a function of single tokens: run the whole residual on those that run
+        index = mask.flatten().nonzero().squeeze(1)
+        if len(index) == 0:
+            return stream
+        gather = lambda x: x.flatten(0, 1).index_select(0, index)
+        scatter = lambda x, new: x.flatten(0, 1).index_copy(0, index, new).view_as(x)
+        new = residual(map_stream(gather, stream), f, *map(gather, args))
+        return map_stream(scatter, stream, new)
+    # an attention needs keys and values of all tokens; its queries and output are of those that run
+    new = residual(stream, partial(f, mask=mask), *args)
+    return map_stream(lambda x, new: torch.where(expand_mask(mask, x), new, x), stream, new)
 
 def map_stream(function, *streams):
-    """Applies a function to each tensor of a stream, or of several streams of one form: a tensor,
-    or a tuple, list or dict of such"""
-    first = streams[0]
-    if torch.is_tensor(first):
+    """Applies a function to each tensor of a stream (a tensor, or a tuple of streams)."""
+    if torch.is_tensor(streams[0]):
         return function(*streams)
-    if isinstance(first, dict):
-        return {key: map_stream(function, *(each[key] for each in streams)) for key in first}
-    parts = [map_stream(function, *each) for each in zip(*streams)]
-    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)   # NamedTuple
+    return tuple(map_stream(function, *parts) for parts in zip(*streams))
 
-class SomeTokens:
-    """Where the N tokens that run a sublayer are in a batch. An example:
+def expand_mask(mask, x):   # (B, T) -> (B, T, 1, ..., 1)
+    return mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
-        runs [[1, 0, 1, 1],    sequence  0 0 0 1
-              [0, 1, 0, 0]]    position  0 2 3 1   in their sequences
-                               index     0 2 3 5   among all B T tokens
-                               column    0 1 2 0   among those of their sequences that run"""
-    def __init__(self, runs):
-        self.runs = runs
-        self.sequence, self.position = runs.nonzero().unbind(1)
-        self.index = self.sequence * runs.shape[1] + self.position
-        self.column = runs.cumsum(1).flatten()[self.index] - 1
+class GatePolicy(nn.Module):
+    """--mod gate:rate=0.25 or gate:below=0.05. A token skips a sublayer if its |gate| is below a
+    threshold.
 
-    # index_select and index_copy are faster in the backward pass than x[index], which adds up.
+    rate: the share of (token, sublayer) pairs to skip. In training, one threshold for all sublayers
+    follows this quantile of all gates (the rate grows from 0 to its value between 10 and 30 % of
+    the training: at first, no sublayer has learned anything worth running). The threshold is saved
+    with the weights, so in sampling each token is decided on its own. below: a fixed threshold,
+    0.05 is 3 degrees; see --gate_loss.
 
-    def gather(self, stream):   # tensors (B, T, ...) -> (N, ...)
-        return map_stream(lambda x: x.flatten(0, 1).index_select(0, self.index), stream)
+    Differs from the paper: its rule for the threshold is not public in full; below is ours."""
+    needs_gate = True
+    options = {"rate": (0, 0.95), "below": (0, 100)}
 
-    def put(self, stream, new):   # tensors (B, T, ...) -> the same, but new (N, ...) where one runs
-        def put_one(x, new_x):
-            return x.flatten(0, 1).index_copy(0, self.index, new_x).view_as(x)
-        return map_stream(put_one, stream, new)
+    def __init__(self, config, rate=0.0, below=0.0):
+        super().__init__()
+        if (rate > 0) == (below > 0):
+            raise UserError("--mod gate: give either rate or below, such as gate:rate=0.25")
+        self.rate = rate
+        self.register_buffer("threshold", torch.tensor(below), persistent=rate > 0)
 
-    def spread(self, x):   # (N, ...) -> (B, T, ...), zero at the tokens that skip
-        return self.put(x.new_zeros(*self.runs.shape, *x.shape[1:]), x)
+    def forward(self, trace):
+        return trace.gate().abs().squeeze(-1) >= self.threshold
 
-    def in_rows(self, x, fill):   # (N, ...) -> (B, n, ...), filled up to the n of the fullest row
-        size = len(self.runs), int(self.runs.sum(1).max()), *x.shape[1:]
-        return x.new_full(size, fill).index_put((self.sequence, self.column), x)
+    @torch.no_grad()
+    def update(self, traces, all_reduce_mean):
+        """After an iteration: moves the threshold to the quantile of its micro-batches' gates."""
+        if self.rate == 0:
+            return
+        rate = self.rate * min(max((traces[0].progress - 0.1) / 0.2, 0), 1)
+        quantiles = []   # one per micro-batch, so any number of processes gives the same mean
+        for trace in traces:
+            gates = torch.stack(trace.gates).abs().flatten()
+            k = max(1, round(rate * gates.numel()))
+            quantiles.append(gates.kthvalue(k).values)
+        quantile = all_reduce_mean(torch.stack(quantiles).mean())
+        self.threshold.lerp_(quantile.to(self.threshold), 0.2 if self.threshold > 0 else 1.0)
 
-def attention_of_some(f, some, kv_of_all, x):
-    """x (N, C): what an AttentionOfPass f gets of the tokens that run it -> their updates (N, C).
-    kv_of_all: what keys_of_all returns; None: those that skip have no keys, and nobody sees them"""
-    attn, rotation = f.attn, f.rotation[some.position]
-    if kv_of_all is None:
-        q, k, v = attn.c_attn(x).chunk(3, dim=-1)
-        k, v = some.spread(attn.turned(k, rotation)), some.spread(attn.heads(v))
-        k, v, mask = with_older(f, k, v, some.runs)
-    else:
-        q = attn.c_attn.times(x, attn.c_attn.weight[:x.shape[-1]])
-        k, v, mask = kv_of_all
-    sees = mask.expand(len(some.runs), -1, -1)[some.sequence, some.position]   # (N, S)
-    # What fills a row up sees all keys, since a query without keys is computed otherwise on other
-    # devices. Nobody uses what it gets.
-    q = some.in_rows(attn.turned(q, rotation), fill=0)
-    out = attend(q, k, v, some.in_rows(sees, fill=True))[some.sequence, some.column]
-    return attn.c_proj(out.flatten(-2)).to(x.dtype)
+class RandomPolicy(nn.Module):
+    """--mod random:rate=0.25. A control: a policy that looks at tokens must do better."""
+    options = {"rate": (0, 0.95)}
 
-def keys_of_all(f, x):
-    """x (B, T, C): what f would get of all tokens -> see with_older"""
-    attn = f.attn
-    k, v = attn.c_attn.times(x, attn.c_attn.weight[x.shape[-1]:]).chunk(2, dim=-1)
-    return with_older(f, attn.turned(k, f.rotation), attn.heads(v))
+    def __init__(self, config, rate=0.25):
+        super().__init__()
+        self.rate = rate
 
-def with_older(f, k, v, has_key=True):
-    """k, v (B, T, n_head, head_size) of the newest tokens; has_key: which of them have any, bools
-    (B, T), or True -> k, v of all S tokens so far, and a mask (B or 1, T, S) as in attend"""
-    if f.store is not None:
-        return f.store(k, v, has_key)
-    if has_key is True:
-        has_key = torch.ones(1, k.shape[1], dtype=torch.bool, device=k.device)
-    return k, v, causal_mask(has_key, k.shape[1])
+    def forward(self, trace):
+        return torch.rand(trace.idx.shape, device=trace.idx.device) >= self.rate
 
-# ==================================================================================== part 4: tools
+class Router(nn.Module):
+    """--mod router:rate=0.25. Expert-choice routing (Raposo et al. 2024, arXiv:2404.02258) in every
+    second block: a linear map gives each token a weight; in training, the top-k tokens of a
+    sequence run the sublayer, and its update is multiplied by the weight. Top-k looks at later
+    tokens, so outside of training a token runs if its weight is above 0; an auxiliary loss (binary
+    cross entropy) trains the router to agree with top-k.
 
-def hidden_units(config, number):
-    """Those of the MLP in block 0 .. L - 1. With --taper, they go from taper_start to taper_end,
-    and their mean stays (but for rounding). cosine: arXiv:2606.23670. linear: after CascadeFormer
-    (arXiv:2606.26538), whose own widths are unknown."""
-    share = 2 / 3 if config.activation == "swiglu" else 1   # It has three matrices, and not two.
-    hidden = max(1, round(config.mlp_ratio * config.n_embd * share))
+    rate: of all (token, sublayer) pairs. Differs from the paper: a router per sublayer and not per
+    block, which reads rms_norm(x); skipped tokens keep their keys and values."""
+    options = {"rate": (0.001, 0.45)}
+
+    def __init__(self, config, rate=0.25):
+        super().__init__()
+        n_routed = config.n_layer // 2   # blocks 1, 3, 5, ...
+        self.capacity = 1 - rate * config.n_layer / max(1, n_routed)   # share of tokens that run
+        if self.capacity <= 0:
+            raise UserError(f"--mod {config.mod}: too few blocks have a router for this rate")
+        routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(2 * n_routed)]
+        self.routers = nn.ModuleList(routers)
+        for i, router in enumerate(self.routers):
+            rng = generator(config, f"router {i}")
+            nn.init.normal_(router.weight, std=config.n_embd ** -0.5, generator=rng)
+
+    def forward(self, trace):
+        block_idx = trace.residual.block_idx
+        if block_idx % 2 == 0:
+            return None
+        router = self.routers[block_idx - 1 + trace.residual.layer_idx % 2]
+        weight = router(rms_norm(trace.stream)).squeeze(-1)   # (B, T)
+        mask = weight > 0
+        if trace.model.training:
+            k = max(1, round(self.capacity * weight.shape[1]))
+            mask = torch.zeros_like(mask).scatter(1, weight.topk(k, dim=1).indices, True)
+        loss = F.binary_cross_entropy_with_logits(weight, mask.to(weight.dtype))
+        trace.losses.append(0.01 * loss / len(self.routers))
+        return mask, weight
+
+POLICIES = {"gate": GatePolicy, "random": RandomPolicy, "router": Router}
+
+def make_policy(config):
+    """"gate:rate=0.25" -> GatePolicy(config, rate=0.25). None: no token skips"""
+    name, _, options = config.mod.partition(":")
+    if name == "none":
+        return None
+    if name not in POLICIES:
+        raise UserError(f"--mod {name}: unknown; choose from none, {', '.join(POLICIES)}")
+    return POLICIES[name](config, **read_options(options, POLICIES[name]))
+
+def needs_trace(model):   # does a plain forward pass need one?
+    config = model.config
+    has_extra_loss = config.gate_loss > 0 or config.deep_supervision
+    return model.policy is not None or model.training and has_extra_loss
+
+# =============================================================================================
+# Part 4: FLOPs, tapered widths, repeated blocks
+# =============================================================================================
+
+def hidden_size(config, block_idx):
+    """Hidden size of a block's MLP. --taper changes it from taper_start to taper_end with depth, at
+    a
+    constant mean (linear: after CascadeFormer, arXiv:2606.26538; cosine: arXiv:2606.23670)."""
+    hidden = config.mlp_ratio * config.n_embd * (2 / 3 if config.activation == "swiglu" else 1)
     if config.taper == "none":
-        return hidden
-    depth = number / (config.n_layer - 1) if config.n_layer > 1 else 0.5   # 0 .. 1
+        return max(1, round(hidden))
+    depth = block_idx / (config.n_layer - 1) if config.n_layer > 1 else 0.5
     if config.taper == "cosine":
         depth = (1 - math.cos(math.pi * depth)) / 2
     width = config.taper_start + (config.taper_end - config.taper_start) * depth
-    mean = (config.taper_start + config.taper_end) / 2
-    return 8 * max(1, round(width / mean * hidden / 8))   # Multiples of 8 are fast.
+    return 8 * max(1, round(width / ((config.taper_start + config.taper_end) / 2) * hidden / 8))
 
 def block_order(config):
-    """The blocks, numbered from 0, in the order in which they run. See --repeat."""
-    numbers = list(range(config.n_layer))
+    """The blocks in the order in which they run: --repeat 1-2:2 gives 0 1 2 1 2 3 ..."""
     if not config.repeat:
-        return numbers
-    found = re.fullmatch("([0-9]{1,6})(?:-([0-9]{1,6}))?:([0-9]{1,3})", config.repeat)
-    if found:
-        # Here blocks have the numbers 1 .. L, as in all flags.
-        first, last, count = int(found[1]), int(found[2] or found[1]), int(found[3])
-        is_possible = 1 <= first <= last <= config.n_layer
-        if is_possible and 1 <= count * (last + 1 - first) <= 512:
-            return numbers[:first - 1] + numbers[first - 1:last] * count + numbers[last:]
-    raise ValueError(f"--repeat {config.repeat}: say blocks from 1 to {config.n_layer}, and how "
-                     f"often, such as 1:2 or 1-{config.n_layer}:2 (512 runs at most)")
+        return list(range(config.n_layer))
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?:(\d+)", config.repeat)
+    first, last, times = (int(g or match[1]) for g in match.groups()) if match else (0, -1, 0)
+    if not (0 <= first <= last < config.n_layer and 1 <= times <= 512):
+        raise UserError(f"--repeat {config.repeat}: give blocks of 0 to {config.n_layer - 1} and "
+                         f"how often they run, such as 1-2:2")
+    return [*range(first), *[*range(first, last + 1)] * times, *range(last + 1, config.n_layer)]
 
-def num_params(model):
-    return sum(p.numel() for p in model.parameters())
+def num_params(module):
+    return sum(p.numel() for p in module.parameters())
 
-def flops_per_token(model, trip=None, T=None):
-    """FLOPs of matrix products in a forward pass, per token. A training step has three times as
-    many. Scores of later tokens count, too. trip: one that is over, which knows what ran; None: all
-    tokens run all sublayers; T: the context length, if it isn't that of the trip, or block_size"""
-    T = T or (trip.shape[1] if trip else model.config.block_size)
-    n_predictions = len(model.order) if model.training and model.config.deep_supervision else 1
-    total = model.ends.flops() + n_predictions * 2 * model.lm_head.weight.numel()
-    total += trip.decider_flops if trip else 0.0
-    for run, number in enumerate(model.order):
-        block, i = model.blocks[number], 2 * run   # Lists count from 0.
-        for i, residual, sublayer in ((i, block.attn_residual, block.attn),
-                                      (i + 1, block.mlp_residual, block.mlp)):
-            answer, gain = (trip.answers[i], trip.gains[i]) if trip else (True, None)
-            makes_keys = trip is None or trip.decider.skippers_make_keys
-            total += sublayer_flops(residual, sublayer, T, answer, gain, makes_keys)
+def matrix_flops(module):   # of each token's vector times each matrix
+    return 2 * sum(p.numel() for p in module.parameters() if p.dim() == 2)
+
+def flops_per_token(model, trace=None):
+    """FLOPs of matrix products and attention in a forward pass, per token. A training iteration has
+    three times as many. trace: that of a pass in which tokens skipped."""
+    T, C = model.config.block_size if trace is None else trace.idx.shape[1], model.config.n_embd
+    n_heads = len(model.block_order) if model.training and model.config.deep_supervision else 1
+    total = model.final.flops() + n_heads * matrix_flops(model.lm_head)
+    for i, block_idx in enumerate(model.block_order):
+        block = model.blocks[block_idx]
+        attn, mlp = (1, 1) if trace is None else (trace.run_rate(2 * i), trace.run_rate(2 * i + 1))
+        if attn > 0:   # keys and values of all tokens; queries and c_proj of those that run
+            total += block.attn_residual.flops() + (1 + attn) / 2 * matrix_flops(block.attn)
+            total += 4 * T * C
+        total += mlp * (block.mlp_residual.flops() + matrix_flops(block.mlp))
     return total
 
-def sublayer_flops(residual, sublayer, T, answer=True, gain=None, skippers_make_keys=True):
-    """The same of one sublayer and its residual. answer: who ran; gain: None, or known of all"""
-    matrices = sum(2 * p.numel() for p in sublayer.parameters() if p.dim() == 2)
-    ran = float(answer is True)   # the share of the tokens
-    if torch.is_tensor(answer):
-        ran = answer.float().mean().item()
-    total = residual.flops() * (ran if gain is None else 1.0)
-    if isinstance(sublayer, MLP):
-        return total + ran * matrices
-    keys = queries = ran
-    if torch.is_tensor(answer):
-        queries = answer.float().mean(1).max().item()   # as many in all sequences: see in_rows
-        if skippers_make_keys and ran < 1:   # input_of_f computes what f gets, of all tokens.
-            keys = 1.0
-            total += residual.flops_before_f() if gain is None else 0.0
-    # Half of an attention's matrices make queries and updates, and half keys and values. Then come
-    # scores, and sums of values.
-    return total + (ran + keys) / 2 * matrices + queries * 4 * T * residual.config.n_embd
+def check_config(config):
+    """ValueError, one sentence, if these settings make no model."""
+    final, policy = make_residual(config, 2 * config.n_layer), make_policy(config)
+    stream = final.expand(torch.ones(1, 1, config.n_embd))
+    knows_gate = hasattr(final, "gate")
+    def fail(flag, why):
+        raise UserError(f"--{flag} {getattr(config, flag)}: {why}")
 
-def for_training(model, wrapped=None, compiles=False, checkpoints=False, **options):
-    """-> what is called in place of a model in a training: (idx, targets, trip=None) -> None, loss.
-    The model itself stays as it is, for evaluation and sampling, where shapes change all the time.
+    if config.n_embd % (2 * config.n_head):
+        fail("n_embd", f"must be an even multiple of --n_head {config.n_head}")
+    if policy is not None and not final.can_skip:
+        fail("mod", f"tokens can't skip with --residual {config.residual}; use pre or nag")
+    if isinstance(policy, GatePolicy) and not knows_gate:
+        fail("mod", f"--residual {config.residual} has no gate; use nag")
+    if isinstance(policy, Router) and not torch.is_tensor(stream):
+        fail("mod", f"the stream of --residual {config.residual} isn't one tensor; use pre")
+    if config.gate_loss and not knows_gate:
+        fail("gate_loss", f"--residual {config.residual} has no gate; use nag")
+    if config.repeat and config.residual.split(":")[0] in ("attnres", "denseformer", "unet"):
+        fail("repeat", f"the stream of --residual {config.residual} has a part per sublayer")
 
-    wrapped: the model, or its DistributedDataParallel; checkpoints: saves memory, as sublayers run
-    again in the backward pass; options: those of torch.compile"""
-    wrapped = wrapped or model
-    torch._dynamo.config.recompile_limit = 64 + 4 * len(model.order)   # 8 would be too few.
-    if compiles and not checkpoints and type(model.decider) is Decider:
-        return torch.compile(wrapped, **options)   # A pass is one graph (with DDP, a few).
-    if not compiles and not checkpoints:
-        return wrapped
-    call = call_residual
-    if compiles:   # All sublayers share a graph, unless a number in their rules differs.
-        call = torch.compile(call, **options)
-    if checkpoints:
-        call = partial(checkpoint, call, use_reentrant=False)
-
-    def run_pass(idx, targets, trip=None):
-        trip = trip or Trip(model)
-        trip.call = call
-        return wrapped(idx, targets, trip=trip)
-
-    return run_pass
-
-def config_problems(config):
-    """-> sentences about what is wrong with a config. One wrong field may hide other problems."""
-    if problems := field_problems(config):   # What follows needs values that are in their ranges.
-        return problems
-    try:
-        order = block_order(config)
-        decider = make_decider(config)
-        ends = make_residual(config, 2 * config.n_layer + 1)
-        stream = ends.start(torch.ones(1, 1, config.n_embd))
-    except ValueError as error:
-        return [str(error)]
-    misfit = None
-    if decider.needs_tensor and not (torch.is_tensor(stream) and stream.dim() == 3):
-        misfit = "its stream isn't one tensor; use pre"
-    if decider.needs_skipping and not ends.can_skip:
-        misfit = "its tokens can't skip; use pre or nag"
-    if decider.needs_gain and not ends.knows_gain:
-        misfit = "it knows no gain; use nag"
-    n_embd, n_head, name, no_triton = config.n_embd, config.n_head, config.residual, why_no_triton()
-    rules = [   # (is it wrong?, a sentence)
-        (n_embd % (2 * n_head),
-         f"--n_embd {n_embd}: must be an even multiple of --n_head {n_head}"),
-        (config.norm != "rms" and not ends.has_norm,
-         f"--norm {config.norm}: --residual {name} has no norm for --norm to choose; use pre"),
-        (config.kernels == "on" and no_triton, f"--kernels on: {no_triton}"),
-        (len(order) > config.n_layer and ends.stream_grows,
-         f"--repeat: the stream of --residual {name} is made for 2L updates; use pre"),
-        (misfit, f"--mod {config.mod}: not with --residual {name}: {misfit}"),
-        (config.gain_cost and not ends.knows_gain,
-         f"--gain_cost {config.gain_cost}: --residual {name} knows no gain to pay for; use nag")]
-    return [sentence for is_wrong, sentence in rules if is_wrong]
+def initial_log_scale(config, power):
+    """log of NAG's first length, for which the first logits have std LOGIT_STD: a logit is length *
+    cosine similarity, which has std C^-0.5 for random vectors. Each sublayer multiplies the length
+    by sqrt(1 + gate^2), where gate starts at about alpha / 2."""
+    gates = [0.5 * (2 * b + i + 1) ** -power for b in block_order(config) for i in (0, 1)]
+    growth = sum(0.5 * math.log1p(gate ** 2) for gate in gates)
+    last_length = LOGIT_STD * config.n_embd ** 0.5
+    return math.log(last_length / init_std(config, "wte", config.n_embd)) - growth
