@@ -1,6 +1,4 @@
-"""GPT with interchangeable residual connections. References: 1) nanoGPT, whose names this file
-keeps:
-https://github.com/karpathy/nanoGPT 2) the papers of the residuals, cited in their classes.
+"""GPT with interchangeable residual connections.
 
 A Transformer of L blocks is a chain of 2L sublayers: attention, MLP, attention, MLP, ... A residual
 connection decides how a sublayer f reads the residual stream, and how it updates it:
@@ -8,13 +6,13 @@ connection decides how a sublayer f reads the residual stream, and how it update
     stream = residual(stream, f)      # PreNorm: x + f(norm(x))
 
 --residual selects one. Part 1 is a complete GPT with PreNorm; part 2 has the other residuals, part
-3 Mixture-of-Depths (tokens that skip sublayers), part 4 FLOPs, tapered widths and repeated blocks.
+3 Mixture-of-Depths (tokens that skip sublayers), part 4 FLOPs, tapered widths, repeated blocks.
 
 B: batch, T: tokens, C: n_embd, V: vocabulary. layer_idx counts sublayers from 0 (even: attention,
 odd: MLP), block_idx = layer_idx // 2. A paper's layer l is layer_idx + 1.
 
-Other than in nanoGPT: rotary embeddings, RMSNorm, QK norm, an untied head, no biases, no dropout,
-weights initialized by fan-in, and a KV cache in generate().
+Names are nanoGPT's (https://github.com/karpathy/nanoGPT). Other than there: rotary embeddings,
+RMSNorm, QK norm, an untied head, no biases, no dropout, weights initialized by fan-in, a KV cache.
 """
 
 import math
@@ -29,7 +27,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from flags import UserError, flag, read_options
-from kernels import depth_sum, nag_write
+from kernels import depth_sum, nag_write, why_no_triton
 
 # =============================================================================================
 # Part 1: GPT
@@ -59,7 +57,8 @@ class GPTConfig:
     gate_loss: float = flag(0.0, "nag: coefficient of an auxiliary loss, the mean |gate|", 0, 1000)
 
 def rms_norm(x, eps=1e-6):
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    mean_square = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
+    return x * torch.rsqrt(mean_square + eps)
 
 class Norm(nn.Module):
     """RMSNorm, LayerNorm or Dynamic Tanh (arXiv:2503.10622), without a bias."""
@@ -99,16 +98,13 @@ def rotary_table(config):
 
 def apply_rotary(x, rotary):
     """x (B, T, n_head, head_size), rotary (T, 1, head_size / 2, 2): rotates channels 2i and 2i + 1
-    by
-    an angle, as the product of two complex numbers. In float32, as bfloat16 has no complex
-    numbers."""
+    by an angle, as a product of complex numbers (float32, as bfloat16 has no complex numbers)."""
     pairs = torch.view_as_complex(x.to(rotary.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.view_as_complex(rotary)).flatten(-2).to(x.dtype)
 
 # Queries and keys are normalized, so q @ k is at most head_size. The usual 1 / sqrt(head_size)
 # would bound scores by sqrt(head_size) = 5.7 for heads of 32, too flat to select one token of many.
-# With ATTN_SCALE / head_size the bound is 11.3 for any head size, as it usually is for heads of
-# 128.
+# ATTN_SCALE / head_size makes the bound 11.3 for any head size: the usual one for heads of 128.
 ATTN_SCALE = 128 ** 0.5
 
 class Attention(nn.Module):
@@ -144,9 +140,8 @@ class Attention(nn.Module):
         return scatter(self.c_proj(y[mask]), mask).to(x.dtype)
 
 def attention(q, k, v):
-    """q (B, T, n_head, head_size) of the newest T of S tokens; k, v (B, S, n_head, head_size) ->
-    (B,
-    T, C)"""
+    """q (B, T, n_head, head_size) of the newest T of S tokens; k, v (B, S, n_head, head_size)
+    -> (B, T, C)"""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     T, S = q.shape[2], k.shape[2]
     causal = None if T == S else torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
@@ -245,8 +240,7 @@ def init_std(config, name, n_in):
 
 def generator(config, name):
     """A random generator for the parameter of this name: two models with the same seed draw the
-    same
-    weights, whatever else they contain, so comparisons are paired."""
+    same weights, whatever else they contain, so comparisons are paired."""
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
 class GPT(nn.Module):
@@ -275,11 +269,11 @@ class GPT(nn.Module):
             block.mlp_residual.init_sublayer_(block.mlp)
 
     def forward(self, idx, targets=None, cache=None, trace=None):
-        """idx (B, T) token ids, targets (B, T) -> logits (B, T, V), loss (mean cross entropy in
-        nats;
-        None without targets). In training logits are None: nobody reads the largest tensor of the
-        pass. cache: a KVCache, if idx are the newest tokens only. trace: a Trace records this pass
-        (part 3)."""
+        """idx (B, T) token ids, targets (B, T) -> logits (B, T, V), loss
+
+        loss: the mean cross entropy in nats, None without targets. In training, logits are None,
+        which saves memory. cache: a KVCache, if idx are the newest tokens only. trace: a Trace,
+        which records this pass (part 3)."""
         start = 0 if cache is None else cache.length
         end = start + idx.shape[1]
         if end > self.config.block_size:
@@ -379,8 +373,11 @@ class LayerCache:
 # All share the norms, attention, MLP and initialization of part 1; "Differs from the paper" names
 # what else is different. x is the residual stream, u = f(norm(x)) the update.
 #
-# Mistakes that well-known implementations made for months, and the test that catches each here:
-#   any rule: later tokens or other sequences leak                 sanity_check
+# Value residuals (arXiv:2410.17897) are not here: they connect attentions, not streams.
+#
+# Mistakes that published implementations contained, and the test that catches each here:
+#
+# TRAPS
 
 class Template(Residual):
     """Copy this class: PreNorm in which each update is multiplied by a learned number b.
@@ -461,10 +458,9 @@ class MixLN(Residual):
         return self.norm(x) if hasattr(self, "norm") else x
 
 class LayerNormScaling(Residual):
-    """What a sublayer reads is divided by sqrt(block) (arXiv:2502.05795), in place of a small
-    c_proj.
-    Differs from the paper: of an attention it reaches the values only, as queries and keys are
-    normalized."""
+    """What a sublayer reads is divided by sqrt(block_idx + 1) (arXiv:2502.05795), in place of a
+    small c_proj. Differs from the paper: queries and keys are normalized, so of an attention it
+    reaches the values only."""
 
     def forward(self, x, f):
         return x + f(self.norm(x) * (self.block_idx + 1) ** -0.5)
@@ -474,9 +470,8 @@ class LayerNormScaling(Residual):
 
 class SiameseNorm(Residual):
     """Two streams (arXiv:2602.08064, as in the released code): y grows as in PreNorm, x is
-    normalized
-    as in PostNorm. A sublayer reads their sum; block i = 1 .. L adds 1 / sqrt(2i) of its update to
-    x."""
+    normalized as in PostNorm. A sublayer reads their sum; block i = 1 .. L adds 1 / sqrt(2i) of
+    its update to x."""
     can_skip = False   # a token that skips would miss the norm of x
 
     def __init__(self, config, layer_idx):
@@ -498,8 +493,7 @@ class SiameseNorm(Residual):
 
 class X0(Residual):
     """Shortcut from the embedding to every sublayer (nanochat, modded-nanogpt): x <- a x + b x0
-    before
-    each sublayer. Differs from nanochat: a starts at 1 and b at 0 in all layers."""
+    before each sublayer. Differs from nanochat: a starts at 1 and b at 0 in all layers."""
     own_params = ("a", "b")
 
     def __init__(self, config, layer_idx):
@@ -520,9 +514,8 @@ class X0(Residual):
         return self.norm(stream[0])
 
 class UNet(Residual):
-    """U-net skip connections (modded-nanogpt): a block of the second half adds s times the output
-    of
-    its mirror image in the first half, block L - 1 - i. s is learned and starts at 1."""
+    """U-net skip connections (modded-nanogpt): block i of the second half adds s times the output
+    of its mirror image, block L - 1 - i. s is learned and starts at 1."""
     own_params = ("s",)
     can_skip = False   # the stream gains a tensor per block of the first half
 
@@ -553,19 +546,20 @@ class UNet(Residual):
 class AttnRes(Residual):
     """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2 to 4; Kimi K3).
 
-    Updates are not added up. Each stays a source of its own, and each sublayer reads a weighted
-    mean of all sources so far, with softmax weights from one learned query:
+    Updates are not added up: each output stays a source of its own, and each sublayer reads a
+    weighted mean of all sources so far. The weights are a softmax over depth, with one learned
+    query per sublayer (not per token):
 
         weight_i = softmax_i(query . (key_weight * rms_norm(source_i)))
         read     = norm(sum_i weight_i source_i)
 
     Queries start at 0, so all weights are equal, and the model equals PreNorm. Block AttnRes,
-    group=4: a source is the sum of up to 4 updates, which saves memory.
+    group=4, saves memory: a source is the sum of 4 consecutive outputs.
 
-    The stream is (sources, keys): two tuples of (B, T, C). A source's key is computed once."""
-    own_params = ("query", "key_weight")   # at --lr, all weight goes to one source
+    The stream is (sources, keys): two tuples of (B, T, C), as a source's key is computed once."""
+    own_params = ("query", "key_weight")   # at --lr, one source soon gets all the weight
     options = {"group": (1, 10000)}
-    can_skip = False
+    can_skip = False                       # a token that skips would have fewer sources
 
     def __init__(self, config, layer_idx, group=1):
         super().__init__(config, layer_idx)
@@ -578,8 +572,8 @@ class AttnRes(Residual):
         return (x,), (rms_norm(x),)
 
     def weights(self, keys):   # -> (n_sources, B, T)
-        scores = torch.stack([key @ (self.query * self.key_weight) for key in keys])
-        return scores.softmax(0)
+        query = self.query * self.key_weight
+        return torch.stack([key @ query for key in keys]).softmax(0)
 
     def reduce(self, stream):
         sources, keys = stream
@@ -589,17 +583,20 @@ class AttnRes(Residual):
 
     def forward(self, stream, f):
         sources, keys = stream
-        update = f(self.reduce(stream))
-        if self.layer_idx % self.group > 0:   # the current group goes on
-            update = update + sources[-1]
+        output = f(self.reduce(stream))
+        if self.layer_idx % self.group > 0:   # a group that is not full yet
+            output = output + sources[-1]
             sources, keys = sources[:-1], keys[:-1]
-        return (*sources, update), (*keys, rms_norm(update))
+        return (*sources, output), (*keys, rms_norm(output))
+
+    def flops(self):   # scores of the sources that it reads
+        n_sources = 0 if self.layer_idx == 0 else 1 + math.ceil(self.layer_idx / self.group)
+        return 2 * n_sources * self.config.n_embd
 
 class DenseFormer(Residual):
     """After each block, the stream is a weighted sum of the embedding and of the outputs of all
-    blocks
-    so far (Pagliardini et al. 2024, arXiv:2402.02622). The weights are learned and start at 0, and
-    1 for the newest."""
+    blocks so far (Pagliardini et al. 2024, arXiv:2402.02622). The weights are learned; they start
+    at 1 for the newest output and at 0 for the others."""
     can_skip = False
 
     def __init__(self, config, layer_idx):
@@ -649,8 +646,8 @@ class Review(Residual):
         return (1 - gate) * h + gate * u if self.convex else h + gate * u
 
 class HyperConnections(Residual):
-    """Hyper-connections: n streams per token, X (B, T, n, C), which each sublayer reads, mixes and
-    writes.
+    """Hyper-connections: n streams X (B, T, n, C). Each sublayer reads a mixture of them, and
+    writes to each of them. The weights depend on the token:
 
         X <- M X + write * f(norm(read . X))    read, write: (n,), M: (n, n)
 
@@ -658,9 +655,9 @@ class HyperConnections(Residual):
       mhc        M doubly stochastic, by Sinkhorn's algorithm (arXiv:2512.24880; DeepSeek-V4)
       identity   M = 1, so tokens can skip
 
-    At first, sublayer l reads stream l mod n and writes to all. Differs from the papers: the
-    initial values of mhc; its read-out is a mean; a last step makes its row and column sums
-    exact."""
+    At first, sublayer l reads stream l mod n and writes to all. Differs from the papers: mhc and
+    identity start with read = 0.98 of one stream, and are read out by the mean of the streams.
+    Sinkhorn's steps normalize columns before rows, and a last step makes both sums exact."""
     options = {"kind": ("hc", "mhc", "identity"), "n": (1, 64)}
 
     def __init__(self, config, layer_idx, kind="hc", n=4):
@@ -670,39 +667,40 @@ class HyperConnections(Residual):
         if self.is_final:
             return
         one_stream = torch.eye(n)[layer_idx % n]
-        if kind == "hc":
+        if kind == "hc":   # initial read, write and M
             parts = [one_stream, torch.ones(n), torch.eye(n).flatten()]
-        else:   # logits of sigmoids and of Sinkhorn's matrix
+        else:              # their logits
             parts = [8 * one_stream - 4, torch.zeros(n), 8 * torch.eye(n).flatten() - 8]
-            parts = parts[:2] if kind == "identity" else parts
+        if kind == "identity":
+            parts = parts[:2]
         self.sizes = [part.numel() for part in parts]
         self.static = nn.Parameter(torch.cat(parts))
         self.scale = nn.Parameter(torch.full((len(parts),), 0.01))
-        # hc makes a stream's weights from this stream, the others from all n streams
-        n_out, n_in = sum(self.sizes), n * config.n_embd
-        if kind == "hc":
-            n_out, n_in = n_out // n, n_in // n
-        self.dynamic = nn.Parameter(torch.zeros(n_out, n_in))
+        if kind == "hc":   # each stream makes its own weights
+            self.dynamic = nn.Parameter(torch.zeros(2 + n, config.n_embd))
+        else:              # all n streams together make all weights
+            self.dynamic = nn.Parameter(torch.zeros(sum(self.sizes), n * config.n_embd))
 
-    def weights(self, X):   # -> read (..., n), write (..., n), and M (..., n * n) unless identity
+    def weights(self, X):
+        """-> read (..., n), write (..., n), M (..., n, n); M is None for identity"""
         if self.kind == "hc":
-            logits = torch.tanh(F.linear(rms_norm(X), self.dynamic))             # (..., n, 2 + n)
-            dynamic = logits[..., 0], logits[..., 1], logits[..., 2:].flatten(-2)
+            dynamic = torch.tanh(F.linear(rms_norm(X), self.dynamic))            # (..., n, 2 + n)
+            dynamic = dynamic[..., 0], dynamic[..., 1], dynamic[..., 2:].flatten(-2)
         else:
             dynamic = F.linear(rms_norm(X.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
         static = self.static.split(self.sizes)
-        return [static[i] + self.scale[i] * dynamic[i] for i in range(len(static))]
+        read, write, *M = [s + a * d for s, a, d in zip(static, self.scale, dynamic)]
+        M = M[0].unflatten(-1, (self.n, self.n)) if M else None
+        if self.kind == "hc":
+            return read, write, M.mT   # transposed in eq. 2
+        read, write = torch.sigmoid(read), 2 * torch.sigmoid(write)
+        return read, write, sinkhorn(M) if self.kind == "mhc" else None
 
     def forward(self, X, f):
-        read, write, *M = self.weights(X)
-        if self.kind != "hc":
-            read, write = torch.sigmoid(read), 2 * torch.sigmoid(write)
+        read, write, M = self.weights(X)
         u = f(self.norm((read[..., None, :] @ X).squeeze(-2)))
-        if self.kind == "hc":
-            X = M[0].unflatten(-1, (self.n, self.n)).mT @ X   # eq. 2: A_r transposed
-        if self.kind == "mhc":
-            X = sinkhorn(M[0].unflatten(-1, (self.n, self.n))) @ X
-        return X + write[..., None] * u[..., None, :]
+        mixed = X if M is None else M @ X
+        return mixed + write[..., None] * u[..., None, :]
 
     def expand(self, x):
         return x[..., None, :].repeat_interleave(self.n, dim=-2)
@@ -715,38 +713,37 @@ class HyperConnections(Residual):
             return 0
         n, C = self.n, self.config.n_embd
         weights = 2 * self.dynamic.numel() * (n if self.kind == "hc" else 1)
-        return weights + 2 * n * C + (0 if self.kind == "identity" else 2 * n * n * C)
+        mixing = 0 if self.kind == "identity" else 2 * n * n * C
+        return weights + 2 * n * C + mixing
 
 def sinkhorn(logits, n_steps=20):
     """(..., n, n) -> doubly stochastic matrices"""
-    for _ in range(n_steps):   # columns and rows in turn, in logarithms
+    for _ in range(n_steps):   # normalizes columns and rows in turn, in logarithms
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     matrix = logits.exp()
-    # Rows sum to 1 now, columns nearly: after training, some were off by 0.99. Rounding to exact
-    # sums: Altschuler et al. 2017, arXiv:1705.09634, algorithm 2.
+    # Rows sum to 1 now, but columns only nearly: after training, some sums were off by 0.99. This
+    # makes both exact (Altschuler et al. 2017, arXiv:1705.09634, algorithm 2).
     matrix = matrix / matrix.sum(-2, keepdim=True).clamp_min(1)
     r, c = 1 - matrix.sum(-1, keepdim=True), 1 - matrix.sum(-2, keepdim=True)
     return matrix + r * c / c.sum(-1, keepdim=True).clamp_min(1e-6)
 
 class GatedResidual(Residual):
     """Gated Residual (Qwen3.8-Next, arXiv:2608.30320, sections 2.2 and 3.3): n streams R (B, T, n,
-    C).
-    A sublayer reads a gated mean of them, and writes to each with a strength that depends on the
-    token.
+    C). A sublayer reads a gated mean of them, and writes to each with its own strength s. Both
+    depend on the token:
 
-        r = rms_norm(R) * norm_weight
-        gate = sigmoid(up silu(down r / n))         n C numbers, through a rank of C / 8
-        read = mean over streams of gate * r
-        R <- R + s * f(read),                       s = 2 sigmoid(to_write r / n), n numbers
+        r    = rms_norm(R) * norm_weight
+        gate = sigmoid(up silu(down r / n))                     n C numbers, rank C / 8
+        R   <- R + s * f(mean over streams of gate * r)         s = 2 sigmoid(to_write r / n)
 
-    Streams are not mixed, so tokens can skip."""
+    Streams are not mixed, so tokens can skip. Differs from the paper: only in what part 1 has."""
     own_params = ("down", "up", "to_write")   # AdamW, as in the paper
     options = {"n": (1, 64)}
 
     def __init__(self, config, layer_idx, n=4):
         super().__init__(config, layer_idx)
-        del self.norm
+        del self.norm   # norm_weight and the gate are in its place
         self.n, width, rank = n, n * config.n_embd, max(1, config.n_embd // 8)
 
         def matrix(name, n_out, n_in):
@@ -764,15 +761,21 @@ class GatedResidual(Residual):
     def normalized(self, R):
         return rms_norm(R) * self.norm_weight.view(self.n, -1)
 
-    def reduce(self, R):
-        r = self.normalized(R)
-        gate = torch.sigmoid(F.linear(F.silu(F.linear(r.flatten(-2) / self.n, self.down)), self.up))
-        return (gate.view_as(r) * r).mean(-2)
+    def read_gate(self, r):       # -> (..., n, C)
+        hidden = F.silu(F.linear(r.flatten(-2) / self.n, self.down))
+        return torch.sigmoid(F.linear(hidden, self.up)).view_as(r)
+
+    def write_weights(self, r):   # -> (..., n)
+        return 2 * torch.sigmoid(F.linear(r.flatten(-2) / self.n, self.to_write))
 
     def forward(self, R, f):
-        u = f(self.reduce(R))
-        s = 2 * torch.sigmoid(F.linear(self.normalized(R).flatten(-2) / self.n, self.to_write))
-        return R + s[..., None] * u[..., None, :]
+        r = self.normalized(R)
+        u = f((self.read_gate(r) * r).mean(-2))
+        return R + self.write_weights(r)[..., None] * u[..., None, :]
+
+    def reduce(self, R):
+        r = self.normalized(R)
+        return (self.read_gate(r) * r).mean(-2)
 
 class NAG(Residual):
     """Norm-AGnostic residual (Figliolia and Millidge 2026, arXiv:2606.16112; equation numbers
@@ -959,7 +962,6 @@ class GatePolicy(nn.Module):
     0.05 is 3 degrees; see --gate_loss.
 
     Differs from the paper: its rule for the threshold is not public in full; below is ours."""
-    needs_gate = True
     options = {"rate": (0, 0.95), "below": (0, 100)}
 
     def __init__(self, config, rate=0.0, below=0.0):
@@ -1004,8 +1006,10 @@ class Router(nn.Module):
     tokens, so outside of training a token runs if its weight is above 0; an auxiliary loss (binary
     cross entropy) trains the router to agree with top-k.
 
-    rate: of all (token, sublayer) pairs. Differs from the paper: a router per sublayer and not per
-    block, which reads rms_norm(x); skipped tokens keep their keys and values."""
+    rate: the share of all (token, sublayer) pairs that skip. Differs from the paper: a router per
+    sublayer and not per block, which reads rms_norm(x); skipped tokens keep their keys and
+    values."""
+    scales_updates = True
     options = {"rate": (0.001, 0.45)}
 
     def __init__(self, config, rate=0.25):
@@ -1034,7 +1038,30 @@ class Router(nn.Module):
         trace.losses.append(0.01 * loss / len(self.routers))
         return mask, weight
 
-POLICIES = {"gate": GatePolicy, "random": RandomPolicy, "router": Router}
+class DropBlocks(nn.Module):
+    """--mod drop:rate=0.2. Stochastic depth (arXiv:1603.09382), as in arXiv:2609.05275: in
+    training, a sequence skips whole blocks, the deeper the more often and, from start to end, more
+    and more seldom. Updates are divided by the probability that the block runs; outside of
+    training, all tokens run. rate: the mean over depth and training."""
+    options = {"rate": (0, 0.24)}
+    scales_updates = True
+
+    def __init__(self, config, rate=0.2):
+        super().__init__()
+        self.rate, self.n_layer = rate, config.n_layer
+
+    def forward(self, trace):
+        if not trace.model.training:
+            return None
+        B, T = trace.idx.shape
+        if trace.layer_idx % 2 == 0:   # drawn before the attention, for the whole block
+            depth = (trace.residual.block_idx + 1) / (self.n_layer + 1)
+            self.keep_rate = 1 - 4 * self.rate * depth * (1 - trace.progress)
+            self.runs = torch.rand(B, 1, device=trace.idx.device) < self.keep_rate
+        mask = self.runs.expand(B, T)
+        return mask, mask / self.keep_rate
+
+POLICIES = {"gate": GatePolicy, "random": RandomPolicy, "router": Router, "drop": DropBlocks}
 
 def make_policy(config):
     """"gate:rate=0.25" -> GatePolicy(config, rate=0.25). None: no token skips"""
@@ -1055,9 +1082,8 @@ def needs_trace(model):   # does a plain forward pass need one?
 # =============================================================================================
 
 def hidden_size(config, block_idx):
-    """Hidden size of a block's MLP. --taper changes it from taper_start to taper_end with depth, at
-    a
-    constant mean (linear: after CascadeFormer, arXiv:2606.26538; cosine: arXiv:2606.23670)."""
+    """Hidden size of a block's MLP. --taper changes it with depth from taper_start to taper_end,
+    at a constant mean (linear: after CascadeFormer, arXiv:2606.26538; cosine: arXiv:2606.23670)."""
     hidden = config.mlp_ratio * config.n_embd * (2 / 3 if config.activation == "swiglu" else 1)
     if config.taper == "none":
         return max(1, round(hidden))
@@ -1075,7 +1101,7 @@ def block_order(config):
     first, last, times = (int(g or match[1]) for g in match.groups()) if match else (0, -1, 0)
     if not (0 <= first <= last < config.n_layer and 1 <= times <= 512):
         raise UserError(f"--repeat {config.repeat}: give blocks of 0 to {config.n_layer - 1} and "
-                         f"how often they run, such as 1-2:2")
+                        f"how often they run, such as 1-2:2")
     return [*range(first), *[*range(first, last + 1)] * times, *range(last + 1, config.n_layer)]
 
 def num_params(module):
@@ -1107,13 +1133,15 @@ def check_config(config):
     def fail(flag, why):
         raise UserError(f"--{flag} {getattr(config, flag)}: {why}")
 
+    if config.kernels == "on" and why_no_triton():
+        fail("kernels", why_no_triton())
     if config.n_embd % (2 * config.n_head):
         fail("n_embd", f"must be an even multiple of --n_head {config.n_head}")
     if policy is not None and not final.can_skip:
         fail("mod", f"tokens can't skip with --residual {config.residual}; use pre or nag")
     if isinstance(policy, GatePolicy) and not knows_gate:
         fail("mod", f"--residual {config.residual} has no gate; use nag")
-    if isinstance(policy, Router) and not torch.is_tensor(stream):
+    if getattr(policy, "scales_updates", False) and not torch.is_tensor(stream):
         fail("mod", f"the stream of --residual {config.residual} isn't one tensor; use pre")
     if config.gate_loss and not knows_gate:
         fail("gate_loss", f"--residual {config.residual} has no gate; use nag")
