@@ -49,8 +49,8 @@ def steps_data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("steps") / "data"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "PUZZLE", prepare.PUZZLE | dict(cells=4, most=3))
-        documents = lambda config: (prepare.puzzle_documents(200, 1), prepare.puzzle_documents(200, 2))
-        patch.setitem(prepare.SOURCES, "steps", documents)
+        small = lambda config: [prepare.puzzle_documents(200, seed) for seed in (1, 2)]
+        patch.setitem(prepare.SOURCES, "steps", small)
         prepare.main(["steps", "--out", str(folder)])
     return folder
 
