@@ -102,6 +102,7 @@ class Counts(Good):
     (like(Factors, "BothZero"), "has a gradient of zeros"),
     (Float64, "changes the dtype"),
     (good("Infinite", lambda x, new: new / 0), "inf or nan"),
+    (like(Good, "InfiniteEnd", reduce=lambda self, x: self.norm(x) / 0), "the loss is nan"),
     (good("MixesSequences", lambda x, new: new - 0.1 * x.mean(0, keepdim=True)), "other sequences"),
     (good("Ahead", lambda x, new: new + 1e-3 * x.roll(-1, dims=1)), "later tokens"),
     (Counts, "KV cache"),

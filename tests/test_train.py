@@ -334,12 +334,10 @@ def kill_and_resume(data, tmp_path, monkeypatch, n, options):
         patch.setattr(train, "log", killed(train.log))
         patch.setattr(os, "fsync", killed(os.fsync))
         go(data, out, options)
-    if not (out / "ckpt.pt").exists():   # nothing to go on from
-        shutil.rmtree(out)
     main(f"--data {data} {SIZE} --out {out} {options} --resume")
     same_run(tmp_path / "whole", out)
 
-@pytest.mark.parametrize("n", [0, 3, 5])
+@pytest.mark.parametrize("n", [0, 1, 3, 5])
 def test_resume_after_a_kill_is_exact(data, tmp_path, monkeypatch, n):
     kill_and_resume(data, tmp_path, monkeypatch, n, "--residual nag")
 
@@ -385,9 +383,11 @@ def test_resume_needs_the_same_data(data, steps_data, copy, tmp_path):
 def test_a_run_is_not_overwritten(data, copy):
     before = content(copy)
     assert "holds a run" in refused(go, data, copy)
-    (copy / "config.json").unlink()
-    before.pop("config.json")
-    refused(go, data, copy)
+    for name in "config.json", "ckpt.pt":   # a log of many lines is a run, too
+        (copy / name).unlink()
+        before.pop(name)
+        refused(go, data, copy)
+    assert "ckpt.pt" in refused(go, data, copy, "--resume")
     assert content(copy) == before
 
 # ----------------------------------------------------------------------------- processes
