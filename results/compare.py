@@ -40,8 +40,8 @@ from train import DEFAULT_LR, TrainConfig
 CHOOSING_SEED = 1
 # An evaluation at the start and one at the end, of more windows than train.py's usual ones
 EVALUATION = ["--eval_windows", "512", "--eval_interval", "1000000000"]
-# The gap of two rules differs from seed to seed: median standard deviation in results/runs.csv
-TYPICAL_STD = 0.017
+# The gap of a rule to PreNorm differs from seed to seed: median standard deviation in runs.csv
+TYPICAL_STD = 0.016
 # Half of a 95 % interval of a mean is T95[n - 1] * standard deviation / sqrt(n)
 T95 = [math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201,
        2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093]
@@ -313,17 +313,26 @@ def draw_gaps(rows, baseline, path):
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
-def insert_table(page, table):
-    """Puts the table between the markers <!-- table --> and <!-- end of table --> of a page."""
-    text = Path(page).read_text()
-    new, n = re.subn(r"(?s)(<!-- table -->\n).*?(<!-- end of table -->)",
-                     lambda match: match[1] + table + match[2], text)
-    if n != 1:
-        raise UserError(f"--insert {page}: needs the markers <!-- table --> and <!-- end of table -->")
-    Path(page).write_text(new)
+def insert_table(name, table):
+    """Puts a table into results/README.md, between <!-- NAME --> and <!-- end of NAME -->."""
+    page = ROOT / "results/README.md"
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    head, found, rest = page.read_text().partition(begin)
+    if not found or end not in rest:
+        raise UserError(f"--insert {name}: results/README.md lacks {begin.strip()} or {end}")
+    page.write_text(head + begin + table + end + rest.partition(end)[2])
 
 # -----------------------------------------------------------------------------
 # main
+
+def choose_rates(rules, choosing):
+    """Sets rule.best, where all its learning rates have been tried."""
+    for rule in rules:
+        tried = {run.rates: run.result() for run in choosing if run.rule is rule}
+        if len(rule.rates) == 1:
+            rule.best = rule.rates[0]
+        elif all(tried.values()):
+            rule.best = min(tried, key=lambda rates: tried[rates]["bpb"])
 
 def numbers(kind):
     return lambda text: [kind(word) for word in text.split(",")]
@@ -343,7 +352,7 @@ def read_command(argv):
         help="flops: every rule trains for the baseline's FLOPs, not for max_iters")
     add("--out", default="runs/compare", help="folder of tables and runs (default: runs/compare)")
     add("--jobs", type=int, default=0, help="runs at a time (default: one per core, or per GPU)")
-    add("--insert", default="", help="a page to put the table into, between its markers")
+    add("--insert", default="", help="a marker in results/README.md, where the table goes")
 
     def error(message):
         raise UserError(f"{message}; --help lists all flags")
@@ -363,10 +372,11 @@ def main(argv=None):
     rules = [make_rule(name, args, shared) for name in names]
     baseline = rules[-1]
     if args.equal == "flops":
+        budget = baseline.flops
         for rule in rules:
-            rule.seconds *= baseline.flops / rule.flops
-            rule.flags += ["--max_flops", f"{baseline.flops:.6g}"]
-            rule.flops = baseline.flops
+            rule.seconds *= budget / rule.flops
+            rule.flops = budget * (1 - 1e-9)   # rounding: no iteration more
+            rule.flags += ["--max_flops", repr(rule.flops)]
     if CHOOSING_SEED in args.seeds and any(len(rule.rates) > 1 for rule in rules):
         raise UserError(f"--seeds: seed {CHOOSING_SEED} chooses learning rates; others must decide")
     out, n = Path(args.out), len(args.seeds)
@@ -386,8 +396,7 @@ def main(argv=None):
             write_tables(rules, choosing + deciding(), known, out)
         show_progress(choosing + deciding(), jobs, running, finished)
 
-    for rule in rules:
-        rule.best = rule.rates[0] if len(rule.rates) == 1 else None
+    choose_rates(rules, choosing)   # of an earlier call
     missing = [run for run in choosing + deciding() if run.result() is None]
     seconds = sum(run.rule.seconds for run in missing) / jobs
     print(f"{len(missing)} runs to train, {jobs} at a time: about {in_words(seconds)}")
@@ -400,10 +409,7 @@ def main(argv=None):
         print("One seed decides: no intervals.")
 
     train_all(choosing, jobs, after_each)
-    for rule in rules:
-        if len(rule.rates) > 1:
-            tried = [run for run in choosing if run.rule is rule]
-            rule.best = min(tried, key=lambda run: run.result()["bpb"]).rates
+    choose_rates(rules, choosing)
     train_all(deciding(), jobs, after_each)
 
     rows = write_tables(rules, choosing + deciding(), deciding(), out)
