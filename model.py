@@ -375,9 +375,18 @@ class LayerCache:
 #
 # Value residuals (arXiv:2410.17897) are not here: they connect attentions, not streams.
 #
-# Mistakes that published implementations contained, and the test that catches each here:
+# Mistakes of published implementations, and the test that catches each here:
 #
-# TRAPS
+#   mistake                             implementation               test_model.py: test_
+#   mHC: M is computed, not applied     tokenbender/mHC, lucidrains  hyper_mixing_is_applied
+#   mHC: M is transposed                Megatron-LM, transformers    hyper_mixing_is_not_transposed
+#   mHC: M never leaves its start       tokenbender/mHC              hyper_mixing_leaves_its_start
+#   AttnRes: queries start at 0.02      torchtitan                   attnres_starts_as_prenorm
+#   AttnRes: embedding twice a source   the paper's listing          attnres_sources
+#   DeepNorm: beta = (8L)^(1/4)         pixeli99/MixLN               deepnorm_factors
+#   NAG: infinite slope of m^beta at 0  nag-nanochat                 nag_gradients_are_finite
+#   router: the update is added twice   mixture-of-depths            router_equals_its_definition
+#   any rule: a later token leaks                                    later_tokens_..._nothing
 
 class Template(Residual):
     """Copy this class: PreNorm in which each update is multiplied by a learned number b.

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +23,7 @@ ROOT = Path(__file__).absolute().parents[1]
 sys.path.insert(0, str(ROOT))
 import prepare
 from flags import UserError
-from model import GPT, GPTConfig, KVCache
+from model import GPT, RESIDUALS, GPTConfig, KVCache, Residual
 
 TINY = dict(n_layer=3, n_head=2, n_embd=16, block_size=16, vocab_size=64)
 
@@ -75,13 +76,13 @@ def make(residual="pre", noise=0.2, dtype=torch.float64, **config):
     finally:
         torch.set_default_dtype(before)
     for name, p in model.named_parameters():
-        p.add_(noise * some(*p.shape, seed=zlib.crc32(name.encode())))
+        p.add_(noise * randn(*p.shape, seed=zlib.crc32(name.encode())))
     return model.eval()
 
 def ids(B=2, T=12, V=TINY["vocab_size"], seed=0):
     return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
 
-def some(*shape, seed=0):
+def randn(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
@@ -89,11 +90,13 @@ def some(*shape, seed=0):
 def logits(model, idx=None, **options):
     return model(ids() if idx is None else idx, **options)[0]
 
-def decode(model, idx, pieces, make_trace=lambda: None):
-    """The logits of all tokens, piece by piece through a KV cache"""
-    cache = KVCache()
-    return torch.cat([logits(model, piece, cache=cache, trace=make_trace())
-                      for piece in idx.split(pieces, dim=1)], dim=1)
+def decode(model, idx, lengths, make_trace=lambda start: None):
+    """The logits of all tokens, piece by piece through a KV cache. make_trace gets the position of
+    a piece's first token."""
+    cache, parts = KVCache(), []
+    for piece in idx.split(lengths, dim=1):
+        parts.append(logits(model, piece, cache=cache, trace=make_trace(cache.length)))
+    return torch.cat(parts, dim=1)
 
 def same(a, b, tolerance=1e-10):
     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
@@ -115,7 +118,7 @@ def count_flops(function):
         function()
     return counter.get_total_flops()
 
-def unit(x, eps=1e-6):
+def rms_norm_by_hand(x, eps=1e-6):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 def attention_by_hand(attn, x):
@@ -127,7 +130,7 @@ def attention_by_hand(attn, x):
     angle = torch.arange(T)[:, None, None] * inv_freq
 
     def rotated(y):
-        even, odd = unit(y)[..., ::2], unit(y)[..., 1::2]
+        even, odd = rms_norm_by_hand(y)[..., ::2], rms_norm_by_hand(y)[..., 1::2]
         pairs = even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()
         return torch.stack(pairs, -1).flatten(-2)
 
@@ -154,3 +157,29 @@ def sublayers_by_hand(model):
         yield (2 * i, block.attn_residual,
                lambda x, attn=block.attn: attention_by_hand(attn, x))
         yield 2 * i + 1, block.mlp_residual, lambda x, mlp=block.mlp: mlp_by_hand(mlp, x)
+
+class Momentum(Residual):
+    """A user's own residual, with a stream of two tensors: x, and a decaying sum of its updates."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        if not self.is_final:
+            self.keep = nn.Parameter(torch.tensor(0.5))
+
+    def expand(self, x):
+        return x, torch.zeros_like(x)
+
+    def forward(self, stream, f):
+        x, total = stream
+        total = self.keep * total + f(self.norm(2 * x + total))
+        return x + total, total
+
+    def reduce(self, stream):
+        return self.norm(stream[0])
+
+@pytest.fixture(scope="module")
+def own_residual():
+    """--residual own"""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RESIDUALS, "own", Momentum)
+        yield
