@@ -48,14 +48,14 @@ def main(argv=None):
     config = make(SampleConfig, parse([SampleConfig], argv, __doc__, positional="run"))
     if os.path.isfile(config.prompt):
         config.prompt = prepare.read_text(config.prompt)
+    if config.inside and (config.skip_below or config.remove):
+        raise UserError("--inside: leave out --skip_below and --remove")
     device = set_up_device(config)
-    model, settings = open_run(config.run, device)
-    tokenizer = prepare.get_tokenizer(load_checkpoint(config.run)["meta"]["tokenizer"])
     with fork_rng(device):
+        model, settings = open_run(config.run, device)
+        tokenizer = prepare.get_tokenizer(load_checkpoint(config.run)["meta"]["tokenizer"])
         torch.manual_seed(config.seed)
         if config.inside:
-            if config.skip_below or config.remove:
-                raise UserError("--inside: leave out --skip_below and --remove")
             print_inside(model, config.data or settings["data"], config.prompt.strip())
         elif config.speed:
             print_speed(model, tokenizer, config)
@@ -157,7 +157,6 @@ def print_speed(model, tokenizer, config):
 # the puzzle (see prepare.py): the lines between a line and its answer
 
 def print_inside(model, data, line):
-    from analyze import lines_inside   # needs matplotlib
     puzzle = prepare.load_meta(data).get("steps")
     if puzzle is None:
         raise UserError(f"--inside: {data} isn't the puzzle, which prepare.py steps makes")
@@ -170,6 +169,7 @@ def print_inside(model, data, line):
         after.append(prepare.next_line(after[-1], puzzle["table"]))
     asked = ord(line[0]) - ord("a")
 
+    from analyze import lines_inside   # here, because sampling needs no matplotlib
     print(f"\n{line}: {line[0]} asks for the line after {count_steps(asked)}. A linear probe reads "
           f"in the stream:\n")
     for block_idx, digits, steps in lines_inside(model, data, line):
@@ -177,8 +177,8 @@ def print_inside(model, data, line):
         print(f"  block {block_idx:<4}{read}")
     idx = torch.tensor([[*f"{line}\na".encode()]], device=model.rotary.device)   # a: any letter
     answer = bytes(model.generate(idx, cells, temperature=0, n_vocab=256)[0, -cells:].tolist())
-    answer = mark(answer.decode("latin1"), after[asked])
-    print(f"  answer    {answer}  (!: a wrong digit)\n")
+    answer = re.sub("[^0-9]", "?", answer.decode("latin1"))
+    print(f"  answer    {mark(answer, after[asked])}  (!: a wrong digit)\n")
 
 def count_steps(n):
     return f"{n} step" if n == 1 else f"{n} steps"
