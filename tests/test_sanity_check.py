@@ -137,7 +137,10 @@ def test_a_right_residual_passes(monkeypatch):
     one_zero = like(Factors, "OneZero", starts=(0.1, 0.0))
     buffer = like(Good, "Buffer", __init__=lambda self, config, layer_idx: (
         Good.__init__(self, config, layer_idx), self.register_buffer("n", torch.zeros(1)))[0])
-    for kind in Good, Momentum, dropout, noise, helper, one_zero, buffer:
+    frozen = like(Good, "Frozen", __init__=lambda self, config, layer_idx: (
+        Good.__init__(self, config, layer_idx), setattr(
+            self, "order", nn.Parameter(torch.arange(3), requires_grad=False)))[0])
+    for kind in Good, Momentum, dropout, noise, helper, one_zero, buffer, frozen:
         check(monkeypatch, M.RESIDUALS, kind)
     check(monkeypatch, M.RESIDUALS, Good, mod="random:rate=0.5")
     check(monkeypatch, M.RESIDUALS, Good, deep_supervision=True)

@@ -366,6 +366,9 @@ def test_a_failing_save_leaves_the_older_checkpoint(copy, monkeypatch):
 def test_divergence_is_an_error_and_is_not_saved(data, copy, tmp_path):
     wild = "--max_iters 60 --lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0 --log_interval 1"
     assert "lower --lr" in refused(resume, copy, wild)
+    assert load(copy)["step"] == 8
+    unlogged = wild.replace("--log_interval 1", "--log_interval 99 --eval_interval 1")
+    assert "lower --lr" in refused(resume, copy, unlogged)
     assert all(weight.isfinite().all() for weight in load(copy)["model"].values())
 
 def test_resume_of_an_empty_folder_begins(data, finished, tmp_path):
