@@ -1,22 +1,18 @@
-"""
-How fast it is: ratios of programs that run in turn.
+"""Measures how fast rules train: whole iterations (forward, backward, optimizer) of programs that
+run in turn, round after round, so whatever else the machine does affects all of them.
 
-    python results/speed.py --old ../old --nanogpt ../nanoGPT/model.py     # 12 minutes on a CPU
-    python results/speed.py --only 12x256 --programs pre nag --dtype bfloat16 --compile
-    python results/speed.py --only taper                   # latency and tokens/s of --taper linear
-    python results/speed.py --seconds 60 --nanogpt ..      # 12 minutes: bits per byte after 60 s
-    python results/speed.py --device cuda --nanogpt ..     # 4 minutes: GPT-2 small, and kernels
-    python results/speed.py --device cuda --seconds 45 --data data/stdlib-gpt2 --nanogpt ..
+    python results/speed.py                                    # a CPU: rules, skipping, taper
+    python results/speed.py --nanogpt ../nanoGPT/model.py      # beside nanoGPT
+    python results/speed.py --only rules --n_embd 256 --dtype bfloat16 --compile
+    python results/speed.py --device cuda --nanogpt model.py   # one GPU: GPT-2 small
+    python results/speed.py --seconds 60 --nanogpt model.py    # bits per byte after 60 s
 
-A program is a model in training. Its number is the time of a whole iteration: forward, backward,
-optimizer. Programs of a table run in turn, round after round, so what else the machine does hits
-all of them. "Times as fast as B" is the time of B / the time of the program in one round: the
-median over rounds, and the middle half of them in brackets. If that is wide, the machine was not
-idle. Ours train with muon, and nag pays for its gains; nanoGPT has AdamW.
+A ratio is the median over rounds, with the middle half of the rounds in parentheses; if that range
+is wide, the machine was not idle. On a GPU, all programs use AdamW and bfloat16, and ours run eager
+with the Triton kernels and compiled.
 """
-import importlib
+
 import math
-import os
 import runpy
 import statistics
 import sys
@@ -31,114 +27,92 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import kernels
 import prepare
-import train
-from flags import flag, parse, start
-from model import GPT, Decider, GPTConfig, Trip, flops_per_token
-from train import say
+from flags import UserError, flag, make, parse, run
+from model import GPT, GPTConfig, Trace, flops_per_token, needs_trace
+from train import TrainConfig, get_batch, lr_schedule, make_optimizers
 
-def size(n_layer, n_head, n_embd, block_size=128, vocab_size=320):   # what all GPTs ask for
-    return dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size,
-                vocab_size=vocab_size)
-
-SIZES = {"6x64": size(6, 4, 64),   # the puzzle
-         "12x128": size(12, 4, 128), "12x256": size(12, 4, 256),
-         "12x768": size(12, 12, 768, 1024, 50304)}   # GPT-2 small
-SEQUENCES, PARTS = 16, dict(cpu=1, cuda=4)   # of a part of a batch, and parts of a batch
-ONLY = dict(cpu=["6x64", "12x128", "12x256", "skipping", "taper"], cuda=["12x768", "kernels"])
-PROGRAMS = ["pre", "nag", "attnres:group=3", "gated", "hyper", "review"]
-
-# Peak learning rates for --seconds. Ours is the usual one; nanoGPT may have the best of its three.
-RATES = dict(cpu=dict(ours=[2e-2], nanoGPT=[5e-4, 1e-3, 2e-3]),
-             cuda=dict(ours=[1e-2], nanoGPT=[5e-4, 1e-3, 2e-3]))
+RULES = "pre", "nag", "attnres:group=4", "hyper:kind=mhc", "gated"
+CPU = dict(n_layer=12, n_head=4, n_embd=128, block_size=128, vocab_size=320, batch_size=16,
+           grad_accum=1, optimizer="muon")
+GPU = dict(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304, batch_size=64,
+           grad_accum=4, optimizer="adamw")   # GPT-2 small
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}   # dense bfloat16
+NANOGPT_LR = 5e-4, 1e-3, 2e-3   # for --seconds, nanoGPT may have the best of these
 
 @dataclass
 class SpeedConfig:
-    old: str = flag("", "folder of an older checkout, to compare with")
+    only: Literal["all", "rules", "skipping", "taper"] = flag("all", "skipping and taper: CPU")
+    rules: list = flag(None, f"residual connections, in place of {' '.join(RULES)}")
     nanogpt: str = flag("", "model.py of a copy of nanoGPT, to compare with")
-    device: Literal["cpu", "cuda"] = flag("cpu", "where it runs; on a GPU all is compiled")
-    only: list = flag(None, f"some of {' '.join(ONLY['cpu'])}; on a GPU: 12x768 kernels")
-    programs: list = flag(None, f"some residuals, in place of {' '.join(PROGRAMS)}")
-    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of ours: --dtype of train.py")
-    compile: bool = flag(False, "of ours: --compile of train.py")
-    rounds: int = flag(12, "rounds that count, after two that don't", 3, 1000)
+    device: Literal["cpu", "cuda"] = flag("cpu", "cuda: GPT-2 small, eager and compiled")
+    dtype: Literal["auto", "float32", "bfloat16"] = flag("auto", "of ours, on a CPU")
+    compile: bool = flag(False, "on a CPU: ours compiled, too")
+    rounds: int = flag(12, "rounds that count, after two that do not", 2, 1000)
     seconds: float = flag(0.0, "compare bits per byte after so many seconds of training", 0, 1e5)
-    data: str = flag("data/stdlib", "what is trained on, where it matters")
+    data: str = flag("data/stdlib", "what --seconds and skipping train on")
+    n_layer: int = flag(0, "0: 12", 0, 4096)
+    n_head: int = flag(0, "0: 4, or 12 on a GPU", 0, 1024)
+    n_embd: int = flag(0, "0: 128, or 768", 0, 65536)
+    block_size: int = flag(0, "0: 128, or 1024", 0, 2 ** 20)
+    vocab_size: int = flag(0, "0: 320, or 50304", 0, 2 ** 24)
+    batch_size: int = flag(0, "sequences per iteration, in all; 0: 16, or 64", 0, 1e6)
+    grad_accum: int = flag(0, "micro-batches; 0: 1, or 4", 0, 1e6)
 
-    def problems(self):
-        for name in self.only or []:
-            if name not in ONLY[self.device]:
-                yield (f"--only {name}: is not for --device {self.device}; choose from "
-                       f"{', '.join(ONLY[self.device])}")
-        if self.nanogpt and not Path(self.nanogpt).is_file():   # now, not after minutes
-            yield f"--nanogpt {self.nanogpt}: no such file; name model.py of a copy of nanoGPT"
-        if self.old and not Path(self.old, "train.py").is_file():
-            yield f"--old {self.old}: has no train.py; name the folder of an older checkout"
+# -----------------------------------------------------------------------------
+# programs: a model, loss(x, y) and optimizers
 
-# ---------------------------------------------------------------------------------------- programs
+SHAPE = "n_layer", "n_head", "n_embd", "block_size", "vocab_size"
 
-def our_program(args, size, residual, code=train, lr=2e-2, seed=1, **options):
-    """As train.py has it. code: the module train, ours or an older one (in float32, uncompiled)"""
-    config = code.TrainConfig(optimizer="muon", lr=lr)
-    if code is train:
-        config.dtype, config.compile = args.dtype, args.compile or args.device == "cuda"
-    if residual == "nag":
-        options.setdefault("gain_cost", 0.1)
-    model = code.GPT(code.GPTConfig(residual, **size, seed=seed, **options))
-    ready = code.make_ready(model, config, args.device)
-    call = ready[1] if isinstance(ready, tuple) else ready   # It was one thing before.
+def our_program(args, size, residual="pre", compile=False, lr=2e-2, seed=1, **options):
+    shape = {name: size[name] for name in SHAPE}
+    model = GPT(GPTConfig(residual, **shape, seed=seed, **options)).to(args.device)
+    if args.dtype == "bfloat16" or args.device == "cuda":
+        model.compute_in(torch.bfloat16)
+    call = torch.compile(model) if compile else model
+    traces = []
 
     def loss(x, y):
-        trip = code.needed_trip(model) if code is train else None
-        if trip is None:
-            return call(x, y)[1]
-        _, found = call(x, y, trip=trip)
-        # Whatever else train.py does with a trip
-        trip.skipped(), trip.mean_gain(), flops_per_token(model, trip)
-        model.decider.after_iteration([trip], float)
-        return found
+        trace = Trace(model, progress=1.0) if needs_trace(model) else None
+        if trace is not None:
+            traces.append(trace)
+        return call(x, y, trace=trace)[1]
 
-    return SimpleNamespace(model=model, loss=loss, optimizers=code.make_optimizers(model, config))
+    def after_iteration():   # as in train.py
+        if traces:
+            sum(flops_per_token(model, trace) for trace in traces)
+            if hasattr(model.policy, "update"):
+                model.policy.update(traces, lambda value: value)
+            traces.clear()
 
-def old_train(folder):
-    """The module train of an older checkout. Its modules have the names of ours, so ours step aside
-    while Python imports them."""
-    names = "flags", "kernels", "model", "prepare", "train"
-    ours = {name: sys.modules.pop(name) for name in names}
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("train")
-    finally:
-        sys.path.remove(folder)
-        sys.modules.update(ours)
+    config = TrainConfig(optimizer=size["optimizer"], lr=lr)
+    return SimpleNamespace(model=model, loss=loss, optimizers=make_optimizers(model, config),
+                           after_iteration=after_iteration)
 
 def nanogpt_program(args, size, lr=1e-3, seed=1):
-    """As nanoGPT's train.py has it: compiled and with autocast on a GPU"""
+    """As nanoGPT's train.py has it: compiled and with autocast on a GPU."""
     theirs = SimpleNamespace(**runpy.run_path(args.nanogpt))
     torch.manual_seed(seed)
-    model = theirs.GPT(theirs.GPTConfig(**size, dropout=0.0, bias=False)).to(args.device)
+    shape = {name: size[name] for name in SHAPE}
+    model = theirs.GPT(theirs.GPTConfig(**shape, dropout=0.0, bias=False)).to(args.device)
     optimizer = model.configure_optimizers(0.1, lr, (0.9, 0.95), args.device)
     on_gpu = args.device == "cuda"
     call = torch.compile(model) if on_gpu else model
 
     def loss(x, y):
         with torch.autocast(args.device, torch.bfloat16, enabled=on_gpu):
-            return call(x, y.contiguous())[1]   # It can't read windows that overlap.
+            return call(x, y.contiguous())[1]
 
     for group in optimizer.param_groups:
-        group["peak_lr"] = lr   # as in our train.py
-    return SimpleNamespace(model=model, loss=loss, optimizers=[optimizer])
-
-def random_batch(args, size):
-    """-> its parts, (x, y)"""
-    shape = PARTS[args.device], 2, SEQUENCES, size["block_size"]
-    return [(x, y) for x, y in torch.randint(size["vocab_size"], shape).to(args.device)]
+        group["peak_lr"] = lr
+    return SimpleNamespace(model=model, loss=loss, optimizers=[optimizer],
+                           after_iteration=lambda: None)
 
 def iteration(program, batch, factor=1.0):
-    """A whole one. factor: learning rate / its peak"""
+    """batch: a list of micro-batches (x, y). factor: learning rate / peak"""
     for x, y in batch:
         (program.loss(x, y) / len(batch)).backward()
+    program.after_iteration()
     torch.nn.utils.clip_grad_norm_(program.model.parameters(), 1.0)
     for optimizer in program.optimizers:
         for group in optimizer.param_groups:
@@ -146,224 +120,193 @@ def iteration(program, batch, factor=1.0):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-# ------------------------------------------------------------------------------------------- times
+def random_batch(args, size):
+    shape = size["grad_accum"], 2, size["batch_size"] // size["grad_accum"], size["block_size"]
+    return [(x, y) for x, y in torch.randint(size["vocab_size"], shape, device=args.device)]
+
+# -----------------------------------------------------------------------------
+# times
 
 def now():
-    """Seconds. With one thread on a CPU, those that this process has had of a core: so programs
-    beside it disturb less."""
+    """Seconds. With one thread on a CPU, the time that this process has had of a core."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()   # A GPU works on after a call has returned.
+        torch.cuda.synchronize()
     elif torch.get_num_threads() == 1:
         return time.process_time()
     return time.perf_counter()
 
-def times(functions, rounds):
-    """{name: function} -> {name: seconds in each round}, without the first two"""
-    found = {name: [] for name in functions}
+def measure(functions, rounds):
+    """{name: function} -> {name: seconds of each round}, without the first two rounds"""
+    seconds = {name: [] for name in functions}
     for _ in range(rounds + 2):
         for name, function in functions.items():
             begin = now()
             function()
-            found[name].append(now() - begin)
-    return {name: seconds[2:] for name, seconds in found.items()}
+            seconds[name].append(now() - begin)
+    return {name: times[2:] for name, times in seconds.items()}
 
-def times_as_fast(found, name, other):
-    """-> in words: the median over rounds, and the middle half"""
-    if name == other or other not in found:
+def ratio(seconds, name, other):
+    """How many times as fast `name` is as `other`, in words"""
+    if name == other or other not in seconds:
         return ""
-    ratios = [slow / fast for slow, fast in zip(found[other], found[name])]
+    ratios = [slow / fast for slow, fast in zip(seconds[other], seconds[name])]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-def compare_training(args, size):
-    """Prints a table: how many times as fast a residual is as our pre, as itself in the older
-    checkout, and as nanoGPT; on a GPU also tokens a second, peak memory in GiB, and seconds until
-    the second iteration is done, so with compiling"""
+def compare_rules(args, size):
+    """Prints tokens/s of each rule and how many times as fast as pre and as nanoGPT it is; on a GPU
+    also peak memory, MFU (share of the card's peak FLOPs), and seconds until it is compiled."""
     on_gpu, makers = args.device == "cuda", {}
-    for residual in args.programs or PROGRAMS:
-        makers[residual] = partial(our_program, args, size, residual)
-        if args.old and residual.partition(":")[0] in args.old.RESIDUALS:
-            makers[f"old {residual}"] = partial(our_program, args, size, residual, args.old)
+    for rule in args.rules or RULES:
+        makers[rule] = partial(our_program, args, size, rule)
+        if on_gpu or args.compile:
+            makers[f"{rule}, compiled"] = partial(our_program, args, size, rule, compile=True)
     if args.nanogpt:
         makers["nanoGPT"] = partial(nanogpt_program, args, size)
-    batch = random_batch(args, size)
-    functions, memory, ready = {}, {}, {}
-    for name, make in makers.items():
-        begin, before = now(), torch.cuda.memory_allocated()   # by the programs before it
+    batch, functions, memory, ready, flops = random_batch(args, size), {}, {}, {}, {}
+    for name, make_program in makers.items():
+        begin, before = time.perf_counter(), torch.cuda.memory_allocated()
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        functions[name] = partial(iteration, make(), batch)
-        functions[name]()
-        functions[name]()
-        ready[name] = now() - begin
+        try:   # one program out of memory must not cost the others their minutes on a card
+            program = make_program()
+            functions[name] = partial(iteration, program, batch)
+            functions[name]()
+            functions[name]()
+        except RuntimeError as error:
+            functions.pop(name, None)
+            print(f"{name} fails: {str(error).splitlines()[0]}", flush=True)
+            continue
+        now()
+        ready[name] = time.perf_counter() - begin
         memory[name] = (torch.cuda.max_memory_allocated() - before) / 2 ** 30
-    found = times(functions, args.rounds)
-    say(f"| times as fast as | our pre | the older one | nanoGPT |"
-        f"{' tokens/s | GiB | ready after |' if on_gpu else ''}")
-    say("| --- " * (7 if on_gpu else 4) + "|")
-    for name in [name for name in found if not name.startswith("old ")]:
-        row = [times_as_fast(found, name, other) for other in ("pre", f"old {name}", "nanoGPT")]
+        flops[name] = 3 * flops_per_token(program.model) if hasattr(program.model, "blocks") else 0
+        print(f"{name}: ready after {ready[name]:.0f} s", flush=True)
+    seconds = measure(functions, args.rounds)
+    first = next(iter(seconds))   # pre, if all goes well
+    peak = next((value for card, value in PEAK_FLOPS.items()
+                 if on_gpu and card in torch.cuda.get_device_name()), None)
+    head = ["", "tokens/s", f"/ {first}", "/ nanoGPT", *["GiB", "MFU", "ready after"] * on_gpu]
+    print("| " + " | ".join(head) + " |\n" + "| --- " * len(head) + "|")
+    for name in seconds:
+        tokens_s = sum(x.numel() for x, _ in batch) / statistics.median(seconds[name])
+        row = [name, f"{tokens_s:,.0f}", *[ratio(seconds, name, other) for other in (first, "nanoGPT")]]
         if on_gpu:
-            tokens_s = len(batch) * batch[0][0].numel() / statistics.median(found[name])
-            row += [f"{tokens_s:,.0f}", f"{memory[name]:.1f}", f"{ready[name]:.0f} s"]
-        say(f"| {name} | {' | '.join(row)} |")
+            used = f"{flops[name] * tokens_s / peak:.0%}" if peak and flops[name] else ""
+            row += [f"{memory[name]:.1f}", used, f"{ready[name]:.0f} s"]
+        print("| " + " | ".join(row) + " |", flush=True)
 
-# -------------------------------------------------------------------- on a CPU: skipping, and taper
+# -----------------------------------------------------------------------------
+# skipping and taper, on a CPU
 
-def say_ratio(what, rounds, ours, theirs):
-    found = times(dict(ours=ours, theirs=theirs), rounds)
-    say(f"{what}: {times_as_fast(found, 'ours', 'theirs')} times as fast")
+def print_ratio(what, rounds, ours, theirs):
+    print(f"{what}: {ratio(measure(dict(ours=ours, theirs=theirs), rounds), 'ours', 'theirs')} "
+          f"times as fast", flush=True)
 
-def compare_skipping(args):
-    """Says how many times as fast NAG is where tokens skip, beside the same where all run. The
-    models have trained a little: a new one would skip whole sublayers, which is easier."""
-    def saved(model, x):   # in words
-        trip = Trip(model)
-        with torch.no_grad():
-            model(x, trip=trip)
-        share = 1 - flops_per_token(model, trip) / flops_per_token(model)
-        return f"{trip.skipped():.0%} skipped, {share:.0%} of FLOPs saved"
-
-    small, large = SIZES["6x64"], SIZES["12x256"]
-    as_puzzle = dict(mlp_ratio=2.0, gain_cost=0.0)
-    skips = our_program(args, small, "nag", mod="gain:rate=0.25", **as_puzzle)
-    dense = our_program(args, small, "nag", **as_puzzle)
-    x, y = train_a_little(args, skips, small)
-    say_ratio(f"the puzzle, training: {saved(skips.model, x)}", args.rounds,
-              lambda: iteration(skips, [(x, y)]), lambda: iteration(dense, [(x, y)]))
-
+def compare_skipping(args, size):
+    """nag that skips a quarter or a half of all sublayers, beside the same model that skips none.
+    It has trained for 60 iterations: a new model would skip whole sublayers, which is easier."""
+    shards = prepare.open_split(args.data, "train", size["block_size"])
     for rate in 0.25, 0.5:
-        program = our_program(args, large, "nag", mod=f"gain:rate={rate}", gain_cost=0.0)
-        x, y = train_a_little(args, program, large)
-        model = program.model.eval()
-        all_run = partial(Trip, model, Decider())
+        skips = our_program(args, size, "nag", mod=f"gate:rate={rate}")
+        config = TrainConfig(batch_size=size["batch_size"])
+        for step in range(60):
+            x, y = get_batch(shards, skips.model.config, config, step, 0, args.device)
+            iteration(skips, [(x, y)])
+        dense = our_program(args, size, "nag")
+        print_ratio(f"gate:rate={rate}, training", args.rounds,
+                    lambda: iteration(skips, [(x, y)]), lambda: iteration(dense, [(x, y)]))
+        model = skips.model.eval()
+        all_run = partial(Trace, model, lambda trace: None)
         with torch.no_grad():
-            say_ratio(f"12 x 256, prefill: {saved(model, x)}", args.rounds,
-                      lambda: model(x), lambda: model(x, trip=all_run()))
-            say_ratio(f"12 x 256, decoding: {saved(model, x)}", args.rounds,
-                      lambda: model.generate(x[:1, :8], 48),
-                      lambda: model.generate(x[:1, :8], 48, make_trip=all_run))
+            print_ratio("  reading a prompt", args.rounds,
+                        lambda: model(x), lambda: model(x, trace=all_run()))
+            print_ratio("  sampling", args.rounds, lambda: model.generate(x[:1, :8], 48),
+                        lambda: model.generate(x[:1, :8], 48, make_trace=all_run))
 
-def train_a_little(args, program, size, steps=60):
-    """-> the last batch"""
-    tokens = prepare.windows_of(args.data, "train", size["block_size"], steps * SEQUENCES)
-    for batch in zip(*(each.split(SEQUENCES) for each in tokens)):
-        iteration(program, [batch])
-    return batch
-
-def compare_taper(args):
-    """Says how many times as fast PreNorm is if its MLPs become narrower with depth"""
-    size = SIZES["12x256"]
-    taper, even = (our_program(args, size, "pre", taper=kind) for kind in ("linear", "none"))
+def compare_taper(args, size):
+    """pre whose MLPs get narrower with depth, beside pre"""
+    taper, even = (our_program(args, size, taper=kind) for kind in ("linear", "none"))
     batch = random_batch(args, size)
-    say_ratio("taper, training", args.rounds,
-              lambda: iteration(taper, batch), lambda: iteration(even, batch))
-    ours, theirs, x = taper.model.eval(), even.model.eval(), batch[0][0]
+    print_ratio("taper, training", args.rounds,
+                lambda: iteration(taper, batch), lambda: iteration(even, batch))
+    ours, theirs, x = taper.model.eval(), even.model.eval(), batch[0][0][:1]
     with torch.no_grad():
-        say_ratio("taper, prefill of one sequence", args.rounds,
-                  lambda: ours(x[:1]), lambda: theirs(x[:1]))
-        say_ratio("taper, decoding", args.rounds,
-                  lambda: ours.generate(x[:1, :8], 48), lambda: theirs.generate(x[:1, :8], 48))
+        print_ratio("  reading a prompt", args.rounds, lambda: ours(x), lambda: theirs(x))
+        print_ratio("  sampling", args.rounds, lambda: ours.generate(x[:, :8], 48),
+                    lambda: theirs.generate(x[:, :8], 48))
 
-# ------------------------------------------------------------------------------ kernels, on a GPU
-
-def compare_kernels(args, N=16384, C=1024, n=9):
-    """Says how many milliseconds both ops take, forward and backward, and which share of the speed
-    of a plain copy they reach. The timer replays what the GPU was told, without Python's time."""
-    from triton.testing import do_bench_cudagraph as milliseconds
-    rows = [torch.randn(N, C, dtype=torch.bfloat16, device=args.device) for _ in range(n)]
-    scalars = [torch.rand(N, 1, device=args.device) for _ in range(n)]
-    move = milliseconds(torch.stack(rows).clone) / (2 * n)   # It reads n times N rows, and writes.
-
-    def depth_sum(weights, *sources, op=kernels.depth_sum):
-        return (op(weights, sources),)
-
-    # An op, its definition, its inputs, and how often it moves N rows, forward and backward
-    for op, definition, inputs, n_moves in [
-            (kernels.nag_write, GPT(GPTConfig("nag", 1)).blocks[0].attn_residual.write,
-             [rows[0], scalars[0], rows[1], scalars[1]], 3 + 5),
-            (depth_sum, partial(depth_sum, op=kernels.depth_sum_definition),
-             [torch.stack(scalars), *rows], n + 1 + 2 * n + 1)]:
-        inputs = [each.clone().requires_grad_() for each in inputs]
-        ways = dict(eager=definition, compiled=torch.compile(definition), kernel=op)
-        for way, function in ways.items():
-            def both():
-                outputs = function(*inputs)
-                torch.autograd.grad(outputs, inputs, outputs)   # Any gradient of them will do.
-            ms = milliseconds(both)
-            say(f"{op.__name__}, {way}: {ms:.3f} ms, {n_moves * move / ms:.0%} of a copy's speed")
-
-# ------------------------------------------------------------------------- bits at equal seconds
+# -----------------------------------------------------------------------------
+# bits per byte at equal seconds
 
 def compare_bits(args, size):
-    """Says which bits per byte of validation windows pre, with our defaults, and nanoGPT, with each
-    of its rates, have after --seconds of training. Three seeds, and the same batches for all."""
-    data = train.Data(SimpleNamespace(data=args.data, eval_windows=128), size["block_size"])
-    size = size | dict(vocab_size=math.ceil(data.vocab_size / 64) * 64)
-    makers = dict(ours=partial(our_program, args, size, "pre"))
+    """Three seeds, the same batches for all; ours at its default learning rate."""
+    meta = prepare.load_meta(args.data)
+    size = size | dict(vocab_size=64 * math.ceil(meta["vocab_size"] / 64))
+    shards = prepare.open_split(args.data, "train", size["block_size"])
+    x, y = prepare.windows_of(args.data, "val", size["block_size"], 128)
+    token_bytes = prepare.token_bytes(meta["tokenizer"], meta["vocab_size"])
+    bits_per_nat = y.numel() / token_bytes[y].sum().item() / math.log(2)
+    on_gpu = args.device == "cuda"
+    makers = {"ours": partial(our_program, args, size, compile=args.compile or on_gpu,
+                              lr=1e-2 if on_gpu else 2e-2)}
     if args.nanogpt:
-        makers["nanoGPT"] = partial(nanogpt_program, args, size)
-    found = {}
-    for seed in 1, 2, 3:
-        for name, make in makers.items():
-            for lr in RATES[args.device][name]:
-                program = make(lr=lr, seed=seed)
-                steps = train_for_seconds(args, SimpleNamespace(**size, seed=seed), program, data)
-                bits = bits_per_byte(args, program.model.eval(), data)
-                found.setdefault(f"{name}, rate {lr:g}", []).append(bits)
-                say(f"{name}, rate {lr:g}, seed {seed}: {bits:.3f} after {steps:,} iterations")
-    for name, bits in found.items():
-        say(f"{name}: {statistics.mean(bits):.3f} bits per byte "
-            f"({min(bits):.3f} to {max(bits):.3f})")
+        makers |= {f"nanoGPT, lr {lr:g}": partial(nanogpt_program, args, size, lr=lr)
+                   for lr in NANOGPT_LR}
+    config = make(TrainConfig, size)
+    for name, make_program in makers.items():
+        found = []
+        for seed in 1, 2, 3:
+            program = make_program(seed=seed)
 
-def train_for_seconds(args, model_config, program, data):
-    """-> how many iterations. The clock starts when all is compiled; warmup and cosine follow it."""
-    def take_step(step, factor):
-        n_parts = PARTS[args.device]
-        iteration(program, [train.get_batch(data, model_config, n_parts * SEQUENCES, step, part,
-                                            n_parts, args.device) for part in range(n_parts)],
-                  factor)
+            def take_step(step, factor):
+                iteration(program, [
+                    get_batch(shards, SimpleNamespace(block_size=size["block_size"], seed=seed),
+                              config, step, micro_step, args.device)
+                    for micro_step in range(size["grad_accum"])], factor)
 
-    take_step(0, 0.0)   # At a rate of 0 weights stay as they are.
-    take_step(0, 0.0)
-    begin, step, progress = now(), 0, 0.0
-    while progress < 1:
-        take_step(step, train.lr_factor(train.TrainConfig(), progress))
-        step += 1
-        progress = (now() - begin) / args.seconds
-    return step
-
-@torch.no_grad()
-def bits_per_byte(args, model, data):
-    x, y = (tokens.to(args.device) for tokens in data.val)
-    losses = [model(xi, yi.contiguous())[1].item() * len(xi)
-              for xi, yi in zip(x.split(8), y.split(8))]
-    bytes_per_token = data.token_bytes[y.cpu()].sum().item() / y.numel()
-    return sum(losses) / len(x) / math.log(2) / bytes_per_token
-
-# ------------------------------------------------------------------------------------- the command
+            take_step(0, 0.0)   # compiles; with a learning rate of 0 the weights stay as they are
+            take_step(0, 0.0)
+            begin, step, progress = now(), 0, 0.0
+            while progress < 1:
+                take_step(step, lr_schedule(config, progress))
+                step += 1
+                progress = (now() - begin) / args.seconds
+            program.model.eval()
+            with torch.no_grad():
+                losses = [program.loss(xi.to(args.device), yi.to(args.device)).item() * len(xi)
+                          for xi, yi in zip(x.split(8), y.split(8))]
+            found.append(sum(losses) / len(x) * bits_per_nat)
+            print(f"{name}, seed {seed}: {found[-1]:.3f} bits per byte, {step:,} iterations",
+                  flush=True)
+        print(f"{name}: {statistics.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})")
 
 def main(argv=None):
-    [args] = parse([SpeedConfig], argv, __doc__)
-    train.set_up_device(args.device, 128)   # One thread, unless OMP_NUM_THREADS is set.
-    machine = f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+    args = make(SpeedConfig, parse([SpeedConfig], argv, __doc__))
+    if args.nanogpt and not Path(args.nanogpt).is_file():   # now, not after minutes
+        raise UserError(f"--nanogpt {args.nanogpt}: not there; name model.py of a copy of nanoGPT")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device")
+    defaults = GPU if args.device == "cuda" else CPU
+    size = {name: getattr(args, name, 0) or value for name, value in defaults.items()}
+    if args.seconds:   # Muon is our default
+        size["optimizer"] = "muon"
+    machine = f"{torch.get_num_threads()} threads"
     if args.device == "cuda":
         machine = torch.cuda.get_device_name()
-    elif not torch.cpu._is_amx_tile_supported():
-        machine += ", without AMX: so bfloat16 is slow"
-    say(f"{machine}; torch {torch.__version__}; {args.rounds} rounds")
-    torch._dynamo.config.recompile_limit = 64   # All models share GPT.forward; 8 is too low.
+        torch.set_float32_matmul_precision("high")
+    print(f"{machine}, torch {torch.__version__}, {args.rounds} rounds; "
+          + ", ".join(f"{name} {value}" for name, value in size.items()))
+    torch._dynamo.config.recompile_limit = 64   # all models share GPT.forward
     if args.seconds:
-        compare_bits(args, SIZES["12x128" if args.device == "cpu" else "12x768"])
+        compare_bits(args, size)
         return
-    args.old = args.old and old_train(args.old)
-    others = dict(skipping=compare_skipping, taper=compare_taper, kernels=compare_kernels)
-    for name in args.only or ONLY[args.device]:
-        if name in others:
-            others[name](args)
-        else:
-            say(f"{name}, training:")
-            compare_training(args, SIZES[name])
+    if args.only in ("all", "rules"):
+        compare_rules(args, size)
+    if args.device == "cpu" and args.only in ("all", "skipping"):
+        compare_skipping(args, size)
+    if args.device == "cpu" and args.only in ("all", "taper"):
+        compare_taper(args, size)
 
 if __name__ == "__main__":
-    start(main)
+    run(main)
