@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")   # before anything imports triton
+os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")   # before kernels.py imports triton
-os.environ.setdefault("OMP_NUM_THREADS", "1")        # for the programs that tests start
 torch.set_num_threads(1)                             # more threads don't pay off in tiny models
 
 ROOT = Path(__file__).absolute().parents[1]
