@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 import prepare
 from flags import UserError, make, parse, run
 from model import GPT, GPTConfig, flops_per_token, num_params
-from train import DEFAULT_LR, TrainConfig
+from train import DEFAULT_LR, TrainConfig, load_settings
 
 CHOOSING_SEED = 1
 # An evaluation at the start and one at the end, of more windows than train.py's usual ones
@@ -126,11 +126,7 @@ class Run:
 def make_rule(name, args, shared):
     flags = [*EVALUATION, *shared, "--residual", *shlex.split(name)]
     typed = parse([GPTConfig, TrainConfig], flags)
-    settings = {}
-    if "config" in typed:
-        path = Path(typed["config"])
-        settings = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    settings |= typed
+    settings = (load_settings(typed["config"]) if "config" in typed else {}) | typed
     model_config, config = make(GPTConfig, settings), make(TrainConfig, settings)
     vocab_size = prepare.load_meta(config.data)["vocab_size"]
     model_config.vocab_size = 64 * math.ceil(vocab_size / 64)
@@ -172,7 +168,7 @@ def on_cpu(config):
 
 def train_all(runs, jobs, after_each):
     """Trains those of runs that have no result, `jobs` at a time. after_each(running) is called
-    with those that train now: every second, and when one has finished."""
+    with those that train now: again and again, and when one has finished."""
     waiting, running = [run for run in runs if run.result() is None], []
     try:
         while waiting or running:
@@ -184,7 +180,7 @@ def train_all(runs, jobs, after_each):
                 run.finish()
                 after_each(running, run)
             after_each(running)
-            time.sleep(1)
+            time.sleep(0.3)
     finally:   # Ctrl-C, or an error: the others save their checkpoints
         for run in running:
             run.process.send_signal(signal.SIGINT)
@@ -259,14 +255,15 @@ def table_md(rows):
     """Table of markdown. Bold: the interval does not contain 0."""
     on_puzzle = bool(rows and rows[0]["steps_learned"])
     value = "steps learned" if on_puzzle else "bits per byte"
-    head = ["`--residual`", "lr, residual_lr", value, f"minus `{rows[-1]['rule']}`", "seeds can find",
-            "weights", "tokens/s", "MiB", "minutes"]
+    head = ["`--residual`", "lr, residual_lr", value, f"minus `{rows[-1]['rule']}`",
+            "seeds can find", "weights", "tokens/s", "MiB", "minutes"]
     lines = [head, ["---"] * len(head)]
     for row in rows:
         gap = ""
         if row["gap"]:
-            gap = f"{float(row['gap']):+.3f} ({float(row['low']):+.3f} to {float(row['high']):+.3f})"
-            if float(row["low"]) > 0 or float(row["high"]) < 0:
+            mean, low, high = (float(row[name]) for name in ("gap", "low", "high"))
+            gap = f"{mean:+.3f} ({low:+.3f} to {high:+.3f})"
+            if low > 0 or high < 0:
                 gap = f"**{gap}**"
         number = row["steps_learned"] if on_puzzle else f"{float(row['bpb']):.3f}"
         lines.append([
@@ -402,9 +399,9 @@ def main(argv=None):
     print(f"{len(missing)} runs to train, {jobs} at a time: about {in_words(seconds)}")
     if n > 1:
         can_find = {k: T95[k - 1] * TYPICAL_STD / math.sqrt(k) for k in (min(n, 20), 5, 10)}
-        print(f"What {n} seeds can find: gaps usually differ by {TYPICAL_STD} bits per byte from seed "
-              f"to seed.\nThe 95 % interval is then +- "
-              + ", ".join(f"{half:.3f} with {k} seeds" for k, half in sorted(can_find.items())) + ".")
+        halves = [f"{half:.3f} with {k} seeds" for k, half in sorted(can_find.items())]
+        print(f"What {n} seeds can find: gaps usually differ by {TYPICAL_STD} bits per byte from "
+              f"seed to seed.\nThe 95 % interval is then +- {', '.join(halves)}.")
     else:
         print("One seed decides: no intervals.")
 
@@ -417,8 +414,8 @@ def main(argv=None):
     table = table_md(rows)
     if args.insert:
         insert_table(args.insert, table)
-    print(f"\n{table}\nBold: the 95 % interval (paired by seed) does not contain 0. By chance, one of "
-          f"twenty\nequal rules is bold. All of it: {out}/table.csv, runs.csv and gaps.png")
+    print(f"\n{table}\nBold: the 95 % interval (paired by seed) does not contain 0. By chance, one "
+          f"of twenty\nequal rules is bold. All of it: {out}/table.csv, runs.csv and gaps.png")
 
 if __name__ == "__main__":
     run(main)

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, refused
 
 sys.path.append(str(ROOT / "results"))
-import compare
+import compare, speed
 
 PAGE = (ROOT / "results/README.md").read_text()
 
@@ -152,7 +152,7 @@ def test_from_a_command_to_the_table(here, capsys):
 
 def test_equal_flops_and_a_training_that_diverges(here):
     flags, out = here
-    compare.main(["gated", "pre --lr 1000 --optimizer sgd --grad_clip 0 --init gpt2", "pre", "--seeds", "2,3", "--equal", "flops", *flags,
+    compare.main(["gated", "pre --lr 1000 --optimizer sgd --grad_clip 0 --init gpt2", "pre", "--seeds", "2", "--equal", "flops", *flags,
                   "--max_iters", "20"])
     gated, diverged, pre = read(out / "table.csv")
     flops = {run["rule"]: float(run["flops"]) for run in read(out / "runs.csv")}
@@ -188,3 +188,75 @@ def test_ctrl_c_and_the_same_command(here):
         lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
         assert [line["step"] for line in lines if "val_bpb" in line] == [0, 900]   # it didn't begin anew
         assert "--resume" in (folder / "log.txt").read_text()
+
+# -------------------------------------------------------------------------------------------------- speed.py
+
+A_NANOGPT = """
+from dataclasses import dataclass
+import torch, torch.nn as nn
+@dataclass
+class GPTConfig:
+    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.head = nn.Linear(config.n_embd, config.vocab_size)
+    def configure_optimizers(self, weight_decay, lr, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr, betas, weight_decay=weight_decay)
+    def forward(self, x, y):
+        logits = self.head(self.wte(x))
+        return logits, nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
+"""
+
+@pytest.fixture
+def measure(data, tmp_path, capsys):
+    """speed.main(words) with tiny models -> what it prints"""
+    (tmp_path / "nano.py").write_text(A_NANOGPT)
+    def run(*words):
+        speed.main(["--data", str(data), "--nanogpt", str(tmp_path / "nano.py"), "--rounds", "3", "--n_layer", "2",
+                    "--n_head", "2", "--n_embd", "16", "--block_size", "64", "--batch_size", "4", *words])
+        return capsys.readouterr().out
+    return run
+
+RATIO = r"\d+\.\d\d \(\d+\.\d\d to \d+\.\d\d\)"
+
+def test_speed_of_rules(measure):
+    said = measure("--only", "rules", "--grad_accum", "2")
+    rows = re.findall(rf"\| ([\w:=]+) \| [\d,]+ \| ({RATIO}|) \| ({RATIO}|) \|\n", said)
+    assert [row[0] for row in rows] == [*speed.RULES, "nanoGPT"]
+    for name, to_pre, to_nanogpt in rows:
+        assert bool(to_pre) == (name != "pre") and bool(to_nanogpt) == (name != "nanoGPT")
+
+def test_a_program_that_fails_leaves_the_others(measure, monkeypatch):
+    def fails(args, size, residual, **options):
+        if residual == "nag":
+            raise RuntimeError("out of memory")
+        return our_program(args, size, residual, **options)
+    our_program = speed.our_program
+    monkeypatch.setattr(speed, "our_program", fails)
+    said = measure("--only", "rules", "--rules", "pre", "nag")
+    assert "nag fails: out of memory" in said and "| nanoGPT |" in said and "| nag |" not in said
+
+def test_speed_of_skipping_and_taper(measure):
+    assert len(re.findall(rf": {RATIO} times as fast", measure("--only", "skipping"))) == 6
+    assert len(re.findall(rf": {RATIO} times as fast", measure("--only", "taper"))) == 3
+
+def test_a_ratio():
+    words = speed.ratio(dict(slow=[4.0, 6, 10, 8], fast=[2.0, 2, 2, 2]), "fast", "slow")
+    assert words == "3.50 (2.25 to 4.75)"
+
+def test_bits_at_equal_seconds(measure):
+    said = measure("--seconds", "0.3")
+    means = dict(re.findall(r"^(ours|nanoGPT, lr \S+): (\d\.\d{3}) \(", said, re.M))
+    assert len(means) == 4 and all(1 < float(bits) < 8 for bits in means.values())
+
+@pytest.mark.slow
+def test_compiled(measure):
+    said = measure("--only", "rules", "--rules", "pre", "nag", "--compile")
+    assert len(re.findall(rf"\| (?:pre|nag), compiled \| [\d,]+ \| {RATIO}", said)) == 2
+
+@pytest.mark.parametrize("words", [["--nanogpt", "nope.py"], ["--device", "cuda"], ["--only", "nope"]])
+def test_mistakes_in_speed(words, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert words[-1] in refused(speed.main, words)
