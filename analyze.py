@@ -4,15 +4,16 @@
     python analyze.py runs/pre runs/attnres --only magnitudes,reads     # some statistics
     python analyze.py --list                                            # names and titles of all
 
-Writes OUT/index.html, numbers.json, a picture per statistic and, for the puzzle, play.html. Sublayers are called a0, m0,
-a1, m1, ...: attention and MLP of block 0, of block 1, ... Tokens skip as in the run's training.
+Writes OUT/index.html, numbers.json, a picture per statistic and, for the puzzle, play.html.
+Sublayers are called a0, m0, a1, m1, ...: attention and MLP of block 0, of block 1, ... Tokens skip
+as in the run's training.
 
 A statistic is a function of a Run (a model and windows of validation text). It returns what is
 drawn, {panel: {line: numbers}} or, with draw="map", {panel: matrix}, and a sentence. Copy this one:
 
     @statistic("Length of the stream", depth="sublayer", x="rms")
         def of_batch(idx, targets):
-            streams = record(run.model, idx).streams[1:]    # after each sublayer
+            streams = Record(run.model, idx).streams[1:]    # after each sublayer
             return torch.stack([rms(as_tensor(stream)).mean() for stream in streams])
         line = mean_over(run.quarter, of_batch)
         return {"": {"stream": line}}, f"It grows {line[-1] / line[0]:.1f}-fold."
@@ -43,8 +44,8 @@ import prepare
 from flags import UserError, flag, make, parse
 from flags import run as run_script
 from model import (AttnRes, DenseFormer, DropBlocks, GatedResidual, GatePolicy, HyperConnections,
-                   Router, Trace, apply_rotary, attention, flops_per_token, map_stream, num_params,
-                   rms_norm)
+                   Router, Trace, apply_rotary, attention, expand_mask, flops_per_token, map_stream,
+                   num_params, rms_norm)
 from train import evaluate, fork_rng, open_run, steps_asked, steps_learned
 
 # -----------------------------------------------------------------------------
@@ -252,8 +253,6 @@ class Record:
         return max(((x + u - y).norm() / y.norm()).item()
                    for x, u, y in zip(x, self.updates, x[1:]))
 
-record = Record
-
 def read_and_write(residual, stream, update):
     """-> what the sublayer reads, and the stream after it returned `update`"""
     read = []
@@ -290,9 +289,8 @@ def effects(rec):
             if mask.all():
                 stream = new
             else:
-                stream = map_stream(
-                    lambda x, y: torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), y, x),
-                    stream, new)
+                stream = map_stream(lambda x, new: torch.where(expand_mask(mask, x), new, x),
+                                    stream, new)
         table[n, writer] = part_gone(rec.reads[n], rec.model.final.reduce(stream))
     return table
 
@@ -308,8 +306,8 @@ def steps(run):
     table that also looks at its left neighbour. What needs more steps needs more depth.
 
     Digits of the second half of a line count; the first ones may be learned by heart. Steps
-    learned: (share - 0.1) / 0.9, summed over 1, 2, ... steps."""
-    return {"": {"share": run.right, "guessing": [0.1] * len(run.right)}}, (
+    learned: (share - 0.1) / 0.9, summed over 1, 2, ... steps, as 0.1 is right by guessing."""
+    return {"": {"right": run.right}}, (
         f"{steps_of(run.right):.1f} of {run.puzzle['most']} steps learned.")
 
 def find_answers(idx, cells):
@@ -448,7 +446,8 @@ def patching(run):
     """A probe sees that digits are there, not that the model uses them. So after a block, the
     stream at a line is replaced by that of another line. Whose answer comes out?
 
-    400 lines of random digits with right answers, of the same letter for all runs; the second half of the answers' digits. No token skips."""
+    400 lines of random digits with right answers, of the same letter for all runs; the second half
+    of the answers' digits. No token skips."""
     if not run.puzzle:
         raise NotHere("it is for the puzzle (prepare.py steps)")
     if isinstance(run.model.policy, Router):
@@ -467,8 +466,8 @@ def patching(run):
         own.append((answer == right[:, cells // 2:]).float().mean().item())
         other.append((answer == right.roll(1, 0)[:, cells // 2:]).float().mean().item())
     fetched = next(b for b, share in enumerate(own) if share >= 0.95 * own[-1])
-    sentence = (f"Block {fetched} fetches the line: replaced after it, {own[fetched]:.0%} of the "
-                f"answer's digits are still right.")
+    sentence = (f"Block {fetched} fetches the line: with the stream replaced after it, "
+                f"{own[fetched]:.0%} of the digits are still right.")
     if own[-1] < KNOWN:
         sentence = f"It does not know these answers ({own[-1]:.0%} right), so this shows nothing."
     return {"": {"its own answer": own, "the other line's answer": other}}, sentence
@@ -530,7 +529,7 @@ def magnitudes(run):
     errors = []
 
     def of_batch(idx, targets):
-        rec = record(run.model, idx)
+        rec = Record(run.model, idx)
         errors.append(rec.identity_error())
         x = torch.stack([as_tensor(stream) for stream in rec.streams])
         newest = torch.stack([newest_sum(stream) for stream in rec.streams[1:]])
@@ -545,11 +544,11 @@ def magnitudes(run):
                 f"{sum(rotation[-2:]) / 2:.0f}°.")
     numbered = list(enumerate(update))
     return {"update (rms)": {"attention": numbered[::2], "MLP": numbered[1::2]},
-            "stream (rms)": {"both": stream}, "change / stream": {"both": change},
-            "rotation (degrees)": {"both": rotation}}, f"{sentence} {identity(errors)}"
+            "stream (rms)": {"stream": stream}, "change / stream": {"stream": change},
+            "rotation (degrees)": {"stream": rotation}}, f"{sentence} {identity(errors)}"
 
 def newest_sum(stream):
-    """The tensor that updates are added to: as_tensor, or of Attention Residuals the newest source"""
+    """What updates are added to: as_tensor, but the newest source of Attention Residuals"""
     has_sources = isinstance(stream, tuple) and isinstance(stream[0], tuple)
     return stream[0][-1] if has_sources else as_tensor(stream)
 
@@ -571,7 +570,7 @@ def reads(run):
     errors = []
 
     def of_batch(idx, targets):
-        rec = record(run.model, idx)
+        rec = Record(run.model, idx)
         errors.append(rec.identity_error())
         return effects(rec)
 
@@ -586,9 +585,9 @@ def reads(run):
 @statistic("Weights over depth", draw="map", x="source or stream", y="reader",
            label="weight, a mean over tokens")
 def depth_weights(run):
-    """The weights with which sublayers read and write, for rules that have some. Attention Residuals:
-    the softmax over all sources so far. Hyper-connections, Gated Residual: how strongly each of the
-    n streams is read and written. DenseFormer: the weights of earlier outputs.
+    """The weights with which sublayers read and write, for rules that have some. Attention
+    Residuals: the softmax over all sources so far. Hyper-connections, Gated Residual: how strongly
+    each of the n streams is read and written. DenseFormer: the weights of earlier outputs.
 
     A mean over tokens (of Gated Residual also over channels). Rows are sublayers, the last one is
     the head. e: the embedding. A source of Block Attention Residuals has the name of its newest
@@ -606,15 +605,15 @@ def depth_weights(run):
         raise NotHere("its residuals have no weights over depth")
 
     def of_batch(idx, targets):
-        rec = record(run.model, idx)
+        rec = Record(run.model, idx)
         return torch.stack([torch.stack([weight.mean((0, 1)) for weight in
                                          read_and_write_weights(residual, X)])
                             for residual, X in zip(rec.residuals, rec.streams)], dim=1)
 
     read, write = mean_over(run.quarter, of_batch)   # (2L, n)
-    strongest = len(set(read.argmax(-1).tolist()))
-    return {"read": read, "write": write, "rows": run.names, "columns": list(range(read.shape[1]))}, (
-        f"{strongest} of {read.shape[1]} streams are the one that some sublayer reads most.")
+    n, most_read = read.shape[1], set(read.argmax(-1).tolist())
+    return {"read": read, "write": write, "rows": run.names, "columns": list(range(n))}, (
+        f"{len(most_read)} of {n} streams are read most by some sublayer.")
 
 def read_and_write_weights(residual, X):   # -> two tensors (B, T, n)
     if isinstance(residual, HyperConnections):
@@ -624,10 +623,10 @@ def read_and_write_weights(residual, X):   # -> two tensors (B, T, n)
     return residual.read_gate(r).mean(-1), residual.write_weights(r)
 
 def attnres_weights(run, residuals):
-    n_sources = len(record(run.model, run.quarter[0][0][:1]).streams[-1][0])
+    n_sources = len(Record(run.model, run.quarter[0][0][:1]).streams[-1][0])
 
     def of_batch(idx, targets):
-        rows, rec = [], record(run.model, idx)
+        rows, rec = [], Record(run.model, idx)
         for residual, (_, keys) in zip(residuals, rec.streams):
             weights = residual.weights(keys) if len(keys) > 1 else torch.ones(1, 1, 1)
             rows.append(F.pad(weights.mean((1, 2)), (0, n_sources - len(keys)), value=math.nan))
@@ -667,12 +666,13 @@ def logit_lens(run):
 
     Row -1 is the embedding. As in arXiv:2505.13898."""
     def of_batch(idx, targets):
-        streams = record(run.model, idx).streams[::2]
+        streams = Record(run.model, idx).streams[::2]
         return torch.stack([F.cross_entropy(run.model.logits(stream).flatten(0, 1),
                                             targets.flatten()) for stream in streams])
     losses = mean_over(run.quarter, of_batch).tolist()
+    half = losses[len(losses) // 2]
     return {"": {"loss": list(enumerate(losses, -1))}}, (
-        f"{losses[len(losses) // 2]:.2f} nats after half of the blocks, {losses[-1]:.2f} at the end.")
+        f"{half:.2f} nats after half of the blocks, {losses[-1]:.2f} at the end.")
 
 # -----------------------------------------------------------------------------
 # any text: skipping
@@ -742,7 +742,7 @@ def fixed_sets(run, most):
         return run.loss(dense, removed, run.other_quarter)
 
     def rotation(idx, targets):
-        return record(run.model, idx, dense).rotations().mean((1, 2))
+        return Record(run.model, idx, dense).rotations().mean((1, 2))
 
     by_rotation = mean_over(run.other_quarter, rotation).argsort().tolist()
     by_loss = sorted(by_rotation, key=lambda layer_idx: loss(frozenset([layer_idx])))
@@ -761,7 +761,7 @@ def depth_map(run):
     The rotation of magnitudes, at the start of a validation window. As in NAG's appendix A,
     arXiv:2606.16112. Skipping: see skip_rate."""
     idx = run.batches[0][0][:1, :64]
-    rec = record(run.model, idx, skip_policy(run.model))
+    rec = Record(run.model, idx, skip_policy(run.model))
     tokenizer = prepare.get_tokenizer(run.tokenizer)
     tokens = [tokenizer.decode_single_token_bytes(token).decode(errors="replace")
               for token in idx[0].tolist()]
@@ -807,9 +807,10 @@ def fan_in(run):
         n = n * (n + 1) / 2
     np.add.at(expected, run.model.block_order, n)
     lines = {"measured": gradients / gradients.mean(), "fan-in": expected / expected.mean()}
-    return {"": lines}, (
-        f"Rank correlation of gradients with the fan-in: {rank_correlation(gradients, expected):.2f}"
-        f", with ablation: {rank_correlation(gradients, run.block_ablation):.2f}.")
+    with_fan_in = rank_correlation(gradients, expected)
+    with_ablation = rank_correlation(gradients, run.block_ablation)
+    return {"": lines}, (f"Rank correlation of gradients with the fan-in: {with_fan_in:.2f}, with "
+                         f"ablation: {with_ablation:.2f}.")
 
 @statistic("CascadeFlow pruning: which blocks can go first", rare=True, x="blocks removed",
            y="rise of the loss (nats)")
@@ -817,13 +818,13 @@ def pruning(run):
     """CascadeFlow removes the block with the smallest gradients in training, and needs no text. Is
     it better than Block Influence, which does, than the last blocks first, or a random order?
 
-    CascadeFlow: gradients as in fan_in (arXiv:2606.26538). Block Influence: 1 - cosine of the stream
-    before and after the block (ShortGPT, arXiv:2403.03853), on other windows. Ablation: on these
-    same windows, which favours it. Random: a mean over five orders."""
+    CascadeFlow: gradients as in fan_in (arXiv:2606.26538). Block Influence: 1 - cosine of the
+    stream before and after the block (ShortGPT, arXiv:2403.03853), on other windows. Ablation: on
+    these same windows, which favours it. Random: a mean over five orders."""
     gradients, n_blocks = logged_gradients(run), len(run.model.blocks)
 
     def change(idx, targets):
-        streams = map(as_tensor, record(run.model, idx).streams[::2])
+        streams = map(as_tensor, Record(run.model, idx).streams[::2])
         return torch.stack([1 - F.cosine_similarity(x, y, dim=-1).mean()
                             for x, y in itertools.pairwise(streams)])
 
@@ -866,7 +867,7 @@ def sinks(run):
     Sink: the share of attention that the second half of a window gives to its first token. Largest
     channel and kurtosis (3 for a normal distribution): of the stream before each sublayer."""
     def of_batch(idx, targets):
-        rec, rotary = record(run.model, idx), run.model.rotary[:idx.shape[1]]
+        rec, rotary = Record(run.model, idx), run.model.rotary[:idx.shape[1]]
         shares = [attention_to_first(run.model.blocks[b].attn, rotary, x)
                   for b, x in zip(run.model.block_order, rec.reads[::2])]
         shares = torch.stack(shares).repeat_interleave(2)   # one per sublayer, as the others
@@ -879,8 +880,8 @@ def sinks(run):
     shares, largest, kurtosis = mean_over(run.quarter, of_batch).tolist()
     T = run.quarter[0][0].shape[1]
     equal = np.mean(1 / np.arange(T // 2 + 1, T + 1))
-    return {"attention to the first token": {"both": list(enumerate(shares))[::2]},
-            "largest channel / rms": {"both": largest}, "kurtosis": {"both": kurtosis}}, (
+    return {"attention to the first token": {"share": list(enumerate(shares))[::2]},
+            "largest channel / rms": {"stream": largest}, "kurtosis": {"stream": kurtosis}}, (
         f"At most {max(shares):.1%} of an attention goes to the first token ({equal:.1%} if it "
         f"went to all alike).")
 
@@ -935,8 +936,8 @@ def new_figure(titles, colors, width, height, **labels):
     return figure, grid
 
 def draw_lines(results, colors, x="", y="", depth="", log=False, from_zero=True):
-    """{panel: {name: line}} of each run. Color: the run; marker: the name. Panels with more than two
-    lines are drawn per run. log: a logarithmic scale, which goes through 0"""
+    """{panel: {name: line}} of each run. Color: the run; marker: the name. Panels with more than
+    two lines are drawn per run. log: a logarithmic scale, which goes through 0"""
     lines = [(run, panel, name, line) for run, panels in results.items()
              for panel, named in panels.items() for name, line in named.items()]
     names = list(dict.fromkeys(name for _, _, name, _ in lines))
@@ -988,7 +989,7 @@ def draw_map(results, colors, x="", y="", label="", power=1):
     else:
         norm, colormap = PowerNorm(power, 0, high), "magma_r"
     n_rows, n_columns = np.max([matrix.shape for matrix in matrices.values()], axis=0)
-    width, height = (min(10, max(least, 0.27 * n)) for least, n in ((4.2, n_columns), (2.6, n_rows)))
+    width, height = (min(10, max(4.2, 0.27 * n_columns)), min(10, max(2.6, 0.27 * n_rows)))
     figure, grid = new_figure(list(matrices), colors, width, height + 0.6, xlabel=x, ylabel=y)
     for axes, ((run, _), matrix) in zip(grid, matrices.items()):
         axes.set_facecolor("0.88")
@@ -1062,7 +1063,8 @@ def main(argv=None):
         if results:
             figures[name] = picture(name, results, colors)
             (out / f"{name}.svg").write_text(figures[name], encoding="utf-8")
-    numbers = dict(runs=cards, statistics={name: results for name, (results, _, _) in found.items()})
+    all_results = {name: results for name, (results, _, _) in found.items()}
+    numbers = dict(runs=cards, statistics=all_results)
     (out / "numbers.json").write_text(json.dumps(numbers, indent=1))
     (out / "index.html").write_text(page(cards, found, figures, out), encoding="utf-8")
     print(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
@@ -1127,10 +1129,11 @@ def page(cards, found, figures, out):
     sections = []
     for name, (results, sentences, missing) in found.items():
         about = STATISTICS[name]
+        digits = {run: drawn["digits"] for run, drawn in results.items() if "digits" in drawn}
         sections.append(dict(
             name=name, title=about.title, caption=about.caption, definition=about.definition,
-            rare=about.rare, figure=figures.get(name), sentences=sentences, missing=missing,
-            digits={run: panels["digits"] for run, panels in results.items() if "digits" in panels}))
+            rare=about.rare, figure=figures.get(name), digits=digits, sentences=sentences,
+            missing=missing))
     report = dict(cards=cards, sections=sections, has_play=(out / "play.html").exists())
     template = (Path(__file__).parent / "web" / "page.html").read_text(encoding="utf-8")
     # a "</script>" in a text must not end the script of the page
