@@ -12,6 +12,7 @@ A statistic is a function of a Run (a model and windows of validation text). It 
 drawn, {panel: {line: numbers}} or, with draw="map", {panel: matrix}, and a sentence. Copy this one:
 
     @statistic("Length of the stream", depth="sublayer", x="rms")
+    def length(run):
         def of_batch(idx, targets):
             streams = Record(run.model, idx).streams[1:]    # after each sublayer
             return torch.stack([rms(as_tensor(stream)).mean() for stream in streams])
