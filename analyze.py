@@ -72,7 +72,7 @@ def statistic(title, draw="lines", rare=False, **options):
         return measure
     return register
 
-class NotHere(Exception):
+class NotHere(UserError):
     """One sentence: why a statistic does not exist for a run."""
 
 def mean_over(batches, of_batch):
@@ -217,7 +217,7 @@ class Record:
         self.updates = [torch.zeros_like(self.embedding) for _ in range(2 * len(model.block_order))]
 
         def keep(module, inputs, output):   # an MLP gets (N, C): only the tokens that run
-            output, update = output.clone(), self.updates[trace.layer_idx]
+            update = self.updates[trace.layer_idx]
             if output.dim() == 3:
                 update.copy_(output)
             else:
@@ -260,7 +260,7 @@ def read_and_write(residual, stream, update):
 
     def f(x):
         read.append(x.clone())
-        return update
+        return update.clone()   # a residual may add to it in place
 
     stream = residual(stream, f)
     return read[0], stream
@@ -1138,7 +1138,8 @@ def page(cards, found, figures, out):
     report = dict(cards=cards, sections=sections, has_play=(out / "play.html").exists())
     template = (Path(__file__).parent / "web" / "page.html").read_text(encoding="utf-8")
     # a "</script>" in a text must not end the script of the page
-    return template.replace("REPORT", json.dumps(report).replace("<", "\\u003c"))
+    text = json.dumps(report).replace("<", "\\u003c")
+    return template.replace(">REPORT<", f">{text}<")
 
 if __name__ == "__main__":
     run_script(main)
