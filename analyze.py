@@ -20,6 +20,7 @@ drawn, {panel: {line: numbers}} or, with draw="map", {panel: matrix}, and a sent
         return {"": {"stream": line}}, f"It grows {line[-1] / line[0]:.1f}-fold."
 """
 
+import base64
 import copy
 import inspect
 import io
@@ -349,6 +350,17 @@ def vectors_and_digits(model, puzzle, windows, n_steps):
         digits.append(lines_after(first, n_steps, puzzle["table"]).flatten(1).T)
     return {key: torch.cat(parts) for key, parts in vectors.items()}, torch.cat(digits)
 
+def answered_lines(puzzle, n_steps, n):
+    """n random lines that ask for n_steps, and the right answers -> token ids (n, T), answers (n,
+    cells), whose last digit isn't among the tokens"""
+    rng = torch.Generator().manual_seed(0)
+    digits = torch.randint(10, (n, puzzle["cells"]), generator=rng)
+    right = lines_after(digits, n_steps, puzzle["table"])[-1]
+    letters, newlines = torch.full((n, 1), ord("a")), torch.full((n, 1), ord("\n"))
+    idx = torch.cat([letters + n_steps, digits + ord("0"), newlines, letters,
+                     right[:, :-1] + ord("0")], dim=1)
+    return idx, right
+
 def fit_probe(vectors, digits):
     """A linear probe by ridge regression: vectors (N, C), digits (N, k) -> weights (C + 1, k, 10),
     whose scores are near 1 for the right digit and near 0 for the others"""
@@ -454,12 +466,7 @@ def patching(run):
     if isinstance(run.model.policy, Router):
         raise NotHere("a router changes the stream, too")
     model, cells, n_steps = run.model, run.puzzle["cells"], run.asked
-    rng = torch.Generator().manual_seed(0)
-    digits = torch.randint(10, (400, cells), generator=rng)
-    right = lines_after(digits, n_steps, run.puzzle["table"])[-1]
-    letters = torch.full((400, 1), ord("a"))
-    idx = torch.cat([letters + n_steps, digits + ord("0"), letters * 0 + ord("\n"), letters,
-                     right[:, :-1] + ord("0")], dim=1)
+    idx, right = answered_lines(run.puzzle, n_steps, 400)
     own, other = [], []
     for block_idx in range(len(model.block_order)):
         logits = patched_logits(model, idx, block_idx, slice(0, cells + 2))
@@ -711,7 +718,7 @@ def skip_curve(run):
     lines = {"fixed set": [(0.0, full_value)]}
     if hasattr(model.final, "gate"):
         lines = {"by gate": [(0.0, full_value)]} | lines | {"random": [(0.0, full_value)]}
-        trace = Trace(model, lambda trace: trace.gate() is None)   # computes all gates
+        trace = Trace(model, dense_with_gates)
         model(run.other_quarter[0][0], trace=trace)
         gates = torch.stack(trace.gates).abs().flatten()
         for share in 0.1, 0.25, 0.4, 0.5:
@@ -730,6 +737,9 @@ def skip_curve(run):
     what = "steps learned" if run.puzzle else "rise of the loss (nats)"
     return {what: lines}, (f"{what.capitalize()} where 25 % are skipped: {at_a_quarter}; "
                            f"{full_value:.2f} where none are.")
+
+def dense_with_gates(trace):   # a policy: no token skips, and all gates are computed
+    trace.gate()
 
 def random_policy(run_rates):
     """Random tokens run, of each sublayer a share run_rates (2L,)"""
@@ -1023,8 +1033,79 @@ def picture(name, results, colors):   # -> SVG
 # -----------------------------------------------------------------------------
 # live page
 
+TOKENS = "\n0123456789abcdefghij"   # the page gets the rows of wte and lm_head of these
+TITLES = dict(pre="PreNorm", nag="NAG", attnres="Attention Residuals")
+
 def write_play_page(runs, out):
-    pass
+    """play.html, on which models of the puzzle run in the browser (their weights are in it)"""
+    puzzle = next((run.puzzle for run in runs.values() if run.puzzle), None)
+    models = []
+    for name, run in runs.items():
+        why = why_not_live(run, puzzle)
+        if why:
+            print(f"play.html: without {name}, {why}")
+        else:
+            models.append(live_model(name, run))
+    if models:
+        titles = [model["name"] for model in models]
+        for model in models:
+            if titles.count(model["name"]) > 1:
+                model["name"] = model["run"]
+        report = puzzle | dict(tokens=TOKENS, models=models)
+        template = (Path(__file__).parent / "web" / "play.html").read_text(encoding="utf-8")
+        (out / "play.html").write_text(
+            template.replace("MODELS<", json.dumps(report).replace("<", "\\u003c") + "<", 1),
+            encoding="utf-8")
+        print(f"{out}/play.html runs {', '.join(model['run'] for model in models)} live")
+
+def why_not_live(run, puzzle):
+    """One phrase: why the page can't run a model. It has three rules and the default blocks."""
+    config = run.model.config
+    if not run.puzzle:
+        return "it was not trained on the puzzle (prepare.py steps)"
+    if run.puzzle != puzzle:
+        return "its puzzle is another one"
+    if config.residual.split(":")[0] not in TITLES:
+        return f"the page has no {config.residual} (only {', '.join(TITLES)})"
+    if config.mod.split(":")[0] not in ("none", "gate", "drop"):
+        return f"the page has no --mod {config.mod}"
+    if (config.norm, config.activation, config.repeat) != ("rms", "gelu", ""):
+        return "the page has no --norm, --activation and --repeat other than the defaults"
+
+@torch.no_grad()
+def live_model(name, run):
+    """-> what play.html needs of a model: weights and probes as float16, in base64"""
+    model, rows = run.model, [ord(token) for token in TOKENS]
+    config, policy = model.config, model.policy
+    tensors = {key: tensor[rows] if key.startswith(("wte", "lm_head")) else tensor
+               for key, tensor in model.state_dict().items() if not key.startswith("policy")}
+    probes = {}
+    for n_steps in range(run.puzzle["most"] + 1):
+        for (where, block_idx), (weights, steps, share) in live_probes(run, n_steps).items():
+            probes[f"{n_steps} {where} {block_idx}"] = dict(steps=steps, share=share)
+            tensors[f"probe.{n_steps}.{where}.{block_idx}"] = weights
+    numbers = torch.cat([tensor.flatten() for tensor in tensors.values()])
+    return dict(
+        run=name, name=TITLES[config.residual.split(":")[0]],
+        residual=config.residual.split(":")[0], group=getattr(model.final, "group", 1),
+        n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, probes=probes,
+        threshold=float(policy.threshold) if isinstance(policy, GatePolicy) else 0.0,
+        shapes={key: list(tensor.shape) for key, tensor in tensors.items()},
+        weights=base64.b64encode(numbers.half().numpy().astype("<f2").tobytes()).decode())
+
+def live_probes(run, n_steps):
+    """-> {(where, block_idx): (weights (10, C + 1), steps, share)}: the furthest line that a probe
+    reads, fitted on 400 lines with right answers, and the share of digits read on 400 others"""
+    lines, _ = answered_lines(run.puzzle, n_steps, 800)
+    vectors, digits = vectors_and_digits(run.model, run.puzzle, lines, n_steps)
+    half, found = len(digits) // 2, {}
+    for key, x in vectors.items():
+        weights = fit_probe(x[:half], digits[:half])
+        shares = (read_probe(weights, x[half:]) == digits[half:]).double().mean(0).tolist()
+        steps = max((j for j in range(n_steps + 1) if shares[j] >= KNOWN), default=None)
+        if steps is not None:
+            found[key] = weights[:, steps].T, steps, round(shares[steps], 3)
+    return found
 
 # -----------------------------------------------------------------------------
 # the page
@@ -1049,11 +1130,13 @@ def main(argv=None):
         if name not in STATISTICS:
             raise UserError(f"--only {name}: unknown; choose from {', '.join(STATISTICS)}")
     out = Path(config.out)
-    if out.exists() and any(out.iterdir()) and not (out / "numbers.json").exists():
+    is_ours = (out / "numbers.json").exists()
+    if out.is_file() or out.is_dir() and any(out.iterdir()) and not is_ours:
         raise UserError(f"--out {out}: has files, but none of this script; take another folder")
-    out.mkdir(parents=True, exist_ok=True)
     with fork_rng("cpu"):
         runs = open_runs(config)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "play.html").unlink(missing_ok=True)   # of other runs
         cards = describe(runs)
         found = {name: measure(name, runs) for name in STATISTICS if name in names}
         if not config.only:
