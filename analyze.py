@@ -467,6 +467,8 @@ def patching(run):
         raise NotHere("a router changes the stream, too")
     model, cells, n_steps = run.model, run.puzzle["cells"], run.asked
     idx, right = answered_lines(run.puzzle, n_steps, 400)
+    if idx.shape[1] > model.config.block_size:
+        raise NotHere("its windows are shorter than a line and its answer")
     own, other = [], []
     for block_idx in range(len(model.block_order)):
         logits = patched_logits(model, idx, block_idx, slice(0, cells + 2))
@@ -1095,8 +1097,8 @@ def live_model(name, run):
 
 def live_probes(run, n_steps):
     """-> {(where, block_idx): (weights (10, C + 1), steps, share)}: the furthest line that a probe
-    reads, fitted on 400 lines with right answers, and the share of digits read on 400 others"""
-    lines, _ = answered_lines(run.puzzle, n_steps, 800)
+    reads, fitted on 300 lines with right answers, and the share of digits read on 300 others"""
+    lines, _ = answered_lines(run.puzzle, n_steps, 600)
     vectors, digits = vectors_and_digits(run.model, run.puzzle, lines, n_steps)
     half, found = len(digits) // 2, {}
     for key, x in vectors.items():

@@ -1,0 +1,367 @@
+"""The puzzle inside a model: lines and answers in windows, a probe on streams whose content is
+known, patching on a model whose block is known, and shares by steps against loops over digits.
+Then sample.py --inside, which prints what the probe reads."""
+
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import analyze
+import prepare
+import sample
+import train
+from analyze import NotHere, Record, lines_after
+from conftest import ids, logits, make, randn, refused, same
+from model import RESIDUALS, GatePolicy, Trace, map_stream
+
+CELLS, MOST, L = 4, 3, 3   # digits of a line and most steps of steps_data; blocks
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+@pytest.fixture(scope="module")
+def puzzle(steps_data):
+    return prepare.load_meta(steps_data)["steps"]
+
+@pytest.fixture(scope="module")
+def windows(steps_data):
+    return prepare.windows_of(steps_data, "val", 32, 600)
+
+def solve(line, puzzle):
+    """"c3020" -> ["3020", the line after one step, after two], digit by digit"""
+    lines = [line[1:]]
+    for _ in range(ord(line[0]) - ord("a")):
+        pairs = zip("0" + lines[-1], lines[-1])   # left of a line is a 0
+        lines.append("".join(str(puzzle["table"][int(left)][int(digit)]) for left, digit in pairs))
+    return lines
+
+def answers_in(row):
+    """Yields of each answer in a window, whose line before is there, too: the column of its letter,
+    letter and digits of the line before, and as many of its own digits as fit"""
+    text = bytes(min(token, 255) for token in row).decode("latin1")
+    for found in re.finditer(r"(?=([a-z])(\d{4})\n[a-z](\d*))", text):
+        yield found.start(3) - 1, found[1], found[2], found[3]
+
+def rows_of(x, y):   # windows with the last target
+    return [[*idx, targets[-1]] for idx, targets in zip(x.tolist(), y.tolist())]
+
+# -----------------------------------------------------------------------------
+# lines and their answers
+
+def test_lines_by_hand():
+    table = [[3, 1, 2, 0], [2, 0, 3, 1], [1, 2, 0, 3], [0, 3, 1, 2]]
+    by_hand = [[3, 0, 2, 0, 1], [0, 0, 2, 1, 1], [3, 3, 2, 2, 0]]
+    lines = lines_after(torch.tensor([by_hand[0], by_hand[0]]), 2, table)
+    assert lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
+    assert solve("c30201", dict(table=table)) == ["30201", "00211", "33220"]
+    found = analyze.find_answers(torch.tensor([[*b"z3141\nz2718\na"], [*b"6\na3141\nb2718"]]), 4)
+    assert [each.tolist() for each in found] == [[0, 0, 1], [6, 12, 8], [25, 25, 0]]
+
+def test_answers_in_windows(puzzle, windows):
+    """What is found is what a regular expression finds. (The data set is right, too.)"""
+    right = []
+    for i, row in enumerate(rows_of(*windows)):
+        for column, letter, digits, answer in answers_in(row):
+            assert answer == solve(letter + digits, puzzle)[-1][:len(answer)]
+            if column < 32:
+                right.append([i, column, "abcd".index(letter)])
+    found = torch.stack(analyze.find_answers(windows[0], CELLS), 1).tolist()
+    assert found == right and len(found) > 500
+
+# -----------------------------------------------------------------------------
+# probes
+
+class Known:
+    """A model that does a step in each block, where the answer is predicted. Half of its stream is
+    about the token, and half of it about the answer."""
+    policy, training, block_order = None, False, range(L)
+    config = SimpleNamespace(block_size=32)
+
+    def __init__(self, puzzle):
+        self.puzzle = puzzle
+        self.digit = torch.linalg.qr(randn(12, 12))[0][:10].float()   # a direction for each digit
+
+    def __call__(self, idx, trace):
+        token = self.digit[(idx - ord("0")).clamp(0, 9)]
+        streams = [torch.cat((token, torch.zeros_like(token)), -1) for _ in range(L + 1)]
+        for i, row in enumerate(idx.tolist()):
+            for column, _, digits, answer in answers_in(row + [ord("0")]):   # the last: a target
+                if len(answer) >= CELLS:
+                    digits = torch.tensor([*map(int, digits)])
+                    for stream, after in zip(streams, lines_after(digits, L, self.puzzle["table"])):
+                        stream[i, column:column + CELLS, 12:] = self.digit[after]
+        trace.streams = [streams[(i + 1) // 2] for i in range(2 * L + 1)]
+
+    def generate(self, idx, n, temperature, n_vocab):
+        line = bytes(idx[0, :CELLS + 1].tolist()).decode()
+        assert temperature == 0 and n == CELLS and bytes(idx[0, CELLS + 1:].tolist()) == b"\na"
+        return torch.cat((idx, torch.tensor([[*solve(line, self.puzzle)[-1].encode()]])), 1)
+
+class Noise(Known):
+    """It has more channels than there are lines, so a probe could learn each line by heart."""
+    def __call__(self, idx, trace):
+        trace.streams = 3 * [randn(*idx.shape, 400, seed=idx.sum().item())]
+
+def test_vectors_and_digits(puzzle, windows):
+    """Cell by cell, against a loop over all windows"""
+    model, x = Known(puzzle), windows[0][:100]
+    vectors, digits = analyze.vectors_and_digits(model, puzzle, x, 2)
+    assert {*vectors} == {(where, b) for where in ("line", "answer") for b in range(L)}
+    right_digits, right = [], {("line", 0): [], ("answer", 1): []}
+    for row in x.tolist():
+        model(torch.tensor([row]), trace := SimpleNamespace())
+        for column, letter, line, answer in answers_in(row + [ord("0")]):
+            if letter == "c" and len(answer) >= CELLS and column + CELLS <= 32:
+                lines = solve(letter + line, puzzle)
+                right_digits += [[int(after[cell]) for after in lines] for cell in range(CELLS)]
+                for cell in range(CELLS):   # streams after blocks 0 and 1
+                    right["line", 0].append(trace.streams[2][0, column - CELLS - 1 + cell])
+                    right["answer", 1].append(trace.streams[4][0, column + cell])
+    assert digits.tolist() == right_digits and len(digits) > 100
+    for key, rows in right.items():
+        rows = torch.stack(rows)
+        same(vectors[key], rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt(), 1e-5)
+
+def test_probes_are_ridge_regressions():
+    """The penalty of 1 is as many more examples as there are channels. Each step has its own
+    weights."""
+    vectors, digits = randn(500, 24), ids(500, 3, V=10)
+    x = torch.cat((vectors, torch.ones(500, 1)), 1)
+    inputs = torch.cat((x, torch.eye(25).double()))
+    probe = analyze.fit_probe(vectors, digits)
+    for steps in range(3):
+        wanted = F.one_hot(digits[:, steps], 10).double()
+        weights = torch.linalg.lstsq(inputs, F.pad(wanted, (0, 0, 0, 25))).solution
+        same(probe[:, steps], weights, 1e-8)
+        assert torch.equal(analyze.read_probe(probe, vectors)[:, steps], (x @ weights).argmax(1))
+
+def test_a_probe_finds_digits_that_were_planted():
+    """... in a random direction each, beside larger noise"""
+    digits, directions = ids(2000, 2, V=10), randn(2, 10, 64)
+    vectors = directions[0, digits[:, 0]] + directions[1, digits[:, 1]] + 0.5 * randn(2000, 64, seed=1)
+    probe = analyze.fit_probe(vectors[:1000], digits[:1000])
+    assert torch.equal(analyze.read_probe(probe, vectors[1000:]), digits[1000:])
+    unplanted = analyze.fit_probe(vectors[:1000], digits[:1000].roll(1, 0))
+    right = analyze.read_probe(unplanted, vectors[1000:]) == digits[1000:].roll(1, 0)
+    assert right.double().mean() < 0.15
+
+def test_lines_inside_a_known_model(puzzle, steps_data, monkeypatch):
+    """Block 0 does the first step, block 1 the second, and so on."""
+    model = Known(puzzle)
+    probes, shares = analyze.fit_probes(model, steps_data, 3)
+    assert {*probes} == {*shares}
+    for block_idx in range(L):
+        assert shares["answer", block_idx][block_idx + 1] == 1.0
+        assert max(shares["answer", block_idx][block_idx + 2:], default=0) < 0.9
+        assert shares["line", block_idx][0] == 1.0 and 0.3 < shares["line", block_idx][1] < 0.75
+        assert analyze.furthest(shares, block_idx) == (block_idx + 1, "answer")
+    lines = solve("d3141", puzzle)
+    right = [(b, lines[b + 1], b + 1) for b in range(L)]
+    assert analyze.read_inside(model, puzzle, "d3141", probes, shares) == (right, lines[3])
+    assert analyze.lines_inside(model, steps_data, "d3141") == right
+    shares["answer", 0][1] = 0.89   # now the line can be read, not yet the first step
+    assert analyze.furthest(shares, 0) == (0, "answer" if shares["answer", 0][0] >= 0.9 else "line")
+    rows, _ = analyze.read_inside(model, puzzle, "d3141", probes, shares)
+    assert rows == [(0, lines[0], 0), *right[1:]]
+    shares["answer", 1] = shares["line", 1] = [0.89] * 4
+    assert analyze.furthest(shares, 1) is None
+    rows, _ = analyze.read_inside(model, puzzle, "d3141", probes, shares)
+    assert rows[1] == (1, "", None)
+
+def test_the_answer_of_a_model_that_writes_no_digits(puzzle, steps_data):
+    model = Known(puzzle)
+    probes, shares = analyze.fit_probes(model, steps_data, 1)
+    model.generate = lambda idx, *args, **kwargs: F.pad(idx, (0, CELLS), value=ord("x"))
+    assert analyze.read_inside(model, puzzle, "b3141", probes, shares)[1] == "????"
+
+def test_controls(puzzle, steps_data, monkeypatch):
+    """In an untrained model a probe reads what the token itself says, and no more. In noise, it
+    reads by chance alone: shares are those on other windows."""
+    model = make(n_layer=2, n_embd=32, vocab_size=320, block_size=32, noise=0, dtype=torch.float32)
+    _, shares = analyze.fit_probes(model, steps_data, 3)
+    assert shares["line", 0][0] == 1.0   # the token itself
+    for (where, _), by_steps in shares.items():
+        assert max(by_steps[1:]) < (0.75 if where == "line" else 0.45)
+    monkeypatch.setattr(analyze, "PROBE_WINDOWS", 240)
+    Noise.block_order = range(1)
+    noise = Noise(puzzle)
+    noise.config = SimpleNamespace(block_size=32)
+    _, shares = analyze.fit_probes(noise, steps_data, 1)
+    assert max(map(max, shares.values())) < 0.2
+    for few in 6, 32:   # short windows, and few of them
+        noise.config = SimpleNamespace(block_size=few)
+        monkeypatch.setattr(analyze, "PROBE_WINDOWS", 30)
+        with pytest.raises(NotHere):
+            analyze.fit_probes(noise, steps_data, 1)
+
+# -----------------------------------------------------------------------------
+# patching
+
+class Fetches:
+    """A stream of two parts: the token, and the digits of the answer. Block 2 looks for the line
+    where it stands, and puts the answer to where it is predicted."""
+    policy, block_order, rotary = None, range(4), torch.zeros(32)
+    config = SimpleNamespace(block_size=32)
+
+    def __init__(self, puzzle, knows=True):
+        self.puzzle, self.knows = puzzle, knows
+        self.final = SimpleNamespace(expand=lambda x: (x, torch.zeros_like(x)))
+        self.blocks = [lambda stream, rotary, b=b: self.fetch(*stream) if b == 2 else stream
+                       for b in range(4)]
+
+    def wte(self, idx):
+        assert (idx[:, 0] == ord("c")).all() and idx[0, 5:7].tolist() == [*b"\na"]
+        return F.one_hot(idx, 257).double()
+
+    def fetch(self, token, answer):
+        digits = token[:, 1:CELLS + 1].argmax(-1) - ord("0")
+        after = lines_after(digits, 2 if self.knows else 1, self.puzzle["table"])[-1]
+        answer = F.pad(F.one_hot(after + ord("0"), 257).double(), (0, 0, CELLS + 2, 0))
+        assert answer.shape == token.shape
+        return token, answer
+
+    def logits(self, stream):
+        return stream[1]
+
+def test_which_block_fetches_the_line(puzzle):
+    def patching(model):
+        run = SimpleNamespace(model=model, puzzle=puzzle, asked=2)
+        panels, sentence = analyze.patching(run)
+        return [*panels[""].values()], sentence
+
+    (own, other), sentence = patching(Fetches(puzzle))
+    assert max(own[:2] + other[2:]) < 0.3 and own[2:] == other[:2] == [1, 1]
+    assert re.search(r"\b2\b", sentence)
+    (own, other), no_knowledge = patching(Fetches(puzzle, knows=False))
+    assert max(own + other) < 0.5 and not re.search(r"\b2\b", no_knowledge)
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_patched_logits(residual):
+    """After a block, columns of the stream are those of the window before."""
+    model, idx = make(residual), ids(4, 10)
+    usual = logits(model, idx)
+    for block_idx in range(3):
+        same(analyze.patched_logits(model, idx, block_idx, slice(None)), usual.roll(1, 0))
+    patched = analyze.patched_logits(model, idx, 2, slice(2, 6))
+    same(patched[:, 2:6], usual.roll(1, 0)[:, 2:6])
+    same(patched[:, [0, 1, 6, 7, 8, 9]], usual[:, [0, 1, 6, 7, 8, 9]])
+    early = analyze.patched_logits(model, idx, 0, slice(2, 6))   # later tokens see it
+    same(early[:, :2], usual[:, :2])
+    assert (early[:, 6:] - usual[:, 6:]).abs().amax(-1).min() > 1e-6
+    same(logits(model, idx), usual)
+
+def test_patching_needs_windows_that_hold_an_answer(puzzle, steps_data):
+    model = make(n_layer=2, vocab_size=320, block_size=9)   # a line and its answer are 10 tokens
+    windows = prepare.windows_of(steps_data, "val", 9, 8)
+    run = analyze.Run(model, dict(data=steps_data), windows, prepare.load_meta(steps_data))
+    for statistic in analyze.patching, analyze.probe:
+        with pytest.raises(NotHere):
+            statistic(run)
+
+# -----------------------------------------------------------------------------
+# by steps
+
+@pytest.fixture
+def run(windows, steps_data):
+    """48 windows, and a model that skips. It writes digits only, so some are right."""
+    model = make("nag", n_layer=L, vocab_size=320, block_size=32, mod="gate:below=0.3")
+    model.lm_head.weight[:ord("0")] = model.lm_head.weight[ord("9") + 1:] = 0
+    settings, meta = dict(data=steps_data), prepare.load_meta(steps_data)
+    return analyze.Run(model, settings, [part[:48] for part in windows], meta)
+
+def by_steps(run, values):
+    """By steps, the means of values (n, T) over digits of right halves, in a loop over targets"""
+    found, windows = [[] for _ in range(MOST + 1)], [torch.cat(part) for part in zip(*run.batches)]
+    for i, row in enumerate(rows_of(*windows)):
+        for column, letter, _, answer in answers_in(row):
+            for cell in range(CELLS // 2, len(answer)):
+                found["abcd".index(letter)].append(float(values[i, column + cell]))
+    return pytest.approx([sum(each) / len(each) for each in found])
+
+def test_right_digits_by_steps(run):
+    idx, targets = [torch.cat(part) for part in zip(*run.batches)]
+    is_right = {policy: logits(run.model, idx, trace=Trace(run.model, policy)).argmax(-1) == targets
+                for policy in (None, analyze.dense)}
+    right = by_steps(run, is_right[None])
+    assert analyze.steps(run)[0][""]["right"] == run.right == right
+    assert run.right_by_steps(analyze.dense) == by_steps(run, is_right[analyze.dense]) != right
+    assert run.value() == analyze.steps_of(run.right)
+    assert run.metrics["val_steps"] == pytest.approx(analyze.steps_of(run.right), abs=1e-6)
+    no_block = logits(run.model, idx, trace=Trace(run.model, removed=(0, 1))).argmax(-1) == targets
+    assert run.right_by_steps(removed=(0, 1)) == by_steps(run, no_block)
+    full = run.value(analyze.dense)
+    assert analyze.skip_curve(run)[0]["steps learned"]["fixed set"][0] == (0, full)
+
+def test_steps_learned():
+    assert analyze.steps_of([0.0, 1.0, 0.55, 0.05]) == pytest.approx(1.5)   # copies don't count
+    for right, asked in ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1):
+        assert analyze.Run.asked.func(SimpleNamespace(right=right)) == asked
+
+def test_skips_by_steps(run):
+    rec = Record(run.model, torch.cat([idx for idx, _ in run.batches]))
+    gates = torch.stack([residual.gate(stream)[..., 0].abs()
+                         for residual, stream in zip(rec.residuals, rec.streams)])
+    skipped = (gates < 0.3).double().mean(0)
+    assert analyze.skips_by_steps(run)[0][""]["skipped"] == by_steps(run, skipped)
+    assert 0 < skipped.mean() < 1
+    run.puzzle = None
+    with pytest.raises(NotHere):
+        analyze.skips_by_steps(run)
+
+def test_probe(run, steps_data, puzzle, monkeypatch):
+    """It has learned no step, so one is asked for. Probes get more windows than the run has."""
+    monkeypatch.setattr(analyze, "PROBE_WINDOWS", 400)
+    found, _ = analyze.probe(run)
+    probes, shares = analyze.fit_probes(run.model, steps_data, 1)
+    for where in "line", "answer":
+        assert found[f"at the {where}"] == [shares[where, block_idx] for block_idx in range(L)]
+    assert found["columns"] == [0, 1] and found["rows"] == [0, 1, 2]
+    (_, line, right, _), *blocks, (_, answer, right_answer, _) = found["digits"]
+    rows, its_answer = analyze.read_inside(run.model, puzzle, line, probes, shares)
+    assert line == right == "b3141" and answer == its_answer and right_answer == solve(line, puzzle)[1]
+    for (_, read, after, _), (_, digits, steps) in zip(blocks, rows, strict=True):
+        assert read == digits and after == ("" if steps is None else solve(line, puzzle)[steps])
+    assert any(read for _, read, _, _ in blocks)
+
+# -----------------------------------------------------------------------------
+# sample.py --inside
+
+@pytest.fixture(scope="module")
+def trained(steps_data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("inside")
+    size = ("--n_layer 2 --n_embd 32 --n_head 2 --batch_size 8 --max_iters 20 --eval_windows 16 "
+            "--device cpu").split()
+    for block_size in "32", "9":
+        train.main(["--data", str(steps_data), "--out", str(out / block_size), "--residual", "nag",
+                    "--block_size", block_size, *size])
+    return out
+
+def test_sample_inside(trained, steps_data, puzzle, tmp_path, capsys):
+    """It prints what the probe reads, and marks what is wrong."""
+    def printed(*flags):
+        capsys.readouterr()
+        sample.main([str(trained / "32"), "--inside", "--prompt", *flags])
+        return capsys.readouterr().out
+
+    out = printed("c3141")
+    model, _ = train.open_run(trained / "32")
+    lines, rows = solve("c3141", puzzle), analyze.lines_inside(model, steps_data, "c3141")
+    shown = re.findall(r"block (\d) +(?:-|((?:\d[ !]){4}) +after (\d))", out)
+    assert len(rows) == len(shown) == 2
+    for (block_idx, digits, steps), row in zip(rows, shown):
+        marked = "" if steps is None else "".join(
+            digit + " !"[digit != right] for digit, right in zip(digits, lines[steps]))
+        assert row == (str(block_idx), marked, "" if steps is None else str(steps))
+    assert shown[0][1]   # a line is read
+    assert re.search(r"answer +([\d?][ !]){4}", out)
+    moved = shutil.copytree(steps_data, tmp_path / "moved")
+    assert printed("c3141", "--data", str(moved)) == printed("c3141\n") == out
+
+def test_sample_inside_needs_windows_that_hold_an_answer(trained):
+    refused(sample.main, [str(trained / "9"), "--inside", "--prompt", "c3141"])
