@@ -1,7 +1,8 @@
 """GPT with interchangeable residual connections.
 
 A Transformer of L blocks is a chain of 2L sublayers: attention, MLP, attention, MLP, ... A residual
-connection decides how a sublayer f reads the residual stream, and how it updates it:
+connection decides what a sublayer f reads from the residual stream, and how f's output changes the
+stream:
 
     stream = residual(stream, f)      # PreNorm: x + f(norm(x))
 
@@ -12,7 +13,8 @@ B: batch, T: tokens, C: n_embd, V: vocabulary. layer_idx counts sublayers from 0
 odd: MLP), block_idx = layer_idx // 2. A paper's layer l is layer_idx + 1.
 
 Names are nanoGPT's (https://github.com/karpathy/nanoGPT). Other than there: rotary embeddings,
-RMSNorm, QK norm, an untied head, no biases, no dropout, weights initialized by fan-in, a KV cache.
+RMSNorm, QK norm, no biases, no dropout, lm_head doesn't share wte's weights, initial weights with
+std 1 / sqrt(number of inputs), a KV cache.
 """
 
 import math
@@ -26,7 +28,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from flags import UserError, flag, read_options
+from flags import UserError, flag, make, read_options
 from kernels import depth_sum, nag_write, why_no_triton
 
 # =============================================================================================
@@ -41,20 +43,21 @@ class GPTConfig:
     n_head: int = flag(4, "number of attention heads", 1, 1024)
     n_embd: int = flag(128, "width of the residual stream", 2, 65536)
     block_size: int = flag(128, "context length", 1, 2 ** 20)
-    vocab_size: int = flag(320, "train.py takes it from the data set, rounded up", 1, 2 ** 24)
+    vocab_size: int = flag(320, "train.py: that of the data set, rounded up", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "activation of the MLP")
     mlp_ratio: float = flag(4.0, "hidden size of the MLP / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "dyt"] = flag("rms", "RMSNorm, LayerNorm or Dynamic Tanh")
     init: Literal["width", "gpt2"] = flag("width", "std of initial weights: by fan-in, or 0.02")
-    seed: int = flag(1337, "of initial weights and of the data order", 0, 2 ** 31 - 1)
+    seed: int = flag(1337, "seed of the initial weights and of the data order", 0, 2 ** 31 - 1)
     kernels: Literal["auto", "on", "off"] = flag("auto", "Triton kernels; auto: on CUDA")
+    # parts 3 and 4
+    mod: str = flag("none", "which tokens skip: gate:rate=0.25, or router, random, drop")
+    gate_loss: float = flag(0.0, "nag: coefficient of an auxiliary loss, the mean |gate|", 0, 1000)
     taper: Literal["none", "linear", "cosine"] = flag("none", "MLPs get narrower with depth")
     taper_start: float = flag(1.5, "relative MLP width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative MLP width of the last block", 0.01, 100)
     repeat: str = flag("", "1:3 runs block 1 three times, 1-2:2 runs blocks 1 2 1 2")
-    deep_supervision: bool = flag(False, "training loss: mean over the logits after each block")
-    mod: str = flag("none", "Mixture-of-Depths: gate:rate=0.25, router:rate=0.25, random:rate=0.25")
-    gate_loss: float = flag(0.0, "nag: coefficient of an auxiliary loss, the mean |gate|", 0, 1000)
+    deep_supervision: bool = flag(False, "train the head on the stream after every block")
 
 def rms_norm(x, eps=1e-6):
     mean_square = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
@@ -78,8 +81,9 @@ class Norm(nn.Module):
         return torch.tanh(self.alpha * x) * self.weight
 
 class Linear(nn.Linear):
-    """nn.Linear without a bias that computes in `dtype` (bfloat16 on GPUs) and returns it.
-    The residual stream stays float32: a sum of 2L updates loses too much in bfloat16."""
+    """nn.Linear, no bias. It casts its input and weight to `dtype` (bfloat16 on GPUs), and its
+    output has that dtype. The residual stream stays float32: bfloat16 would round small updates of
+    a large stream away."""
     dtype = None   # None: that of the weight; GPT.compute_in sets it
 
     def __init__(self, n_in, n_out):
@@ -98,13 +102,15 @@ def rotary_table(config):
 
 def apply_rotary(x, rotary):
     """x (B, T, n_head, head_size), rotary (T, 1, head_size / 2, 2): rotates channels 2i and 2i + 1
-    by an angle, as a product of complex numbers (float32, as bfloat16 has no complex numbers)."""
-    pairs = torch.view_as_complex(x.to(rotary.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.view_as_complex(rotary)).flatten(-2).to(x.dtype)
+    by an angle, as a product of complex numbers (in float32, as bfloat16 has none)."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    pairs = torch.view_as_complex(x.to(dtype).unflatten(-1, (-1, 2)))
+    pairs = pairs * torch.view_as_complex(rotary.to(dtype))
+    return torch.view_as_real(pairs).flatten(-2).to(x.dtype)
 
-# Queries and keys are normalized, so q @ k is at most head_size. The usual 1 / sqrt(head_size)
-# would bound scores by sqrt(head_size) = 5.7 for heads of 32, too flat to select one token of many.
-# ATTN_SCALE / head_size makes the bound 11.3 for any head size: the usual one for heads of 128.
+# Queries and keys have rms 1, so q @ k is at most head_size. It is scaled so that the largest score
+# is sqrt(128) = 11.3 for any head size. The usual 1 / sqrt(head_size) gives at most 5.7 for heads
+# of 32, and the softmax is then too flat to select one token of many.
 ATTN_SCALE = 128 ** 0.5
 
 class Attention(nn.Module):
@@ -118,26 +124,26 @@ class Attention(nn.Module):
     def heads(self, x):
         return x.unflatten(-1, (self.n_head, -1))   # (B, T, C) -> (B, T, n_head, head_size)
 
-    def forward(self, x, rotary, cache=None, mask=None):
-        """x (B, T, C) -> (B, T, C). cache: keys and values of earlier tokens, in sampling. mask (B,
-        T): the tokens that run this sublayer (part 3); all tokens compute keys and values."""
-        if mask is None:
+    def forward(self, x, rotary, cache=None, run_mask=None):
+        """x (B, T, C) -> (B, T, C). cache: a LayerCache, in sampling. run_mask (B, T), for part 3:
+        True for tokens that run this sublayer; the others compute keys and values only."""
+        if run_mask is None:
             q, k, v = self.c_attn(x).chunk(3, dim=-1)
         else:
             C = x.shape[-1]
-            q = scatter(self.c_attn(x[mask], rows=slice(0, C)), mask)
+            q = scatter(self.c_attn(x[run_mask], rows=slice(0, C)), run_mask)
             k, v = self.c_attn(x, rows=slice(C, 3 * C)).chunk(2, dim=-1)
         q = apply_rotary(rms_norm(self.heads(q)), rotary)
         k = apply_rotary(rms_norm(self.heads(k)), rotary)
         v = self.heads(v)
         if cache is not None:
             k, v = cache.update(k, v)
-        if mask is not None and not mask.any():
+        if run_mask is not None and not run_mask.any():
             return torch.zeros_like(x)
         y = attention(q, k, v)
-        if mask is None:
+        if run_mask is None:
             return self.c_proj(y).to(x.dtype)
-        return scatter(self.c_proj(y[mask]), mask).to(x.dtype)
+        return scatter(self.c_proj(y[run_mask]), run_mask).to(x.dtype)
 
 def attention(q, k, v):
     """q (B, T, n_head, head_size) of the newest T of S tokens; k, v (B, S, n_head, head_size)
@@ -149,7 +155,7 @@ def attention(q, k, v):
                                        scale=ATTN_SCALE / q.shape[-1])
     return y.transpose(1, 2).flatten(2)
 
-def scatter(x, mask):   # (N, C) of the tokens of mask (B, T) -> (B, T, C), zero elsewhere
+def scatter(x, mask):   # (N, C), a row per True in mask (B, T) -> (B, T, C), zeros elsewhere
     return x.new_zeros(*mask.shape, x.shape[-1]).index_put((mask,), x)
 
 class MLP(nn.Module):
@@ -174,10 +180,10 @@ class MLP(nn.Module):
 class Residual(nn.Module):
     """PreNorm (GPT-2, Llama). The base class of all residual connections.
 
-    A model has one per sublayer, layer_idx = 0 .. 2L - 1, and a last one, layer_idx = 2L, whose
-    expand() turns the embedding into the stream and whose reduce() turns the stream into the input
-    of the head."""
-    own_params = ()     # names of parameters trained by AdamW at --residual_lr
+    A model has one per sublayer, layer_idx = 0 .. 2L - 1. One more, model.final with layer_idx =
+    2L, has no sublayer: its expand() turns the embedding into the stream, and its reduce() turns
+    the stream into the input of the head."""
+    own_params = ()     # names of parameters that AdamW trains at --residual_lr
     can_skip = True     # may a token keep its stream and skip the sublayer?
     options = {}        # choices or range of each option: {"n": (1, 64)}
 
@@ -202,11 +208,11 @@ class Residual(nn.Module):
     def head(self, x, lm_head):   # -> logits
         return lm_head(x).to(x.dtype)
 
-    def flops(self):   # of its own matrix products, per token
+    def flops(self):   # per token, of the residual's own matrix products
         return matrix_flops(self)
 
     def init_sublayer_(self, sublayer):
-        # as in GPT-2: 2L updates are added up, so each starts 1 / sqrt(2L) as large
+        # as in GPT-2: 2L updates are added up, so each starts 1 / sqrt(2L) times as large
         sublayer.c_proj.weight.mul_((2 * self.config.n_layer) ** -0.5)
 
 class Block(nn.Module):
@@ -233,9 +239,9 @@ def init_std(config, name, n_in):
     if config.init == "gpt2":
         return 0.02
     if name == "wte":
-        return EMBEDDING_STD                  # larger than the updates that are added to it
+        return EMBEDDING_STD                  # the embedding starts larger than the updates
     if name == "lm_head":
-        return LOGIT_STD * n_in ** -0.5       # the first loss is 0.8^2 / 2 above log(V)
+        return LOGIT_STD * n_in ** -0.5       # so the first loss is log(V) + 0.8^2 / 2
     return n_in ** -0.5
 
 def generator(config, name):
@@ -370,8 +376,9 @@ class LayerCache:
 # Part 2: residual connections
 # =============================================================================================
 #
-# All share the norms, attention, MLP and initialization of part 1; "Differs from the paper" names
-# what else is different. x is the residual stream, u = f(norm(x)) the update.
+# x is the residual stream and u = f(norm(x)) the update, unless a paper has other letters. All
+# residuals share the norms, attention, MLP and initialization of part 1; "Differs from the paper"
+# lists further differences.
 #
 # Value residuals (arXiv:2410.17897) are not here: they connect attentions, not streams.
 #
@@ -386,7 +393,6 @@ class LayerCache:
 #   DeepNorm: beta = (8L)^(1/4)         pixeli99/MixLN               deepnorm_factors
 #   NAG: infinite slope of m^beta at 0  nag-nanochat                 nag_gradients_are_finite
 #   router: the update is added twice   mixture-of-depths            router_equals_its_definition
-#   any rule: a later token leaks                                    later_tokens_..._nothing
 
 class Template(Residual):
     """Copy this class: PreNorm in which each update is multiplied by a learned number b.
@@ -435,7 +441,8 @@ class ReorderedNorm(Residual):
         return x + self.norm(f(x))
 
 class DeepNorm(PostNorm):
-    """PostNorm with a larger stream (Wang et al. 2022, arXiv:2203.00555).
+    """PostNorm in which the stream is multiplied by alpha > 1 and the initial weights by beta < 1
+    (Wang et al. 2022, arXiv:2203.00555).
     Differs from the paper: --init, not Xavier's rule, draws the weights that are scaled by beta."""
 
     def forward(self, x, f):
@@ -468,8 +475,8 @@ class MixLN(Residual):
 
 class LayerNormScaling(Residual):
     """What a sublayer reads is divided by sqrt(block_idx + 1) (arXiv:2502.05795), in place of a
-    small c_proj. Differs from the paper: queries and keys are normalized, so of an attention it
-    reaches the values only."""
+    small c_proj. Differs from the paper: queries and keys are normalized, so the factor cancels in
+    them, and in an attention it scales the values only."""
 
     def forward(self, x, f):
         return x + f(self.norm(x) * (self.block_idx + 1) ** -0.5)
@@ -526,7 +533,7 @@ class UNet(Residual):
     """U-net skip connections (modded-nanogpt): block i of the second half adds s times the output
     of its mirror image, block L - 1 - i. s is learned and starts at 1."""
     own_params = ("s",)
-    can_skip = False   # the stream gains a tensor per block of the first half
+    can_skip = False   # skipped blocks would leave no output for their mirror images
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
@@ -562,11 +569,12 @@ class AttnRes(Residual):
         weight_i = softmax_i(query . (key_weight * rms_norm(source_i)))
         read     = norm(sum_i weight_i source_i)
 
-    Queries start at 0, so all weights are equal, and the model equals PreNorm. Block AttnRes,
-    group=4, saves memory: a source is the sum of 4 consecutive outputs.
+    Queries start at 0, so the first read is the sum of n sources, divided by n. RMSNorm cancels
+    this factor, so the model starts equal to PreNorm. Block AttnRes, group=4, saves memory: a
+    source is the sum of 4 consecutive outputs.
 
     The stream is (sources, keys): two tuples of (B, T, C), as a source's key is computed once."""
-    own_params = ("query", "key_weight")   # at --lr, one source soon gets all the weight
+    own_params = ("query", "key_weight")   # at --lr, the softmax soon selects a single source
     options = {"group": (1, 10000)}
     can_skip = False                       # a token that skips would have fewer sources
 
@@ -633,7 +641,7 @@ class Review(Residual):
 
         gate = sigmoid(W_h rms_norm(h) + W_u rms_norm(u) + bias)       (B, T, C)
         review   h <- h + gate u
-        convex   h <- (1 - gate) h + gate u    halves the stream at first: fails in deep models
+        convex   h <- (1 - gate) h + gate u    each sublayer halves h at first, so deep models fail
         highway  h <- h + gate u, where the gate sees h only (Highway Networks, arXiv:1505.00387)
 
     Differs from the paper: W starts at 0 and not at random; highway's gate sees rms_norm(h)."""
@@ -658,15 +666,15 @@ class HyperConnections(Residual):
     """Hyper-connections: n streams X (B, T, n, C). Each sublayer reads a mixture of them, and
     writes to each of them. The weights depend on the token:
 
-        X <- M X + write * f(norm(read . X))    read, write: (n,), M: (n, n)
+        X <- M X + outer(write, f(norm(read @ X)))    read, write: (n,), M: (n, n)
 
       hc         as published (arXiv:2409.19606, eqs. 2, 10 to 13): tanh, M unconstrained
       mhc        M doubly stochastic, by Sinkhorn's algorithm (arXiv:2512.24880; DeepSeek-V4)
-      identity   M = 1, so tokens can skip
+      identity   M = I, so tokens can skip
 
-    At first, sublayer l reads stream l mod n and writes to all. Differs from the papers: mhc and
-    identity start with read = 0.98 of one stream, and are read out by the mean of the streams.
-    Sinkhorn's steps normalize columns before rows, and a last step makes both sums exact."""
+    At first, a sublayer reads stream layer_idx mod n and writes to all. Differs from the papers:
+    mhc and identity start with read = 0.98 of one stream, and the head reads the mean of the
+    streams; for sinkhorn, see there."""
     options = {"kind": ("hc", "mhc", "identity"), "n": (1, 64)}
 
     def __init__(self, config, layer_idx, kind="hc", n=4):
@@ -701,7 +709,7 @@ class HyperConnections(Residual):
         read, write, *M = [s + a * d for s, a, d in zip(static, self.scale, dynamic)]
         M = M[0].unflatten(-1, (self.n, self.n)) if M else None
         if self.kind == "hc":
-            return read, write, M.mT   # transposed in eq. 2
+            return read, write, M.mT   # eq. 2 has the transpose
         read, write = torch.sigmoid(read), 2 * torch.sigmoid(write)
         return read, write, sinkhorn(M) if self.kind == "mhc" else None
 
@@ -726,8 +734,8 @@ class HyperConnections(Residual):
         return weights + 2 * n * C + mixing
 
 def sinkhorn(logits, n_steps=20):
-    """(..., n, n) -> doubly stochastic matrices"""
-    for _ in range(n_steps):   # normalizes columns and rows in turn, in logarithms
+    """(..., n, n) -> doubly stochastic matrices: rows and columns sum to 1"""
+    for _ in range(n_steps):   # normalizes columns, then rows, in logarithms
         logits = logits - logits.logsumexp(-2, keepdim=True)
         logits = logits - logits.logsumexp(-1, keepdim=True)
     matrix = logits.exp()
@@ -743,10 +751,10 @@ class GatedResidual(Residual):
     depend on the token:
 
         r    = rms_norm(R) * norm_weight
-        gate = sigmoid(up silu(down r / n))                     n C numbers, rank C / 8
-        R   <- R + s * f(mean over streams of gate * r)         s = 2 sigmoid(to_write r / n)
+        gate = sigmoid(up @ silu(down @ r / n))                 n C numbers, from C / 8
+        R   <- R + s * f(mean over streams of gate * r)         s = 2 sigmoid(to_write @ r / n)
 
-    Streams are not mixed, so tokens can skip. Differs from the paper: only in what part 1 has."""
+    Streams are not mixed, so tokens can skip."""
     own_params = ("down", "up", "to_write")   # AdamW, as in the paper
     options = {"n": (1, 64)}
 
@@ -791,9 +799,15 @@ class NAG(Residual):
     below).
 
     The stream is a pair: a direction x (B, T, C) of rms 1, and the logarithm of its length, (B, T,
-    1). A sublayer rotates the direction by the angle atan(gate), towards the part of its update u
-    that is orthogonal to x. The gate depends on x only, so it is known before the sublayer runs: a
-    token whose gate is near 0 can skip it (part 3).
+    1). A sublayer rotates x by the angle atan(gate) towards v, the part of its update u = f(x) that
+    is orthogonal to x and to a constant vector, with rms 1:
+
+        x      <- (x + gate v) / sqrt(1 + gate^2)        eqs. 10 to 12, 14, 16
+        length <- length sqrt(1 + gate^2)                eqs. 15, 17
+        gate    = alpha m,  m = (softmax(p) . sigmoid(w x + b))^softplus(beta)     eq. 13
+
+    m, in (0, 1], says how similar x is to learned directions w. The gate depends on x only, so it
+    is known before the sublayer runs: a token whose gate is near 0 can skip it (part 3).
 
     Differs from the paper: log_scale is initialized so that the first logits have std LOGIT_STD."""
     own_params = ("alpha", "beta", "w", "b", "p", "log_scale")
@@ -809,17 +823,17 @@ class NAG(Residual):
         w = torch.randn(directions, config.n_embd, generator=rng) * config.n_embd ** -0.5
         self.w = nn.Parameter(w)
         self.b = nn.Parameter(torch.zeros(directions))
-        self.p = nn.Parameter(torch.zeros(directions))                          # logits
+        self.p = nn.Parameter(torch.zeros(directions))   # logits of the directions' weights
         self.alpha = nn.Parameter(torch.tensor((layer_idx + 1) ** -power))      # eqs. 23, 24
         self.beta = nn.Parameter(torch.tensor(math.log(math.e - 1)))            # softplus(beta) = 1
 
     def expand(self, x):
-        x = x - x.mean(-1, keepdim=True)   # updates are centered, too
+        x = x - x.mean(-1, keepdim=True)   # v has mean 0, so x keeps mean 0
         length = x.square().mean(-1, keepdim=True).clamp_min(1e-30).sqrt()
         return x / length, length.log() + self.log_scale
 
     def gate(self, stream):
-        """alpha * m, (B, T, 1): the tangent of the rotation's angle (eq. 13). m in (0, 1]"""
+        """(B, T, 1): the tangent of the angle by which the sublayer will rotate x"""
         x, _ = stream
         similarity = torch.sigmoid(F.linear(x, self.w, self.b))                 # (B, T, directions)
         m = (similarity @ self.p.softmax(0)).clamp_min(1e-6) ** F.softplus(self.beta)
@@ -829,8 +843,8 @@ class NAG(Residual):
         x, log_length = stream
         if gate is None:
             gate = self.gate(stream)
-        x = nag_write(x, f(x), gate, self.config.kernels)            # eqs. 10 to 12, 14, 16
-        return x, log_length + 0.5 * torch.log1p(gate.square())      # eqs. 15, 17
+        x = nag_write(x, f(x), gate, self.config.kernels)   # kernels.py defines it in four lines
+        return x, log_length + 0.5 * torch.log1p(gate.square())
 
     def reduce(self, stream):
         # logits are length * cosine similarity; dividing by C makes the head's product a mean
@@ -865,23 +879,28 @@ def make_residual(config, layer_idx):
 # =============================================================================================
 #
 # A token that skips a sublayer keeps its stream. Skipped tokens still compute keys and values in an
-# attention, so later tokens can attend to them. Which tokens run is decided by a policy, before
-# each sublayer: a function or module, policy(trace) -> mask (B, T), True for tokens that run, or
-# None: all do.
+# attention, so later tokens can attend to them. Before each sublayer, a policy decides which tokens
+# run. It is a function or module, policy(trace), that returns one of
+#
+#     None            all tokens run
+#     mask (B, T)     True for tokens that run
+#     mask, weight    and their updates are multiplied by weight (B, T)
 
 class Trace:
-    """A record of one forward pass: model(idx, trace=Trace(model)). A policy finds in it
+    """A record of one forward pass: model(idx, trace=Trace(model)). A policy may read
 
         model, layer_idx   of the next sublayer (with --repeat, its place in the order)
         residual, stream   its residual, and the stream before it
         gate()             (B, T, 1), for nag: how far the sublayer will rotate each token
         progress           of the training, 0 to 1; 1 outside of training
 
-    and after the pass: masks and gates (a list entry per sublayer, None where there is none) and,
-    with keep_streams, streams: the embedding's, and the one after each sublayer."""
+    After the pass it has, with an entry per sublayer, masks (None: all tokens ran; False: removed)
+    and gates (None: not computed) and, with keep_streams, streams: the embedding's, and the one
+    after each sublayer."""
 
     def __init__(self, model, policy=None, removed=(), progress=1.0, keep_streams=False):
-        """policy: in place of model.policy. removed: layer_idx of sublayers that no token runs"""
+        """policy: in place of model.policy. removed: layer_idx of sublayers that don't run at all:
+        the stream stays as it is or, where tokens can't skip, the update is 0."""
         self.model, self.policy = model, policy or model.policy
         self.removed, self.progress = removed, progress
         self.keep_streams = keep_streams or model.training and model.config.deep_supervision
@@ -903,15 +922,19 @@ class Trace:
         self.layer_idx += 1
         self.residual, self.stream = residual, stream
         self.gates.append(None)
+        mask, weight = None, None
         if self.layer_idx in self.removed:
             mask = False
-        else:
-            mask = self.policy(self) if self.policy is not None else None
-        mask, weight = mask if isinstance(mask, tuple) else (mask, None)
+        elif self.policy is not None:
+            mask = self.policy(self)
+            mask, weight = mask if isinstance(mask, tuple) else (mask, None)
         if self.model.training and self.model.config.gate_loss > 0:
             self.gate()   # of all tokens, including skipped ones
         self.masks.append(mask)
-        if mask is not False:
+        if mask is False:
+            if not residual.can_skip:
+                stream = residual(stream, torch.zeros_like)
+        else:
             new = run_some(residual, stream, f, mask, self.gates[-1])
             stream = new if weight is None else stream + expand_mask(weight, new) * (new - stream)
         if self.keep_streams:
@@ -919,7 +942,7 @@ class Trace:
         return stream
 
     def auxiliary_loss(self):
-        """What a router and --gate_loss add to the loss."""
+        """To be added to the loss: the policy's losses, and gate_loss times the mean |gate|."""
         config, loss = self.model.config, sum(self.losses)
         if config.gate_loss > 0:   # grows from 30 to 90 % of the training: sublayers learn first
             coefficient = config.gate_loss * min(max((self.progress - 0.3) / 0.6, 0), 1)
@@ -939,23 +962,25 @@ def run_some(residual, stream, f, mask, gate=None):
     args = () if gate is None else (gate,)
     if mask is None or mask.all():
         return residual(stream, f, *args)
+    if not residual.can_skip:
+        raise UserError(f"tokens can't skip with --residual {residual.config.residual}; use pre")
     if isinstance(f, MLP):   # a function of single tokens: run the whole residual on those that run
         index = mask.flatten().nonzero().squeeze(1)
         if len(index) == 0:
             return stream
-        gather = lambda x: x.flatten(0, 1).index_select(0, index)
-        scatter = lambda x, new: x.flatten(0, 1).index_copy(0, index, new).view_as(x)
-        new = residual(map_stream(gather, stream), f, *map(gather, args))
-        return map_stream(scatter, stream, new)
-    # an attention needs keys and values of all tokens; its queries and output are of those that run
-    new = residual(stream, partial(f, mask=mask), *args)
+        take = lambda x: x.flatten(0, 1).index_select(0, index)
+        put = lambda x, new: x.flatten(0, 1).index_copy(0, index, new).view_as(x)
+        new = residual(map_stream(take, stream), f, *map(take, args))
+        return map_stream(put, stream, new)
+    # an attention needs keys and values of all tokens; only the streams of those that run change
+    new = residual(stream, partial(f, run_mask=mask), *args)
     return map_stream(lambda x, new: torch.where(expand_mask(mask, x), new, x), stream, new)
 
 def map_stream(function, *streams):
     """Applies a function to each tensor of a stream (a tensor, or a tuple of streams)."""
     if torch.is_tensor(streams[0]):
         return function(*streams)
-    return tuple(map_stream(function, *parts) for parts in zip(*streams))
+    return tuple(map_stream(function, *parts) for parts in zip(*streams, strict=True))
 
 def expand_mask(mask, x):   # (B, T) -> (B, T, 1, ..., 1)
     return mask.view(*mask.shape, *[1] * (x.dim() - 2))
@@ -965,12 +990,13 @@ class GatePolicy(nn.Module):
     threshold.
 
     rate: the share of (token, sublayer) pairs to skip. In training, one threshold for all sublayers
-    follows this quantile of all gates (the rate grows from 0 to its value between 10 and 30 % of
-    the training: at first, no sublayer has learned anything worth running). The threshold is saved
-    with the weights, so in sampling each token is decided on its own. below: a fixed threshold,
-    0.05 is 3 degrees; see --gate_loss.
+    follows this quantile of all gates: a running average. The rate grows from 0 to its value
+    between 10 and 30 % of the training, as earlier gates don't yet say which sublayers matter. The
+    threshold is saved with the weights, so in sampling each token is decided on its own.
 
-    Differs from the paper: its rule for the threshold is not public in full; below is ours."""
+    below: a fixed threshold. A gate of 0.05 rotates by 3 degrees. See --gate_loss.
+
+    Differs from the paper: it doesn't specify how the threshold is found; this way is ours."""
     options = {"rate": (0, 0.95), "below": (0, 100)}
 
     def __init__(self, config, rate=0.0, below=0.0):
@@ -1023,11 +1049,13 @@ class Router(nn.Module):
 
     def __init__(self, config, rate=0.25):
         super().__init__()
-        n_routed = config.n_layer // 2   # blocks 1, 3, 5, ...
-        self.capacity = 1 - rate * config.n_layer / max(1, n_routed)   # share of tokens that run
-        if self.capacity <= 0:
+        order = block_order(config)
+        n_routed = sum(block_idx % 2 for block_idx in order)   # only blocks 1, 3, 5, ... skip
+        if rate * len(order) >= n_routed:
             raise UserError(f"--mod {config.mod}: too few blocks have a router for this rate")
-        routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(2 * n_routed)]
+        self.capacity = 1 - rate * len(order) / n_routed       # share of tokens that run those
+        n_routers = 2 * (config.n_layer // 2)
+        routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
         self.routers = nn.ModuleList(routers)
         for i, router in enumerate(self.routers):
             rng = generator(config, f"router {i}")
@@ -1049,9 +1077,9 @@ class Router(nn.Module):
 
 class DropBlocks(nn.Module):
     """--mod drop:rate=0.2. Stochastic depth (arXiv:1603.09382), as in arXiv:2609.05275: in
-    training, a sequence skips whole blocks, the deeper the more often and, from start to end, more
-    and more seldom. Updates are divided by the probability that the block runs; outside of
-    training, all tokens run. rate: the mean over depth and training."""
+    training, a sequence skips a block with probability 4 rate depth (1 - progress), which grows
+    with depth and falls to 0; its mean is rate. Updates are divided by the probability that the
+    block runs. Outside of training, all tokens run."""
     options = {"rate": (0, 0.24)}
     scales_updates = True
 
@@ -1125,17 +1153,23 @@ def flops_per_token(model, trace=None):
     T, C = model.config.block_size if trace is None else trace.idx.shape[1], model.config.n_embd
     n_heads = len(model.block_order) if model.training and model.config.deep_supervision else 1
     total = model.final.flops() + n_heads * matrix_flops(model.lm_head)
+    if isinstance(model.policy, nn.Module):
+        total += matrix_flops(model.policy)
     for i, block_idx in enumerate(model.block_order):
         block = model.blocks[block_idx]
         attn, mlp = (1, 1) if trace is None else (trace.run_rate(2 * i), trace.run_rate(2 * i + 1))
-        if attn > 0:   # keys and values of all tokens; queries and c_proj of those that run
+        if trace is None or trace.masks[2 * i] is not False:
+            # keys and values of all tokens; queries and c_proj of those that run
             total += block.attn_residual.flops() + (1 + attn) / 2 * matrix_flops(block.attn)
-            total += 4 * T * C
-        total += mlp * (block.mlp_residual.flops() + matrix_flops(block.mlp))
+            total += 4 * T * C if attn > 0 else 0
+        total += mlp * matrix_flops(block.mlp)
+        has_gates = trace is not None and trace.gates[2 * i + 1] is not None   # of all tokens
+        total += (1 if has_gates else mlp) * block.mlp_residual.flops()
     return total
 
 def check_config(config):
-    """ValueError, one sentence, if these settings make no model."""
+    """Raises UserError if a setting has a wrong value, or if settings contradict each other."""
+    make(type(config), vars(config))
     final, policy = make_residual(config, 2 * config.n_layer), make_policy(config)
     stream = final.expand(torch.ones(1, 1, config.n_embd))
     knows_gate = hasattr(final, "gate")
@@ -1158,9 +1192,9 @@ def check_config(config):
         fail("repeat", f"the stream of --residual {config.residual} has a part per sublayer")
 
 def initial_log_scale(config, power):
-    """log of NAG's first length, for which the first logits have std LOGIT_STD: a logit is length *
-    cosine similarity, which has std C^-0.5 for random vectors. Each sublayer multiplies the length
-    by sqrt(1 + gate^2), where gate starts at about alpha / 2."""
+    """NAG's initial log_scale, chosen so that the first logits have std LOGIT_STD: a logit is
+    length * cosine similarity, which has std C^-0.5 for random vectors. Each sublayer multiplies
+    the length by sqrt(1 + gate^2), where gate starts at about alpha / 2."""
     gates = [0.5 * (2 * b + i + 1) ** -power for b in block_order(config) for i in (0, 1)]
     growth = sum(0.5 * math.log1p(gate ** 2) for gate in gates)
     last_length = LOGIT_STD * config.n_embd ** 0.5

@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import model as M
+from flags import UserError
 from conftest import (count_flops, decode, gradients, ids, logits, make, randn,
                       rms_norm_by_hand as rms_norm, same, same_gradients, sublayers_by_hand)
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_residual")
 IDX, TARGETS = ids(3, 16), ids(3, 16, seed=1)
 CAN_SKIP = [name for name in [*M.RESIDUALS, "hyper:kind=identity", "own"]
             if name == "own" or make(name, n_layer=1).final.can_skip]
+CANNOT_SKIP = [name for name in M.RESIDUALS if name not in CAN_SKIP] + ["attnres:group=3"]
 
 def nag(**config):
     """Gates differ a lot between tokens and sublayers. That of sublayer 3 is 0, that of 4 < 0."""
@@ -139,7 +141,7 @@ def test_a_policy_that_returns_a_weight_scales_the_update():
 
 def test_removed_sublayers_do_not_run():
     """They compute nothing, and policies decide on the others only."""
-    for residual in "pre", "nag", "hyper:kind=mhc", "siamese", "x0":
+    for residual in "pre", "nag", "x0", *CANNOT_SKIP:
         model, ran, asked = make(residual, n_layer=5), [], []
         for i, block in enumerate(model.blocks):
             block.attn.register_forward_hook(lambda *_, i=i: ran.append(2 * i))
@@ -148,8 +150,19 @@ def test_removed_sublayers_do_not_run():
         out = logits(model, IDX, trace=trace)
         assert ran == asked == [0, 1, 3, 4, 5, 6, 8, 9]
         assert trace.masks[2] is trace.masks[7] is False and trace.skip_rate() == pytest.approx(0.2)
+        if residual in CANNOT_SKIP:   # its update is 0
+            for module in model.blocks[1].attn, model.blocks[3].mlp:
+                module.c_proj.weight.data.zero_()
+            same(out, logits(model, IDX))
+            continue
         masks = [torch.full(IDX.shape, layer_idx not in (2, 7)) for layer_idx in range(10)]
         same(out, masked_pass(model, masks).detach())
+
+@pytest.mark.parametrize("residual", CANNOT_SKIP)
+def test_residuals_that_cannot_skip_refuse_a_policy(residual):
+    model = make(residual)
+    with pytest.raises(UserError, match="can't skip"):
+        model(IDX, trace=M.Trace(model, lambda trace: IDX > IDX.min()))
 
 # -----------------------------------------------------------------------------
 # traces
