@@ -1067,6 +1067,8 @@ def why_not_live(run, puzzle):
         return "it was not trained on the puzzle (prepare.py steps)"
     if run.puzzle != puzzle:
         return "its puzzle is another one"
+    if config.block_size < 2 * (puzzle["cells"] + 1):
+        return "its windows are shorter than a line and its answer"
     if config.residual.split(":")[0] not in TITLES:
         return f"the page has no {config.residual} (only {', '.join(TITLES)})"
     if config.mod.split(":")[0] not in ("none", "gate", "drop"):

@@ -86,7 +86,7 @@ def test_record(residual, config):
             new = read_and_write(rec.residuals[i], rec.streams[i], update)[1]
             map_stream(same, where_run(mask, new, rec.streams[i]), rec.streams[i + 1])
 
-def test_records_leave_the_model_as_it_was(monkeypatch):
+def test_records_leave_the_model_as_it_was():
     model = make()
     def fail(trace):
         raise RuntimeError

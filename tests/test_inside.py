@@ -21,7 +21,8 @@ from model import RESIDUALS, GatePolicy, Trace, map_stream
 CELLS, MOST, L = 4, 3, 3   # digits of a line and most steps of steps_data; blocks
 
 @pytest.fixture(autouse=True)
-def no_grad():
+def no_grad(monkeypatch):
+    monkeypatch.setattr(analyze, "PROBE_WINDOWS", 400)
     with torch.no_grad():
         yield
 
@@ -151,7 +152,7 @@ def test_a_probe_finds_digits_that_were_planted():
     right = analyze.read_probe(unplanted, vectors[1000:]) == digits[1000:].roll(1, 0)
     assert right.double().mean() < 0.15
 
-def test_lines_inside_a_known_model(puzzle, steps_data, monkeypatch):
+def test_lines_inside_a_known_model(puzzle, steps_data):
     """Block 0 does the first step, block 1 the second, and so on."""
     model = Known(puzzle)
     probes, shares = analyze.fit_probes(model, steps_data, 3)
@@ -256,13 +257,16 @@ def test_patched_logits(residual):
     assert (early[:, 6:] - usual[:, 6:]).abs().amax(-1).min() > 1e-6
     same(logits(model, idx), usual)
 
-def test_patching_needs_windows_that_hold_an_answer(puzzle, steps_data):
-    model = make(n_layer=2, vocab_size=320, block_size=9)   # a line and its answer are 10 tokens
+def test_short_windows(steps_data, tmp_path):
+    """No window holds a line and its answer."""
+    model = make(n_layer=2, vocab_size=320, block_size=9)   # 10 are needed
     windows = prepare.windows_of(steps_data, "val", 9, 8)
     run = analyze.Run(model, dict(data=steps_data), windows, prepare.load_meta(steps_data))
     for statistic in analyze.patching, analyze.probe:
         with pytest.raises(NotHere):
             statistic(run)
+    analyze.write_play_page({"a": run}, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 # -----------------------------------------------------------------------------
 # by steps
@@ -314,9 +318,8 @@ def test_skips_by_steps(run):
     with pytest.raises(NotHere):
         analyze.skips_by_steps(run)
 
-def test_probe(run, steps_data, puzzle, monkeypatch):
+def test_probe(run, steps_data, puzzle):
     """It has learned no step, so one is asked for. Probes get more windows than the run has."""
-    monkeypatch.setattr(analyze, "PROBE_WINDOWS", 400)
     found, _ = analyze.probe(run)
     probes, shares = analyze.fit_probes(run.model, steps_data, 1)
     for where in "line", "answer":
