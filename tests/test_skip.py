@@ -194,16 +194,17 @@ def test_a_policy_of_none_runs_all_tokens():
         model = make(residual)
         assert torch.equal(logits(model, trace=M.Trace(model, lambda trace: None)), logits(model))
 
-@pytest.mark.parametrize("residual", ["pre", "peri", "review", "gated", "x0"])
-def test_flops_with_skipping_equal_those_of_torch(residual):
+@pytest.mark.parametrize("residual, config", [
+    ("pre", {}), ("review", {}), ("gated", {}), ("x0", {}), ("pre", dict(mod="router", n_layer=4)),
+    ("nag", {}), ("nag", dict(mod="gate:below=0.5"))], ids=str)
+def test_flops_with_skipping_equal_those_of_torch(residual, config):
     """Skipped tokens of an attention compute keys and values; removed sublayers compute nothing."""
-    model = make(residual)
-    policy = lambda trace: RUNS[[0, 1, 0, 3, 4, 5][trace.layer_idx]]
+    model = nag(**config) if residual == "nag" else make(residual, **config)
+    policy = None if config else lambda trace: RUNS[[0, 1, 2, 3, 4, 5, 0, 1][trace.layer_idx]]
     for trace in M.Trace(model, policy), M.Trace(model, policy, removed=[0, 5]):
         counted = count_flops(lambda: logits(model, IDX, trace=trace))
-        mine = 48 * M.flops_per_token(model, trace)
-        assert counted == pytest.approx(mine, rel=1e-6 if residual in ("pre", "peri", "x0") else 0.1)
-        assert mine < 48 * M.flops_per_token(model)
+        assert counted == pytest.approx(48 * M.flops_per_token(model, trace), rel=1e-7)
+        assert trace.skip_rate() > 0
 
 # -----------------------------------------------------------------------------
 # gate: thresholds, rates, an auxiliary loss
@@ -290,10 +291,12 @@ def test_gate_loss_is_the_mean_gate_of_all_tokens(mod, progress, share):
     right = plain(IDX, TARGETS)[1]
     model = nag(gate_loss=2.0, mod=mod).eval()
     torch.manual_seed(0)
-    same(model(IDX, TARGETS)[1], right)
+    trace = M.Trace(model)
+    same(model(IDX, TARGETS, trace=trace)[1], right)
+    assert "gate" in mod or trace.gates == [None] * 8
 
 # -----------------------------------------------------------------------------
-# router, random
+# router, random, drop
 
 def router_by_hand(model, idx, capacity):
     """arXiv:2404.02258, eq. 1, per sublayer -> logits, auxiliary loss, share of tokens that run"""
@@ -314,23 +317,25 @@ def router_by_hand(model, idx, capacity):
         x = torch.where(runs[..., None], x + weight[..., None] * f(residual.norm(x)), x)
         losses.append(-torch.where(runs, weight.sigmoid(), (-weight).sigmoid()).log().mean())
         shares.append(runs.double().mean().item())
-    return model.logits(x), 0.01 * sum(losses) / len(losses), shares
+    return model.logits(x), 0.01 * sum(losses) / len(model.policy.routers), shares
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("rate, T", [(0.25, 16), (0.45, 7), (0.45, 1)])
-def test_router_equals_its_definition(rate, T, training):
+@pytest.mark.parametrize("rate, T, repeat, routed", [
+    (0.25, 16, "", 2 / 4), (0.45, 7, "", 2 / 4), (0.45, 1, "", 2 / 4), (0.25, 16, "1:3", 4 / 6)])
+def test_router_equals_its_definition(rate, T, repeat, routed, training):
     """The best tokens of a sequence run in training, those of weight > 0 outside; the update is
-    multiplied by the weight; an auxiliary loss teaches weights their sign."""
-    model = make(mod=f"router:rate={rate}", n_layer=4).train(training)
+    multiplied by the weight; an auxiliary loss teaches weights their sign. routed: the share of
+    blocks that have a router."""
+    model = make(mod=f"router:rate={rate}", n_layer=4, repeat=repeat).train(training)
     idx, targets, trace = IDX[:, :T], TARGETS[:, :T], M.Trace(model)
-    out, auxiliary, shares = router_by_hand(model, idx, capacity=1 - 2 * rate)
+    out, auxiliary, shares = router_by_hand(model, idx, capacity=1 - rate / routed)
     if not training:
         same(logits(model, idx), out.detach())
     right = F.cross_entropy(out.flatten(0, 1), targets.flatten()) + training * auxiliary
     mine = model(idx, targets, trace=trace)[1]
     same(mine, right, 1e-12)
     same_gradients(gradients(model, mine), gradients(model, right))
-    assert [trace.run_rate(i) for i in range(8)] == pytest.approx(shares)
+    assert [trace.run_rate(i) for i in range(len(shares))] == pytest.approx(shares)
     if training and T == 16:
         assert trace.skip_rate() == pytest.approx(rate)
 
@@ -351,3 +356,23 @@ def test_random_masks_are_independent():
     assert (masks.mean(1) - 0.7).abs().max() < 0.04
     assert (masks.corrcoef() - torch.eye(8)).abs().max() < 0.09
     assert trace.skip_rate() == pytest.approx(0.3, abs=0.02)
+
+def test_drop_skips_blocks_of_a_sequence():
+    """In training, a block is skipped with probability 4 rate depth (1 - progress)."""
+    torch.manual_seed(0)
+    model, idx = make(mod="drop:rate=0.2", n_embd=4).train(), ids(2000, 2)
+    trace = M.Trace(model, progress=0.25)
+    loss = model(idx, idx, trace=trace)[1]
+    masks = torch.stack(trace.masks).double()   # (6, B, T)
+    runs = masks[::2, :, 0]
+    assert torch.equal(masks, runs.repeat_interleave(2, dim=0)[..., None].expand(6, 2000, 2))
+    keep_rate = 1 - 4 * 0.2 * torch.tensor([1 / 4, 2 / 4, 3 / 4]) * 0.75
+    assert (runs.mean(1) - keep_rate).abs().max() < 0.04
+    assert (runs.corrcoef() - torch.eye(3)).abs().max() < 0.09   # blocks are independent
+    x = model.wte(idx)
+    for mask, (layer_idx, residual, f) in zip(masks, sublayers_by_hand(model)):
+        x = x + (mask / keep_rate[layer_idx // 2])[..., None] * f(residual.norm(x))
+    same(loss, F.cross_entropy(model.logits(x).flatten(0, 1), idx.flatten()), 1e-6)
+    trace = M.Trace(model.eval())
+    logits(model, idx, trace=trace)
+    assert trace.masks == [None] * 6
