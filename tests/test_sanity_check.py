@@ -99,7 +99,7 @@ class Counts(Good):
     (like(Good, "Twice", forward=twice), "calls f 2 times"),
     (like(Good, "Item", forward=through_item), "b gets no gradient"),
     (OfFinal, "final.b gets no gradient"),
-    (like(Factors, "BothZero"), "has a gradient of zeros"),
+    (like(Factors, "BothZero"), "U gets no gradient"),
     (Float64, "changes the dtype"),
     (good("Infinite", lambda x, new: new / 0), "inf or nan"),
     (like(Good, "InfiniteEnd", reduce=lambda self, x: self.norm(x) / 0), "the loss is nan"),
