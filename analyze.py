@@ -288,7 +288,7 @@ def effects(rec):
             if not is_writer:
                 table[layer, writer] = part_gone(rec.reads[layer], read)
             mask = rec.masks[layer]
-            if mask.all():
+            if mask.all() or not rec.residuals[layer].can_skip:
                 stream = new
             else:
                 stream = map_stream(lambda x, new: torch.where(expand_mask(mask, x), new, x),
@@ -1186,10 +1186,13 @@ def describe(runs):
         config, last = run.model.config, run.log[-1] if run.log else {}
         mod = "" if config.mod == "none" else f", {config.mod}"
         tokens = last.get("step", 0) * run.settings["batch_size"] * config.block_size
+        max_iters, max_flops = run.settings["max_iters"], run.settings["max_flops"]
+        if max_flops and last.get("flops"):   # it decides when the training ends
+            max_iters = round(last["step"] * max_flops / last["flops"])
         cards[name] = dict(
             color=color, model=f"{config.residual}{mod}, {config.n_layer} x {config.n_embd}",
             data=Path(run.settings["data"]).name, iterations=last.get("step", 0),
-            max_iters=run.settings["max_iters"], n_params=num_params(run.model),
+            max_iters=max_iters, n_params=num_params(run.model),
             flops=flops_per_token(run.model), tokens_per_second=tokens / last.get("seconds", 1),
             **run.metrics)
     return cards
