@@ -5,7 +5,6 @@ Samples from a trained run.
     python sample.py runs/nag --skip_below 0.1     # tokens skip sublayers with smaller gates
     python sample.py runs/pre --remove 4,5         # without blocks 4 and 5
     python sample.py runs/nag --depth              # colors: the share of sublayers that ran
-    python sample.py runs/nag --speed              # tokens/s, with and without skipping
     python sample.py runs/steps-pre --prompt f314159265358 --inside   # the puzzle, block by block
 
 Tokens skip as in training (--mod) unless --skip_below says otherwise. Blocks count from 0.
@@ -38,8 +37,7 @@ class SampleConfig:
     skip_below: float = flag(0.0, "nag: skip sublayers with a smaller |gate|; 0: as in training",
                              0, 100)
     remove: str = flag("", "blocks to leave out, such as 4,5")
-    depth: bool = flag(False, "color each token by the share of sublayers that ran to predict it")
-    speed: bool = flag(False, "measure tokens/s instead")
+    depth: bool = flag(False, "color new tokens by the share of sublayers that ran to predict them")
     inside: bool = flag(False, "the puzzle: print what a probe reads after each block instead")
     data: str = flag("", "for --inside: data set of the run, if it has moved")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda if there is one")
@@ -57,78 +55,63 @@ def main(argv=None):
         torch.manual_seed(config.seed)
         if config.inside:
             print_inside(model, config.data or settings["data"], config.prompt.strip())
-        elif config.speed:
-            print_speed(model, tokenizer, config)
         else:
             print_samples(model, tokenizer, config)
 
-def trace_maker(model, config):
-    """-> a function that returns a new Trace for each forward pass: which tokens skip what"""
-    policy, residual = None, model.config.residual   # None: the policy of training
+# -----------------------------------------------------------------------------
+# samples
+
+def what_to_skip(model, config):
+    """-> the policy that decides which tokens skip, and the layer_idx of removed sublayers"""
+    policy = model.policy
     if config.skip_below > 0:
         if not hasattr(model.final, "gate"):
-            raise UserError(f"--skip_below: --residual {residual} has no gate; use nag")
+            raise UserError(f"--skip_below: {model.config.residual} has no gate; use nag")
         policy = GatePolicy(model.config, below=config.skip_below).to(model.rotary.device)
     names = [str(i) for i in range(model.config.n_layer)]
     blocks = set(config.remove.split(",")) if config.remove else set()
     if not blocks < set(names):
         raise UserError(f"--remove {config.remove}: give some of the blocks 0 to {names[-1]}, "
                         f"such as 4,5")
-    if blocks and residual == "unet":
-        raise UserError("--remove: unet needs each block of its first half in the second; use pre")
     removed = [layer_idx for i, block_idx in enumerate(model.block_order)
                for layer_idx in (2 * i, 2 * i + 1) if str(block_idx) in blocks]
-    return lambda: Trace(model, policy, removed)
-
-# -----------------------------------------------------------------------------
-# samples
-
-def generate(model, tokenizer, config, make_trace):
-    """-> token ids, those of the prompt first, and the Trace of each forward pass"""
-    traces = []
-
-    def make_and_keep_trace():
-        traces.append(make_trace())
-        return traces[-1]
-
-    prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
-    idx = torch.tensor([prompt], device=model.rotary.device)
-    idx = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k or None,
-                         n_vocab=tokenizer.n_vocab, make_trace=make_and_keep_trace)
-    return idx[0].tolist(), traces
-
-def run_shares(trace):
-    """(T,): for each token of a pass, the share of the sublayers that it ran"""
-    ones = torch.ones(trace.idx.shape, device=trace.idx.device)
-    runs = [ones if mask is None else ones * mask for mask in trace.masks]   # False or (1, T)
-    return torch.stack(runs).mean(0)[0].tolist()
+    return policy, removed
 
 def print_samples(model, tokenizer, config):
-    make_trace = trace_maker(model, config)
+    policy, removed = what_to_skip(model, config)
+    prompt = tokenizer.encode_ordinary(config.prompt) or [tokenizer.eot_token]
+    idx = torch.tensor([prompt], device=model.rotary.device)
     for _ in range(config.num_samples):
+        traces = []   # one for each new token: of the forward pass that predicted it
+
+        def make_trace():
+            traces.append(Trace(model, policy, removed))
+            return traces[-1]
+
         start = time.perf_counter()
-        tokens, traces = generate(model, tokenizer, config, make_trace)
+        tokens = model.generate(idx, config.max_new_tokens, config.temperature,
+                                config.top_k or None, n_vocab=tokenizer.n_vocab,
+                                make_trace=make_trace)[0, len(prompt):].tolist()
         seconds = time.perf_counter() - start
-        # The first pass reads the prompt, a later one the newest token, or more if the cache was
-        # full. A token's color is that of the pass that predicted it, at the token before.
-        first, *later = map(run_shares, traces)
-        shares = first + [share[-1] for share in later]
-        skip_rate = 1 - sum(shares[-len(traces):]) / len(traces)
-        colors = [None] * (len(tokens) - len(shares)) + shares
-        print(to_text(tokens, colors if config.depth else [None] * len(tokens), tokenizer))
-        print(f"{len(traces) / seconds:,.0f} tokens/s, {skip_rate:.1%} skipped", file=sys.stderr)
+        shares = [run_share(trace) for trace in traces]
+        print(config.prompt + to_text(tokens, shares if config.depth else None, tokenizer))
+        print(f"{len(tokens) / seconds:,.0f} tokens/s, {1 - sum(shares) / len(shares):.1%} skipped",
+              file=sys.stderr)
+
+def run_share(trace):
+    """The share of the sublayers that ran for the last token of a forward pass"""
+    ran = [mask is None or (mask is not False and mask[0, -1].item()) for mask in trace.masks]
+    return sum(ran) / len(ran)
 
 def to_text(tokens, shares, tokenizer):
-    """Tokens up to the end of the document -> text. A token with a share gets its color."""
+    """The tokens before the end of the document -> text, in color if there are shares"""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")   # a character may be several tokens
     text = ""
-    for i, (token, share) in enumerate(zip(tokens, shares)):
+    for i, token in enumerate(tokens):
         if token == tokenizer.eot_token:
-            if i == 0:   # it stands for an empty prompt
-                continue
             break
         piece = decoder.decode(tokenizer.decode_single_token_bytes(token))
-        text += piece if share is None else color(piece, share)
+        text += color(piece, shares[i]) if shares else piece
     return text + decoder.decode(b"", final=True)
 
 # 256-color terminals: background and text color, from half of the sublayers or fewer to all
@@ -140,31 +123,18 @@ def color(text, share):
     background, foreground = SHADES[max(0, round((2 * share - 1) * (len(SHADES) - 1)))]
     return f"\033[38;5;{foreground};48;5;{background}m{text}\033[0m"
 
-def print_speed(model, tokenizer, config):
-    def tokens_per_second(make_trace):
-        seconds = []
-        for _ in range(2):   # the first one also warms up
-            start = time.perf_counter()
-            generate(model, tokenizer, config, make_trace)
-            seconds.append(time.perf_counter() - start)
-        return config.max_new_tokens / min(seconds)
-
-    speed = tokens_per_second(trace_maker(model, config))
-    full_speed = tokens_per_second(lambda: Trace(model, policy=lambda trace: None))
-    print(f"{speed:,.0f} tokens/s; {full_speed:,.0f} if all tokens run all sublayers")
-
 # -----------------------------------------------------------------------------
-# the puzzle (see prepare.py): the lines between a line and its answer
+# the puzzle (see prepare.py), block by block
 
 def print_inside(model, data, line):
     puzzle = prepare.load_meta(data).get("steps")
     if puzzle is None:
         raise UserError(f"--inside: {data} isn't the puzzle, which prepare.py steps makes")
-    cells, last_letter = puzzle["cells"], chr(ord("a") + puzzle["most"])
-    if not re.fullmatch(f"[a-{last_letter}][0-9]{{{cells}}}", line):
-        raise UserError(f"--inside: --prompt must be a letter from a to {last_letter} and {cells} "
-                        f"digits")
-    after = [torch.tensor([int(digit) for digit in line[1:]])]   # 0, 1, 2, ... steps
+    n_digits, last_letter = puzzle["cells"], chr(ord("a") + puzzle["most"])
+    if not re.fullmatch(f"[a-{last_letter}][0-9]{{{n_digits}}}", line):
+        raise UserError(f"--inside: --prompt must be a letter from a to {last_letter} and "
+                        f"{n_digits} digits")
+    after = [torch.tensor([int(digit) for digit in line[1:]])]   # after[i]: digits after i steps
     for _ in range(puzzle["most"]):
         after.append(prepare.next_line(after[-1], puzzle["table"]))
     asked = ord(line[0]) - ord("a")
@@ -175,15 +145,16 @@ def print_inside(model, data, line):
     for block_idx, digits, steps in lines_inside(model, data, line):
         read = "-" if steps is None else f"{mark(digits, after[steps])}  after {count_steps(steps)}"
         print(f"  block {block_idx:<4}{read}")
-    idx = torch.tensor([[*f"{line}\na".encode()]], device=model.rotary.device)   # a: any letter
-    answer = bytes(model.generate(idx, cells, temperature=0, n_vocab=256)[0, -cells:].tolist())
-    answer = re.sub("[^0-9]", "?", answer.decode("latin1"))
+    # The next line starts with any letter; its digits are the answer.
+    idx = torch.tensor([[*f"{line}\na".encode()]], device=model.rotary.device)
+    idx = model.generate(idx, n_digits, temperature=0, n_vocab=256)
+    answer = re.sub("[^0-9]", "?", bytes(idx[0, -n_digits:].tolist()).decode("latin1"))
     print(f"  answer    {mark(answer, after[asked])}  (!: a wrong digit)\n")
 
 def count_steps(n):
     return f"{n} step" if n == 1 else f"{n} steps"
 
-def mark(digits, right):   # "31", [3, 4] -> "3 1!"
+def mark(digits, right):   # "31", [3, 4] -> "3 1!": wrong digits get a !
     return "".join(digit + (" " if digit == str(wanted) else "!")
                    for digit, wanted in zip(digits, right.tolist()))
 

@@ -12,7 +12,7 @@ import prepare
 import sample
 import train
 from conftest import ROOT, ids, logits, make, refused
-from model import GatePolicy, RandomPolicy, Trace
+from model import GatePolicy, Trace
 
 SIZE = ("--n_layer 3 --n_embd 32 --n_head 2 --block_size 32 --batch_size 8 --max_iters 30 "
         "--eval_windows 4 --device cpu").split()
@@ -55,66 +55,59 @@ def test_skip_rate(main):
     assert skip_rate(main("pre", "--remove", "0,2")) == pytest.approx(200 / 3, abs=0.06)
     assert 30 < skip_rate(main("random")) < 50
 
-def test_trace_maker():
-    def make_trace(model, **flags):
-        return sample.trace_maker(model, sample.SampleConfig(**flags))()
-
+def test_what_to_skip():
     repeated = make("pre", repeat="1:2", mod="random:rate=0.1")   # blocks 0 1 1 2
     for remove, expected in ("", []), ("1", [2, 3, 4, 5]), ("0,2", [0, 1, 6, 7]):
-        trace = make_trace(repeated, remove=remove)
-        assert trace.removed == expected and isinstance(trace.policy, RandomPolicy)
-    policy = make_trace(make("nag", mod="gate:below=0.9"), skip_below=0.2).policy
+        policy, removed = sample.what_to_skip(repeated, sample.SampleConfig(remove=remove))
+        assert removed == expected and policy is repeated.policy
+    policy, _ = sample.what_to_skip(make("nag", mod="gate:below=0.9"),
+                                  sample.SampleConfig(skip_below=0.2))
     assert isinstance(policy, GatePolicy) and policy.threshold.item() == pytest.approx(0.2)
 
-def test_run_shares():
+def test_run_share():
     model = make("pre")
-    half = torch.arange(12)[None] % 2 == 0
-    trace = Trace(model, policy=lambda trace: half if trace.layer_idx == 0 else None, removed=(5,))
-    logits(model, ids(B=1), trace=trace)
-    assert sample.run_shares(trace) == pytest.approx([5 / 6, 4 / 6] * 6)
+    for last, expected in (True, 5 / 6), (False, 4 / 6):   # runs sublayer 0 or not
+        mask = torch.tensor([[*[True] * 11, last]])
+        policy = lambda trace: mask if trace.layer_idx == 0 else None
+        trace = Trace(model, policy, removed=(5,))
+        logits(model, ids(B=1), trace=trace)
+        assert sample.run_share(trace) == pytest.approx(expected)
 
 PAINT = r"\033\[38;5;\d+;48;5;(\d+)m(.*?)\033\[0m"   # number of the color, text
 
 def test_depth(main):
-    """A token's color tells what ran at the token before it, which predicted it."""
     flags = "random", "--prompt", "xyé"
     colored = main(*flags, "--depth").out
-    assert colored.startswith("x\033")
+    assert colored.startswith("xyé\033")
     assert len({number for number, _ in re.findall(PAINT, colored)}) > 1
     assert re.sub(PAINT, r"\2", colored) == main(*flags).out
-    long = main("nag", "--prompt", "0123456789" * 5, "--depth").out   # the model reads the last 32
-    assert long.startswith(("0123456789" * 2)[:19] + "\033")
+    long = "0123456789" * 5   # the model reads the last 32
+    assert main("nag", "--prompt", long, "--depth").out.startswith(long + "\033")
 
 def test_colors_are_of_the_pass_that_predicts(monkeypatch, capsys):
-    passes = [[0.5, 1.0], [0.5], [1.0]]   # of "ab", of "c", of "d"; the last predicts "e"
-    monkeypatch.setattr(sample, "run_shares", lambda trace: trace)
-    monkeypatch.setattr(sample, "generate", lambda *args: ([*b"abcde"], passes))
-    monkeypatch.setattr(sample, "trace_maker", lambda *args: None)
-    sample.print_samples(None, prepare.get_tokenizer("bytes"),
-                         SimpleNamespace(depth=True, num_samples=1))
+    def generate(idx, *args, make_trace, **options):
+        for token in b"cde":
+            make_trace()
+            idx = torch.cat((idx, torch.tensor([[token]])), dim=1)
+        return idx
+
+    model, shares = make("pre", vocab_size=257), iter([0.5, 1, 0.5, 1, 1, 1])
+    monkeypatch.setattr(model, "generate", generate)
+    monkeypatch.setattr(sample, "run_share", lambda trace: next(shares))
+    config = sample.SampleConfig(prompt="ab", depth=True, num_samples=2)
+    sample.print_samples(model, prepare.get_tokenizer("bytes"), config)
     pale, dark = "231", "17"
     printed = capsys.readouterr()
-    assert re.findall(PAINT, printed.out) == [(pale, "b"), (dark, "c"), (pale, "d"), (dark, "e")]
-    assert skip_rate(printed) == pytest.approx(100 * (1 - 2.5 / 3), abs=0.1)
+    assert re.findall(PAINT, printed.out) == [(pale, "c"), (dark, "d"), (pale, "e"),
+                                              (dark, "c"), (dark, "d"), (dark, "e")]
+    assert "33.3% skipped" in printed.err.splitlines()[0] and skip_rate(printed) == 0
 
 def test_to_text():
-    """é is two tokens. A document ends at the end of text, and a first one is an empty prompt."""
+    """é is two tokens. A document ends at the end of text."""
     tokenizer = prepare.get_tokenizer("bytes")
-    text = sample.to_text([256, *"é".encode(), 0xc3, 256, 65], [None] * 6, tokenizer)
-    assert text == "é\ufffd"
+    assert sample.to_text([*"é".encode(), 0xc3, 256, 65], None, tokenizer) == "é\ufffd"
     colors = [re.fullmatch(PAINT, sample.color("x", share))[1] for share in (0.2, 0.5, 0.8, 1)]
     assert colors[0] == colors[1] and len({*colors}) == 3 and sample.color("\n", 1) == "\n"
-
-def test_speed(main, monkeypatch):
-    made, generate = [], sample.generate
-    def spy(model, tokenizer, config, make_trace):
-        made.append((make_trace(), config.max_new_tokens))
-        return generate(model, tokenizer, config, make_trace)
-    monkeypatch.setattr(sample, "generate", spy)
-    printed = main("random", "--remove", 1, "--speed").out
-    assert re.fullmatch(r"[\d,]+ tokens/s; [\d,]+ if all tokens run all sublayers\n", printed)
-    assert [(trace.removed, n) for trace, n in made] == [([2, 3], 40)] * 2 + [((), 40)] * 2
-    assert made[0][0].policy.rate == 0.4 and made[-1][0].policy(None) is None
 
 def test_inside(main, monkeypatch):
     """d3141: one step gives 5877, two 1085. A wrong digit is marked."""
