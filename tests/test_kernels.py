@@ -1,5 +1,5 @@
-"""kernels.py against its definitions, forward and backward. Without a GPU, the kernels run in Triton's
-interpreter (see conftest.py)."""
+"""kernels.py against its definitions, forward and backward. Without a GPU, the kernels run in
+Triton's interpreter (see conftest.py)."""
 
 import runpy
 
@@ -22,7 +22,8 @@ def inputs_of(op, N=6, C=20, n=4, dtype=torch.float32):
     torch.manual_seed(N + C)
     rows, scalars = torch.randn(n, N, C, device=DEVICE), torch.randn(n, N, device=DEVICE)
     if op == "nag_write":
-        inputs = [F.layer_norm(rows[0], (C,), eps=1e-10).to(dtype), rows[1].to(dtype), scalars[0, :, None]]
+        x = F.layer_norm(rows[0], (C,), eps=1e-10)
+        inputs = [x.to(dtype), rows[1].to(dtype), scalars[0, :, None]]
     else:
         inputs = [scalars, *rows.to(dtype).unbind()]
     return [x.clone().requires_grad_() for x in inputs]

@@ -1,5 +1,5 @@
-"""Mixture-of-Depths in float64: policies, traces, and what a token that skips costs and changes. The
-reference: every token runs every sublayer, and where it skips, the result is thrown away."""
+"""Mixture-of-Depths in float64: policies, traces, and what a token that skips costs and changes.
+The reference: every token runs every sublayer, and where it skips, the result is thrown away."""
 
 import math
 from functools import partial
@@ -215,8 +215,8 @@ def trace_of(model, progress, idx=IDX):
     return trace
 
 def test_a_threshold_follows_the_quantile_of_all_gates():
-    """... of one threshold for all sublayers: at once in the first update, then by a fifth of the way.
-    The rate grows from 0 to its value between 10 and 30 % of the training."""
+    """One threshold for all sublayers moves to it at once in the first update, then by a fifth of
+    the way. The rate grows from 0 to its value between 10 and 30 % of the training."""
     model = nag(mod="gate:rate=0.4")
     identity = lambda x: x
     gates = gates_of_all(model).flatten().sort().values
