@@ -25,9 +25,9 @@ def like(base, name, **methods):
     """A class of this name that is derived from base, and has these methods"""
     return type(name, (base,), methods)
 
-def good(name, change, **methods):
+def good(name, change):
     """A class like Good. change(x, new): of the stream and of Good's next one"""
-    return like(Good, name, forward=lambda self, x, f: change(x, Good.forward(self, x, f)), **methods)
+    return like(Good, name, forward=lambda self, x, f: change(x, Good.forward(self, x, f)))
 
 def check(monkeypatch, registry, kind, **config):
     monkeypatch.setitem(registry, "mine", kind)
@@ -145,7 +145,8 @@ def test_a_right_residual_passes(monkeypatch):
     check(monkeypatch, M.RESIDUALS, Good, mod="random:rate=0.5")
     check(monkeypatch, M.RESIDUALS, Good, deep_supervision=True)
 
-@pytest.mark.parametrize("residual", [*M.RESIDUALS, "attnres:group=2", "hyper:kind=mhc", "hyper:n=3"])
+@pytest.mark.parametrize("residual", [
+    *M.RESIDUALS, "attnres:group=2", "hyper:kind=mhc", "hyper:n=3"])
 def test_our_residuals_pass(residual):
     for n_layer in 1, 4:
         train.sanity_check(M.GPTConfig(**SMALL | dict(residual=residual, n_layer=n_layer)))

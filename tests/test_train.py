@@ -226,7 +226,8 @@ def test_kinds_of_training_learn(data, tmp_path, options):
     go(data, tmp_path / "run", f"{options} --max_iters 30 --log_interval 1")
     found = losses(tmp_path / "run")
     assert sum(found[-3:]) < 0.9 * sum(found[:3])
-    assert all(weight.dtype != torch.bfloat16 for weight in load(tmp_path / "run")["model"].values())
+    weights = load(tmp_path / "run")["model"].values()
+    assert all(weight.dtype != torch.bfloat16 for weight in weights)
 
 def test_float64(data, tmp_path):
     torch.set_default_dtype(torch.float64)
@@ -271,17 +272,16 @@ def test_config(data, finished, tmp_path):
 def test_init_from_and_remove(data, finished, tmp_path):
     old = load(finished)["model"]
     still = "--max_iters 1 --lr 1e-30 --weight_decay 0"
-    main(f"--data {data} --device cpu --init_from {finished} --out {tmp_path / 'a'} {still} "
-         f"--eval_windows 8")
+    begin = f"--data {data} --device cpu --init_from {finished}"
+    main(f"{begin} --out {tmp_path / 'a'} {still} --eval_windows 8")
     assert metrics(tmp_path / "a")[0]["val_loss"] == metrics(finished)[-1]["val_loss"]
-    main(f"--data {data} --device cpu --init_from {finished} --remove 0 --out {tmp_path / 'b'} {still}")
+    main(f"{begin} --remove 0 --out {tmp_path / 'b'} {still}")
     new = load(tmp_path / "b")["model"]
     for name, weight in new.items():
         assert torch.allclose(weight, old[name.replace("blocks.0.", "blocks.1.")], atol=1e-6), name
     main(f"--config {tmp_path / 'b'} --out {tmp_path / 'c'}")
     same_run(tmp_path / "b", tmp_path / "c")
-    main(f"--data {data} --init_from {finished} --out {tmp_path / 'd'} --mod router:rate=0.25 "
-         f"--max_iters 1")   # a policy may be new
+    main(f"{begin} --out {tmp_path / 'd'} {still} --mod router:rate=0.25")   # a policy may be new
 
 # ----------------------------------------------------------------------------- resume
 
@@ -468,7 +468,8 @@ def test_processes_stop_together_and_must_agree(data, tmp_path):
     codes = wait(*two)
     assert codes[1] == -signal.SIGTERM and codes[0] != 0
     assert "--resume" in (tmp_path / "process0.out").read_text()
-    two = start_two(tmp_path, f"{line} --out {out} --resume", f"{line} --out {tmp_path / 'b'} --resume")
+    line += " --resume --out"   # the second process finds no run
+    two = start_two(tmp_path, f"{line} {out}", f"{line} {tmp_path / 'b'}")
     assert wait(*two) == [1, 1]
     assert "different checkpoints" in (tmp_path / "process0.err").read_text()
 
@@ -476,13 +477,15 @@ def test_processes_stop_together_and_must_agree(data, tmp_path):
 
 @pytest.mark.parametrize("line, words", [
     ("--n_lay 3", "unrecognized arguments"), ("--residual x", "choose from"),
-    ("--residual nag:x=1", "unknown"), ("--mod x", "choose from"), ("--mod gate:rate=0.2", "no gate"),
-    ("--max_iters 0", "must be from 1"), ("--max_iters x", "invalid int"), ("--lr nan", "--lr nan"),
+    ("--residual nag:x=1", "unknown"), ("--mod x", "choose from"),
+    ("--mod gate:rate=0.2", "no gate"), ("--max_iters 0", "must be from 1"),
+    ("--max_iters x", "invalid int"), ("--lr nan", "--lr nan"),
     ("--n_embd 30 --n_head 4", "multiple"), ("--repeat 1-2:999", "--repeat"),
     ("--grad_accum 3 --batch_size 4", "multiple"), ("--data nowhere", "no data set"),
     ("--config nowhere", "no settings"), ("--config {file}", "no settings"),
     ("--config {other}", "unknown settings"), ("--init_from nowhere", "not there"),
-    ("--init_from {broken}", "not a checkpoint"), ("--remove 1", "--init_from"),
+    ("--init_from {broken}", "not a checkpoint"), ("--init_from {foreign}", "not a checkpoint"),
+    ("--remove 1", "--init_from"),
     ("--init_from {run} --remove 2", "blocks 0 to 1"), ("--init_from {run} --remove x", "blocks 0"),
     ("--init_from {run} --remove 0,1", "blocks 0 to 1"),
     ("--init_from {run} --n_embd 64", "don't fit"), ("--init_from {run} --n_layer 3", "don't fit"),
@@ -490,14 +493,17 @@ def test_processes_stop_together_and_must_agree(data, tmp_path):
     ("--resume --out {run} --n_embd 64", "began with 32"),
     ("--resume --out {run} --optimizer sgd", "began with adamw")])
 def test_mistakes_are_one_sentence(data, finished, tmp_path, monkeypatch, line, words):
-    broken, file, other = tmp_path / "broken", tmp_path / "file", tmp_path / "other.json"
+    names = "broken", "foreign", "file", "other.json"
+    broken, foreign, file, other = (tmp_path / name for name in names)
     broken.mkdir()
     (broken / "ckpt.pt").write_text("no checkpoint")
+    foreign.mkdir()
+    torch.save(dict(model={}), foreign / "ckpt.pt")
     file.write_text("no settings")
     other.write_text('{"learning_rate": 1}')
     monkeypatch.chdir(tmp_path)
     before, there = content(finished), sorted(tmp_path.rglob("*"))
-    line = line.format(run=finished, broken=broken, file=file, other=other)
+    line = line.format(run=finished, broken=broken, foreign=foreign, file=file, other=other)
     begin = "" if "--resume" in line or "--data" in line else f"--data {data} "
     assert words in refused(main, begin + line)
     assert content(finished) == before and sorted(tmp_path.rglob("*")) == there
