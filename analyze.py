@@ -1168,8 +1168,9 @@ def open_runs(config):
         n = max(4, config.windows or settings["eval_windows"])   # some statistics take a quarter
         windows = prepare.windows_of(settings["data"], "val", model.config.block_size, n)
         meta = prepare.load_meta(settings["data"])
-        log = Path(path, "metrics.jsonl").read_text().splitlines()
-        run = Run(model, settings, windows, meta, map(json.loads, log))
+        lines = Path(path, "metrics.jsonl").read_text().splitlines(keepends=True)
+        log = [json.loads(line) for line in lines if line.endswith("\n")]   # a kill may cut one off
+        run = Run(model, settings, windows, meta, log)
         if not math.isfinite(run.metrics["val_loss"]):
             raise UserError(f"{path}: its loss is {run.metrics['val_loss']}: it diverged")
         runs[name if names.count(name) == 1 else path] = run

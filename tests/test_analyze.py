@@ -95,7 +95,8 @@ def test_records_leave_the_model_as_it_was():
     Record(model, ids())
     assert not any(module._forward_hooks for module in model.modules())
 
-@pytest.mark.parametrize("residual", ["pre", "nag", "attnres", "attnres:group=3", "unet", "siamese"])
+@pytest.mark.parametrize("residual", [
+    "pre", "nag", "attnres", "attnres:group=3", "unet", "siamese"])
 def test_record_without_sublayers(residual):
     """What is removed writes nothing, and nobody reads it."""
     rec = Record(make(residual), ids(), removed=(3,))
@@ -277,15 +278,16 @@ def test_softmax_weights_over_depth(group, sources):
     written = [rec.embedding]
     for i, residual in enumerate([*rec.residuals, run.model.final]):
         if i > 0:
-            phi = torch.stack([(residual.query * rms_norm(source) * residual.key_weight).sum(-1).exp()
-                               for source in written])
+            query = residual.query * residual.key_weight
+            phi = torch.stack([(query * rms_norm(source)).sum(-1).exp() for source in written])
             same(found[""][i, :len(written)], (phi / phi.sum(0)).mean((1, 2)), 1e-8)
         assert found[""][i, len(written):].isnan().all()
         if i < 8:
             written = [*written, rec.updates[i]] if i % group == 0 else [
                 *written[:-1], written[-1] + rec.updates[i]]
 
-@pytest.mark.parametrize("residual", ["hyper", "hyper:kind=mhc,n=2", "hyper:kind=identity", "gated"])
+@pytest.mark.parametrize("residual", [
+    "hyper", "hyper:kind=mhc,n=2", "hyper:kind=identity", "gated"])
 def test_read_and_write_weights(residual):
     run = run_of(residual)
     found, _ = analyze.depth_weights(run)
@@ -428,7 +430,8 @@ def test_gradients_of_wide_blocks_are_larger():
     norms = [M.num_params(block) ** 0.5 for block in run.model.blocks]
     log_gradients(run, norms, norms)
     run.log[0]["step"] = run.log[1]["step"]
-    assert norms[0] > 1.1 * norms[3] and analyze.logged_gradients(run) == pytest.approx(np.ones((2, 4)))
+    assert norms[0] > 1.1 * norms[3]
+    assert analyze.logged_gradients(run) == pytest.approx(np.ones((2, 4)))
     del run.model.blocks[1:]
     with pytest.raises(NotHere):
         analyze.fan_in(run)
@@ -569,7 +572,8 @@ def lacks(residual, mod):
         missing |= {"skip_rate", "skips_by_steps"}
     if name not in ("attnres", "hyper", "gated", "denseformer"):
         missing |= {"depth_weights"}
-    if name in ("siamese", "unet", "attnres", "denseformer", "hyper") and "identity" not in residual:
+    cannot_skip = "siamese", "unet", "attnres", "denseformer", "hyper"
+    if name in cannot_skip and "identity" not in residual:
         missing |= {"skip_curve"}
     if mod.startswith("router"):
         missing |= {"skip_curve", "reads", "patching"}
@@ -663,7 +667,8 @@ def test_maps_show_their_numbers():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["a0", "m0"]
 
 def test_lines_show_their_numbers():
-    results = {"a": {"p": {"line": [5, 6, None], "points": [(1, 7), (3, 8)]}}, "b": {"p": {"line": [1]}}}
+    results = {"a": {"p": {"line": [5, 6, None], "points": [(1, 7), (3, 8)]}},
+               "b": {"p": {"line": [1]}}}
     colors = dict(a="r", b="b")
     axes = analyze.draw_lines(results, colors).axes[0]
     line, points, other = axes.lines[:3]
@@ -744,7 +749,8 @@ def test_page(made):
         results = numbers["statistics"][section["name"]]
         assert {*results} == {*section["sentences"]} == {*runs} - {*section["missing"]}
         svg = folder / f"out/{section['name']}.svg"
-        assert svg.exists() == bool(results) and (not results or svg.read_text() == section["figure"])
+        assert svg.exists() == bool(results)
+        assert not results or svg.read_text() == section["figure"]
     missing = {section["name"]: {*section["missing"]} for section in report["sections"]}
     assert missing["skip_rate"] == {runs[1]} and missing["depth_weights"] == {*runs}
     assert missing["probe"] == set()
@@ -782,7 +788,8 @@ def test_some_statistics(main, made, tmp_path, capsys):
     assert {section["name"] for section in report["sections"]} == {"reads", "ablation"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "index.html", "numbers.json", "reads.svg", "ablation.svg"}
-    assert list(main("PRE", "--only", "ablation")["cards"]) == ["a$x^$b"]   # again, over its own page
+    again = main("PRE", "--only", "ablation")   # over its own page
+    assert list(again["cards"]) == ["a$x^$b"]
     assert "ablation of a$x^$b: " in capsys.readouterr().out
 
 def test_play_page(main, tmp_path, monkeypatch):
@@ -817,6 +824,12 @@ def test_data_that_moved_and_windows(main, made, tmp_path):
     both = analyze.open_runs(analyze.AnalyzeConfig(runs, windows=8)).values()
     assert [sum(len(idx) for idx, _ in run.batches) for run in both] == [8, 8]
     assert len({run.asked for run in both}) == 1
+
+def test_a_run_that_was_killed(main, made, tmp_path):
+    run = shutil.copytree(made[1][1], tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "los')
+    assert main(run, "--only", "curves")["cards"]["run"]["iterations"] == 6
 
 def test_a_run_that_diverged(main, made, tmp_path):
     run = shutil.copytree(made[1][1], tmp_path / "run")

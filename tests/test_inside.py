@@ -143,9 +143,10 @@ def test_probes_are_ridge_regressions():
         assert torch.equal(analyze.read_probe(probe, vectors)[:, steps], (x @ weights).argmax(1))
 
 def test_a_probe_finds_digits_that_were_planted():
-    """... in a random direction each, beside larger noise"""
+    """... in a random direction each, beside noise"""
     digits, directions = ids(2000, 2, V=10), randn(2, 10, 64)
-    vectors = directions[0, digits[:, 0]] + directions[1, digits[:, 1]] + 0.5 * randn(2000, 64, seed=1)
+    vectors = directions[0, digits[:, 0]] + directions[1, digits[:, 1]]
+    vectors += 0.5 * randn(2000, 64, seed=1)
     probe = analyze.fit_probe(vectors[:1000], digits[:1000])
     assert torch.equal(analyze.read_probe(probe, vectors[1000:]), digits[1000:])
     unplanted = analyze.fit_probe(vectors[:1000], digits[:1000].roll(1, 0))
@@ -304,7 +305,8 @@ def test_right_digits_by_steps(run):
 
 def test_steps_learned():
     assert analyze.steps_of([0.0, 1.0, 0.55, 0.05]) == pytest.approx(1.5)   # copies don't count
-    for right, asked in ([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1), ([0.1], 1):
+    for right, asked in (([1.0, 0.95, 0.9, 0.2, 0.95], 2), ([1.0, 0.95], 1), ([1.0, 0.1], 1),
+                         ([0.1], 1)):
         assert analyze.Run.asked.func(SimpleNamespace(right=right)) == asked
 
 def test_skips_by_steps(run):
@@ -327,7 +329,8 @@ def test_probe(run, steps_data, puzzle):
     assert found["columns"] == [0, 1] and found["rows"] == [0, 1, 2]
     (_, line, right, _), *blocks, (_, answer, right_answer, _) = found["digits"]
     rows, its_answer = analyze.read_inside(run.model, puzzle, line, probes, shares)
-    assert line == right == "b3141" and answer == its_answer and right_answer == solve(line, puzzle)[1]
+    assert line == right == "b3141"
+    assert answer == its_answer and right_answer == solve(line, puzzle)[1]
     for (_, read, after, _), (_, digits, steps) in zip(blocks, rows, strict=True):
         assert read == digits and after == ("" if steps is None else solve(line, puzzle)[steps])
     assert any(read for _, read, _, _ in blocks)
