@@ -38,7 +38,7 @@ class SampleConfig:
                              0, 100)
     remove: str = flag("", "blocks to leave out, such as 4,5")
     depth: bool = flag(False, "color new tokens by the share of sublayers that ran to predict them")
-    inside: bool = flag(False, "the puzzle: print what a probe reads after each block instead")
+    inside: bool = flag(False, "the puzzle: print what a probe reads after each block")
     data: str = flag("", "for --inside: data set of the run, if it has moved")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "auto: cuda if there is one")
 
@@ -89,9 +89,9 @@ def print_samples(model, tokenizer, config):
             return traces[-1]
 
         start = time.perf_counter()
-        tokens = model.generate(idx, config.max_new_tokens, config.temperature,
-                                config.top_k or None, n_vocab=tokenizer.n_vocab,
-                                make_trace=make_trace)[0, len(prompt):].tolist()
+        text = model.generate(idx, config.max_new_tokens, config.temperature, config.top_k or None,
+                              n_vocab=tokenizer.n_vocab, make_trace=make_trace)
+        tokens = text[0, len(prompt):].tolist()
         seconds = time.perf_counter() - start
         shares = [run_share(trace) for trace in traces]
         print(config.prompt + to_text(tokens, shares if config.depth else None, tokenizer))
@@ -100,6 +100,7 @@ def print_samples(model, tokenizer, config):
 
 def run_share(trace):
     """The share of the sublayers that ran for the last token of a forward pass"""
+    # None: all tokens ran. False: the sublayer is removed.
     ran = [mask is None or (mask is not False and mask[0, -1].item()) for mask in trace.masks]
     return sum(ran) / len(ran)
 

@@ -80,6 +80,8 @@ def test_the_text_alone_decides_its_split():
     train, val = split_documents(texts + texts[:50])
     assert len({text[0] for text in train}) == 20 and len({text[0] for text in val}) > 8
     assert not {*train} & {*val} and {*train} | {*val} == {*texts}
+    low = [text for text in map(str, range(200)) if prepare.hash_to_unit(text) < 0.05][:2]
+    assert [len(side) for side in split_documents(low)] == [1, 1]   # not both for validation
     more = split_documents([f"something else, {i}" for i in range(99)] + texts)
     assert {*train} <= {*more[0]} and {*val} <= {*more[1]}
 
