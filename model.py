@@ -12,7 +12,7 @@ stream:
 B: batch, T: tokens, C: n_embd, V: vocabulary. layer_idx counts sublayers from 0 (even: attention,
 odd: MLP), block_idx = layer_idx // 2. A paper's layer l is layer_idx + 1.
 
-Names are nanoGPT's (https://github.com/karpathy/nanoGPT). Other than there: rotary embeddings,
+Names follow nanoGPT (https://github.com/karpathy/nanoGPT). Differences from it: rotary embeddings,
 RMSNorm, QK norm, no biases, no dropout, lm_head doesn't share wte's weights, initial weights with
 std 1 / sqrt(number of inputs), a KV cache.
 """
@@ -29,7 +29,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from flags import UserError, flag, make, read_options
-from kernels import depth_sum, nag_write, why_no_triton
+from kernels import depth_sum, nag_write, use_triton, why_no_triton
 
 # =============================================================================================
 # Part 1: GPT
@@ -59,7 +59,7 @@ class GPTConfig:
     repeat: str = flag("", "1:3 runs block 1 three times, 1-2:2 runs blocks 1 2 1 2")
     deep_supervision: bool = flag(False, "train the head on the stream after every block")
 
-def rms_norm(x, eps=1e-6):
+def rms_norm(x, eps=1e-6):   # on a CPU, faster than F.rms_norm, mostly backward
     mean_square = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
     return x * torch.rsqrt(mean_square + eps)
 
@@ -125,25 +125,32 @@ class Attention(nn.Module):
         return x.unflatten(-1, (self.n_head, -1))   # (B, T, C) -> (B, T, n_head, head_size)
 
     def forward(self, x, rotary, cache=None, run_mask=None):
-        """x (B, T, C) -> (B, T, C). cache: a LayerCache, in sampling. run_mask (B, T), for part 3:
-        True for tokens that run this sublayer; the others compute keys and values only."""
-        if run_mask is None:
-            q, k, v = self.c_attn(x).chunk(3, dim=-1)
-        else:
-            C = x.shape[-1]
-            q = scatter(self.c_attn(x[run_mask], rows=slice(0, C)), run_mask)
-            k, v = self.c_attn(x, rows=slice(C, 3 * C)).chunk(2, dim=-1)
+        """x (B, T, C) -> (B, T, C). cache: a LayerCache, in sampling. run_mask: see forward_some"""
+        if run_mask is not None:
+            return self.forward_some(x, rotary, cache, run_mask)
+        q, k, v = self.c_attn(x).chunk(3, dim=-1)
+        q, k, v = self.prepare(q, k, v, rotary, cache)
+        return self.c_proj(attention(q, k, v)).to(x.dtype)
+
+    def prepare(self, q, k, v, rotary, cache):
+        """Splits heads, normalizes and rotates q and k, and adds k and v of earlier tokens."""
         q = apply_rotary(rms_norm(self.heads(q)), rotary)
         k = apply_rotary(rms_norm(self.heads(k)), rotary)
         v = self.heads(v)
         if cache is not None:
             k, v = cache.update(k, v)
-        if run_mask is not None and not run_mask.any():
+        return q, k, v
+
+    def forward_some(self, x, rotary, cache, run_mask):
+        """For part 3. run_mask (B, T): True for tokens that run this sublayer. Of the others, only
+        keys and values are computed, and their output is 0."""
+        C = x.shape[-1]
+        q = scatter(self.c_attn(x[run_mask], rows=slice(0, C)), run_mask)
+        k, v = self.c_attn(x, rows=slice(C, 3 * C)).chunk(2, dim=-1)
+        q, k, v = self.prepare(q, k, v, rotary, cache)
+        if not run_mask.any():
             return torch.zeros_like(x)
-        y = attention(q, k, v)
-        if run_mask is None:
-            return self.c_proj(y).to(x.dtype)
-        return scatter(self.c_proj(y[run_mask]), run_mask).to(x.dtype)
+        return scatter(self.c_proj(attention(q, k, v)[run_mask]), run_mask).to(x.dtype)
 
 def attention(q, k, v):
     """q (B, T, n_head, head_size) of the newest T of S tokens; k, v (B, S, n_head, head_size)
@@ -196,13 +203,13 @@ class Residual(nn.Module):
         self.norm = Norm(config)
 
     def forward(self, stream, f):
-        """stream, sublayer f: (B, T, C) -> (B, T, C) -> new stream"""
+        """-> the new stream. f: the sublayer, (B, T, C) -> (B, T, C)"""
         return stream + f(self.norm(stream))
 
     def expand(self, x):          # (B, T, C) embedding -> stream
         return x
 
-    def reduce(self, stream):     # stream -> (B, T, C), the input of the head; ln_f in GPT-2
+    def reduce(self, stream):     # stream -> (B, T, C), what lm_head reads; ln_f in GPT-2
         return self.norm(stream)
 
     def head(self, x, lm_head):   # -> logits
@@ -230,7 +237,7 @@ class Block(nn.Module):
             if trace is None:
                 stream = residual(stream, f)
             else:
-                stream = trace.run(residual, stream, f)   # for the tokens that don't skip
+                stream = trace.run(residual, stream, f)   # the same, but tokens may skip (part 3)
         return stream
 
 EMBEDDING_STD, LOGIT_STD = 3.0, 0.8
@@ -246,7 +253,7 @@ def init_std(config, name, n_in):
 
 def generator(config, name):
     """A random generator for the parameter of this name: two models with the same seed draw the
-    same weights, whatever else they contain, so comparisons are paired."""
+    same weights, whatever else they contain, so two variants start from the same shared weights."""
     return torch.Generator().manual_seed(zlib.crc32(f"{config.seed} {name}".encode()))
 
 class GPT(nn.Module):
@@ -278,8 +285,8 @@ class GPT(nn.Module):
         """idx (B, T) token ids, targets (B, T) -> logits (B, T, V), loss
 
         loss: the mean cross entropy in nats, None without targets. In training, logits are None,
-        which saves memory. cache: a KVCache, if idx are the newest tokens only. trace: a Trace,
-        which records this pass (part 3)."""
+        which saves memory. cache: a KVCache of the earlier tokens; idx has the new ones only.
+        trace: a Trace, which records this pass (part 3)."""
         start = 0 if cache is None else cache.length
         end = start + idx.shape[1]
         if end > self.config.block_size:
@@ -329,9 +336,9 @@ class GPT(nn.Module):
                  n_vocab=None, make_trace=None):
         """idx (B, T) -> (B, T + max_new_tokens). Call model.eval() first.
 
-        temperature 0: always the likeliest token. n_vocab: the tokenizer's, if lm_head is padded.
-        make_trace: a function that returns a new Trace for each forward pass (part 3). When the
-        cache is full, it starts again with the newer half of the text."""
+        temperature 0: always the likeliest token. n_vocab: the tokenizer's, if lm_head is padded. A
+        full cache is computed anew from the last block_size / 2 tokens. make_trace: a function that
+        returns a new Trace for each forward pass (part 3)."""
         cache, new = KVCache(), idx[:, -self.config.block_size:]
         for _ in range(max_new_tokens):
             if cache.length + new.shape[1] > self.config.block_size:
@@ -384,12 +391,12 @@ class LayerCache:
 #
 # Mistakes of published implementations, and the test that catches each here:
 #
-#   mistake                             implementation               test_model.py: test_
+#   mistake                             implementation               tests/test_model.py, test_...
 #   mHC: M is computed, not applied     tokenbender/mHC, lucidrains  hyper_mixing_is_applied
 #   mHC: M is transposed                Megatron-LM, transformers    hyper_mixing_is_not_transposed
 #   mHC: M never leaves its start       tokenbender/mHC              hyper_mixing_leaves_its_start
 #   AttnRes: queries start at 0.02      torchtitan                   attnres_starts_as_prenorm
-#   AttnRes: embedding twice a source   the paper's listing          attnres_sources
+#   AttnRes: embedding counted twice    the paper's listing          attnres_sources
 #   DeepNorm: beta = (8L)^(1/4)         pixeli99/MixLN               deepnorm_factors
 #   NAG: infinite slope of m^beta at 0  nag-nanochat                 nag_gradients_are_finite
 #   router: the update is added twice   mixture-of-depths            router_equals_its_definition
@@ -397,7 +404,8 @@ class LayerCache:
 class Template(Residual):
     """Copy this class: PreNorm in which each update is multiplied by a learned number b.
 
-    A keyword argument of __init__ becomes an option: --residual template:start=0.5."""
+    Then add it to RESIDUALS. A keyword argument of __init__ becomes an option: --residual
+    template:start=0.5. If its stream is a tuple, it also needs expand and reduce, as in X0."""
     own_params = ("b",)
 
     def __init__(self, config, layer_idx, start=1.0):
@@ -474,9 +482,9 @@ class MixLN(Residual):
         return self.norm(x) if hasattr(self, "norm") else x
 
 class LayerNormScaling(Residual):
-    """What a sublayer reads is divided by sqrt(block_idx + 1) (arXiv:2502.05795), in place of a
-    small c_proj. Differs from the paper: queries and keys are normalized, so the factor cancels in
-    them, and in an attention it scales the values only."""
+    """What a sublayer reads is divided by sqrt(block_idx + 1) (arXiv:2502.05795). This replaces
+    part 1's scaling of c_proj. Differs from the paper: queries and keys are normalized, so the
+    factor cancels in them, and in an attention it scales the values only."""
 
     def forward(self, x, f):
         return x + f(self.norm(x) * (self.block_idx + 1) ** -0.5)
@@ -486,8 +494,8 @@ class LayerNormScaling(Residual):
 
 class SiameseNorm(Residual):
     """Two streams (arXiv:2602.08064, as in the released code): y grows as in PreNorm, x is
-    normalized as in PostNorm. A sublayer reads their sum; block i = 1 .. L adds 1 / sqrt(2i) of
-    its update to x."""
+    normalized as in PostNorm. A sublayer reads their sum, and adds its update to y and, divided by
+    sqrt(2i) in block i = 1 .. L, to x."""
     can_skip = False   # a token that skips would miss the norm of x
 
     def __init__(self, config, layer_idx):
@@ -509,7 +517,8 @@ class SiameseNorm(Residual):
 
 class X0(Residual):
     """Shortcut from the embedding to every sublayer (nanochat, modded-nanogpt): x <- a x + b x0
-    before each sublayer. Differs from nanochat: a starts at 1 and b at 0 in all layers."""
+    before each sublayer. Differs from nanochat: there before each block, x0 is normalized, and a
+    starts at 1.15 to 1.05 and b at 0.2 to 0.05."""
     own_params = ("a", "b")
 
     def __init__(self, config, layer_idx):
@@ -562,16 +571,16 @@ class UNet(Residual):
 class AttnRes(Residual):
     """Attention Residuals (Kimi Team 2026, arXiv:2603.15031, eqs. 2 to 4; Kimi K3).
 
-    Updates are not added up: each output stays a source of its own, and each sublayer reads a
+    Sublayer outputs are not summed: each is kept as a source, and each sublayer reads a
     weighted mean of all sources so far. The weights are a softmax over depth, with one learned
     query per sublayer (not per token):
 
         weight_i = softmax_i(query . (key_weight * rms_norm(source_i)))
         read     = norm(sum_i weight_i source_i)
 
-    Queries start at 0, so the first read is the sum of n sources, divided by n. RMSNorm cancels
-    this factor, so the model starts equal to PreNorm. Block AttnRes, group=4, saves memory: a
-    source is the sum of 4 consecutive outputs.
+    Queries start at 0, so at first a read is the mean of the sources, which RMSNorm and LayerNorm
+    make equal to PreNorm's sum. Block AttnRes, group=4, saves memory: it sums every 4 consecutive
+    outputs into one source.
 
     The stream is (sources, keys): two tuples of (B, T, C), as a source's key is computed once."""
     own_params = ("query", "key_weight")   # at --lr, the softmax soon selects a single source
@@ -614,7 +623,7 @@ class DenseFormer(Residual):
     """After each block, the stream is a weighted sum of the embedding and of the outputs of all
     blocks so far (Pagliardini et al. 2024, arXiv:2402.02622). The weights are learned; they start
     at 1 for the newest output and at 0 for the others."""
-    can_skip = False
+    can_skip = False   # a skipped block would have no output
 
     def __init__(self, config, layer_idx):
         super().__init__(config, layer_idx)
@@ -641,8 +650,10 @@ class Review(Residual):
 
         gate = sigmoid(W_h rms_norm(h) + W_u rms_norm(u) + bias)       (B, T, C)
         review   h <- h + gate u
-        convex   h <- (1 - gate) h + gate u    each sublayer halves h at first, so deep models fail
-        highway  h <- h + gate u, where the gate sees h only (Highway Networks, arXiv:1505.00387)
+        convex   h <- (1 - gate) h + gate u    each sublayer halves h at first, so in deep models
+                                               the embedding vanishes; bias=-3 helps
+        highway  h <- h + gate u               the gate sees h only; the paper's baseline (Highway
+                                               Networks, arXiv:1505.00387, are convex:inputs=h)
 
     Differs from the paper: W starts at 0 and not at random; highway's gate sees rms_norm(h)."""
     options = {"inputs": ("hu", "h", "u")}
@@ -673,8 +684,8 @@ class HyperConnections(Residual):
       identity   M = I, so tokens can skip
 
     At first, a sublayer reads stream layer_idx mod n and writes to all. Differs from the papers:
-    mhc and identity start with read = 0.98 of one stream, and the head reads the mean of the
-    streams; for sinkhorn, see there."""
+    hc has a scale for read and one for M, not one for both; mhc and identity start with read = 0.98
+    of one stream, and the head reads the mean of the streams; sinkhorn has one more step."""
     options = {"kind": ("hc", "mhc", "identity"), "n": (1, 64)}
 
     def __init__(self, config, layer_idx, kind="hc", n=4):
@@ -800,14 +811,10 @@ class NAG(Residual):
 
     The stream is a pair: a direction x (B, T, C) of rms 1, and the logarithm of its length, (B, T,
     1). A sublayer rotates x by the angle atan(gate) towards v, the part of its update u = f(x) that
-    is orthogonal to x and to a constant vector, with rms 1:
+    is orthogonal to x. The length grows as if gate * v had been added.
 
-        x      <- (x + gate v) / sqrt(1 + gate^2)        eqs. 10 to 12, 14, 16
-        length <- length sqrt(1 + gate^2)                eqs. 15, 17
-        gate    = alpha m,  m = (softmax(p) . sigmoid(w x + b))^softplus(beta)     eq. 13
-
-    m, in (0, 1], says how similar x is to learned directions w. The gate depends on x only, so it
-    is known before the sublayer runs: a token whose gate is near 0 can skip it (part 3).
+    gate = alpha m, where m in (0, 1] says how similar x is to learned directions w. It depends on x
+    only, so it is known before the sublayer runs: a token whose gate is near 0 can skip (part 3).
 
     Differs from the paper: log_scale is initialized so that the first logits have std LOGIT_STD."""
     own_params = ("alpha", "beta", "w", "b", "p", "log_scale")
@@ -837,23 +844,31 @@ class NAG(Residual):
         x, _ = stream
         similarity = torch.sigmoid(F.linear(x, self.w, self.b))                 # (B, T, directions)
         m = (similarity @ self.p.softmax(0)).clamp_min(1e-6) ** F.softplus(self.beta)
-        return self.alpha * m[..., None]
+        return self.alpha * m[..., None]                                        # eq. 13
 
     def forward(self, stream, f, gate=None):
         x, log_length = stream
         if gate is None:
             gate = self.gate(stream)
-        x = nag_write(x, f(x), gate, self.config.kernels)   # kernels.py defines it in four lines
-        return x, log_length + 0.5 * torch.log1p(gate.square())
+        u = f(x)
+        if use_triton(x, self.config.kernels):
+            x = nag_write(x, u, gate)   # the same four lines
+        else:
+            v = u - u.mean(-1, keepdim=True)                           # eq. 10: centered
+            v = v - x * (v * x).mean(-1, keepdim=True)                 # eq. 11: orthogonal to x
+            v = rms_norm(v, eps=1e-10)                                 # eq. 12
+            x = (x + gate * v) * torch.rsqrt(1 + gate.square())        # eqs. 14, 16
+        return x, log_length + 0.5 * torch.log1p(gate.square())        # eqs. 15, 17
 
     def reduce(self, stream):
-        # logits are length * cosine similarity; dividing by C makes the head's product a mean
+        # x and the rows of the head have rms 1, so x @ row / C is their cosine similarity
         x, log_length = stream
         return x * log_length.exp() / self.config.n_embd
 
     def head(self, x, lm_head):   # rows of the head: centered, rms 1
         weight = lm_head.weight - lm_head.weight.mean(-1, keepdim=True)
-        return F.linear(x, rms_norm(weight, eps=1e-12))
+        weight, dtype = rms_norm(weight, eps=1e-12), lm_head.dtype or weight.dtype
+        return F.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
 
     def init_sublayer_(self, sublayer):
         pass   # only the direction of an update counts
@@ -889,26 +904,31 @@ def make_residual(config, layer_idx):
 class Trace:
     """A record of one forward pass: model(idx, trace=Trace(model)). A policy may read
 
-        model, layer_idx   of the next sublayer (with --repeat, its place in the order)
+        model, layer_idx   layer_idx: how many sublayers ran before (with --repeat, more than 2L)
         residual, stream   its residual, and the stream before it
         gate()             (B, T, 1), for nag: how far the sublayer will rotate each token
         progress           of the training, 0 to 1; 1 outside of training
 
-    After the pass it has, with an entry per sublayer, masks (None: all tokens ran; False: removed)
-    and gates (None: not computed) and, with keep_streams, streams: the embedding's, and the one
-    after each sublayer."""
+    After the pass it has an entry per sublayer of
+
+        masks     (B, T); None: all tokens ran, False: removed
+        gates     (B, T, 1); None: not computed
+        streams   with keep_streams: the embedding's, and the one after each sublayer"""
 
     def __init__(self, model, policy=None, removed=(), progress=1.0, keep_streams=False):
-        """policy: in place of model.policy. removed: layer_idx of sublayers that don't run at all:
-        the stream stays as it is or, where tokens can't skip, the update is 0."""
+        """policy: None for model.policy. removed: layer_idx of sublayers that don't run at all: the
+        stream stays as it is or, where tokens can't skip, the update is 0."""
         self.model, self.policy = model, policy or model.policy
         self.removed, self.progress = removed, progress
-        self.keep_streams = keep_streams or model.training and model.config.deep_supervision
-        self.layer_idx = -1
+        self.keep_streams = keep_streams
+        self.layer_idx, self.idx = -1, None
         self.masks, self.gates, self.streams, self.losses = [], [], [], []
 
     def begin(self, idx, stream):
+        if self.idx is not None:
+            raise UserError("a Trace records one forward pass: make a new one")
         self.idx = idx
+        self.keep_streams |= self.model.training and self.model.config.deep_supervision
         if self.keep_streams:
             self.streams.append(stream)
 
@@ -1054,6 +1074,7 @@ class Router(nn.Module):
         if rate * len(order) >= n_routed:
             raise UserError(f"--mod {config.mod}: too few blocks have a router for this rate")
         self.capacity = 1 - rate * len(order) / n_routed       # share of tokens that run those
+        self.n_runs = 2 * n_routed
         n_routers = 2 * (config.n_layer // 2)
         routers = [nn.Linear(config.n_embd, 1, bias=False) for _ in range(n_routers)]
         self.routers = nn.ModuleList(routers)
@@ -1072,13 +1093,13 @@ class Router(nn.Module):
             k = max(1, round(self.capacity * weight.shape[1]))
             mask = torch.zeros_like(mask).scatter(1, weight.topk(k, dim=1).indices, True)
         loss = F.binary_cross_entropy_with_logits(weight, mask.to(weight.dtype))
-        trace.losses.append(0.01 * loss / len(self.routers))
+        trace.losses.append(0.01 * loss / self.n_runs)
         return mask, weight
 
 class DropBlocks(nn.Module):
     """--mod drop:rate=0.2. Stochastic depth (arXiv:1603.09382), as in arXiv:2609.05275: in
-    training, a sequence skips a block with probability 4 rate depth (1 - progress), which grows
-    with depth and falls to 0; its mean is rate. Updates are divided by the probability that the
+    training, a sequence skips a block with probability 4 rate depth (1 - progress), where depth =
+    (block_idx + 1) / (L + 1); its mean is rate. Updates are divided by the probability that the
     block runs. Outside of training, all tokens run."""
     options = {"rate": (0, 0.24)}
     scales_updates = True
@@ -1109,7 +1130,7 @@ def make_policy(config):
         raise UserError(f"--mod {name}: unknown; choose from none, {', '.join(POLICIES)}")
     return POLICIES[name](config, **read_options(options, POLICIES[name]))
 
-def needs_trace(model):   # does a plain forward pass need one?
+def needs_trace(model):   # must GPT.forward make a Trace by itself?
     config = model.config
     has_extra_loss = config.gate_loss > 0 or config.deep_supervision
     return model.policy is not None or model.training and has_extra_loss
@@ -1151,8 +1172,8 @@ def flops_per_token(model, trace=None):
     """FLOPs of matrix products and attention in a forward pass, per token. A training iteration has
     three times as many. trace: that of a pass in which tokens skipped."""
     T, C = model.config.block_size if trace is None else trace.idx.shape[1], model.config.n_embd
-    n_heads = len(model.block_order) if model.training and model.config.deep_supervision else 1
-    total = model.final.flops() + n_heads * matrix_flops(model.lm_head)
+    n_losses = len(model.block_order) if model.training and model.config.deep_supervision else 1
+    total = model.final.flops() + n_losses * matrix_flops(model.lm_head)
     if isinstance(model.policy, nn.Module):
         total += matrix_flops(model.policy)
     for i, block_idx in enumerate(model.block_order):
@@ -1184,8 +1205,12 @@ def check_config(config):
         fail("mod", f"tokens can't skip with --residual {config.residual}; use pre or nag")
     if isinstance(policy, GatePolicy) and not knows_gate:
         fail("mod", f"--residual {config.residual} has no gate; use nag")
-    if getattr(policy, "scales_updates", False) and not torch.is_tensor(stream):
-        fail("mod", f"the stream of --residual {config.residual} isn't one tensor; use pre")
+    if getattr(policy, "scales_updates", False):
+        if not torch.is_tensor(stream) or stream.dim() != 3:
+            fail("mod", f"the stream of --residual {config.residual} isn't (B, T, C); use pre")
+    has_norm = any(isinstance(module, Norm) for module in make_residual(config, 0).modules())
+    if config.norm != "rms" and not has_norm:
+        fail("norm", f"--residual {config.residual} has its own")
     if config.gate_loss and not knows_gate:
         fail("gate_loss", f"--residual {config.residual} has no gate; use nag")
     if config.repeat and config.residual.split(":")[0] in ("attnres", "denseformer", "unet"):

@@ -555,7 +555,7 @@ REFUSED = [   # settings, and words of the sentence
     (dict(gate_loss=0.1), "--gate_loss 0.1: --residual pre has no gate"),
     *((dict(mod="random", residual=name), "tokens can't skip")
       for name in ("siamese", "unet", "attnres", "denseformer", "hyper", "hyper:kind=mhc")),
-    (dict(mod="router", residual="nag"), "isn't one tensor"),
+    (dict(mod="router", residual="nag"), "isn't (B, T, C)"),
     (dict(mod="router:rate=0.4"), "too few blocks have a router")]
 
 @pytest.mark.parametrize("config, words", REFUSED, ids=str)
