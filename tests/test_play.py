@@ -13,7 +13,7 @@ from conftest import make
 
 import analyze
 import prepare
-from model import GatePolicy, Trace
+from model import GatePolicy, Trace, rms_norm
 
 PUZZLE = prepare.PUZZLE | dict(cells=4, most=3)
 MODELS = {"pre": {}, "nag": dict(mod="gate:rate=0.25"), "attnres:group=2": {}}
@@ -43,9 +43,11 @@ def run_in_node(page, code):
     html = page.read_text()
     data = re.search(r'id="data">(.*?)</script>', html, re.DOTALL)[1]
     script = re.search(r"<script>\n(.*)// The page\.", html, re.DOTALL)[1]
-    document = f"const document = {{ getElementById: () => ({{ textContent: {json.dumps(data)} }}) }}"
     program = page.with_name("program.js")
-    program.write_text(f"{document}\n{script}\nconsole.log(JSON.stringify({code}))")
+    program.write_text(f"""
+        const document = {{ getElementById: () => ({{ textContent: {json.dumps(data)} }}) }}
+        {script}
+        console.log(JSON.stringify({code}))""")
     done = subprocess.run(["node", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -86,20 +88,18 @@ def test_logits_equal_torch(residual, runs, page):
         skipped += sum(row.count("skip") for row in states)
     assert (skipped > 20) == (residual == "nag")
 
-@needs_node
-def test_probes_read_what_they_read_in_python(runs, page):
-    run = runs["pre"]
-    lines, _ = analyze.answered_lines(PUZZLE, 2, 600)
-    vectors, _ = analyze.vectors_and_digits(run.model, PUZZLE, lines, 2)
-    weights, steps, _ = analyze.live_probes(run, 2)["line", 0]
-    x = vectors["line", 0][:40]
-    scores = torch.nn.functional.pad(x.double(), (0, 1), value=1.0) @ weights.T
-    found = run_in_node(page, f"""(() => {{
-        const model = new GPT(models[0])
-        const read = x => argmax(linear([...x, 1], model.probe[2].line[0]))
-        return [{json.dumps(x.tolist())}.map(read), model.probes["2 line 0"].steps]
-    }})()""")
-    assert found == [scores.argmax(-1).tolist(), steps]
+def test_live_probes_read_the_furthest_line(monkeypatch):
+    """Vectors that hold the digits after one of two steps, and vectors that hold nothing"""
+    digits = torch.randint(10, (2000, 3))
+    x = torch.nn.functional.one_hot(digits[:, 1], 10).float()
+    vectors = {("line", 0): x, ("answer", 0): torch.randn(2000, 10)}
+    monkeypatch.setattr(analyze, "vectors_and_digits", lambda *args: (vectors, digits))
+    found = analyze.live_probes(SimpleNamespace(model=None, puzzle=PUZZLE), 2)
+    assert list(found) == [("line", 0)]
+    weights, steps, share = found["line", 0]
+    assert (steps, share) == (1, 1.0)
+    scores = torch.nn.functional.pad(x, (0, 1), value=1.0).double() @ weights.T
+    assert torch.equal(scores.argmax(-1), digits[:, 1])
 
 @needs_node
 def test_steps_of_the_puzzle(page):
@@ -115,34 +115,63 @@ def test_what_the_page_cannot_run_is_left_out(runs, tmp_path, capsys):
     analyze.write_play_page(others, tmp_path)
     assert not (tmp_path / "play.html").exists()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"play.html: without {name}" for name in others]
+    assert len(lines) == len(others)
+    for line, name in zip(lines, others):
+        assert line.startswith(f"play.html: without {name}, ")
     analyze.write_play_page({"mine": runs["pre"], "yours": runs["pre"]} | others, tmp_path)
     html = (tmp_path / "play.html").read_text()
     assert '"name": "mine"' in html and '"name": "yours"' in html and "peri" not in html
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
+EVENTS = """
+const press = key => document.dispatchEvent(new KeyboardEvent("keydown", { key }))
+const type = (id, value) => {
+  by_id(id).value = value
+  by_id(id).dispatchEvent(new Event("input"))
+}
+press("m")                       // the second model, nag
+by_id("letter2").click()
+by_id("a1 attention").click()
+press("2")                       // block 2
+type("threshold", 22)            // degrees
+type("digits", "97 53")
+type("digits", "12a4")           // refused with a message
+press("ArrowRight")
+"""
+
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium is installed")
 def test_page_in_a_browser(runs, page, tmp_path):
-    """After a few changes of the settings, the page shows the answer that torch gives."""
-    changes = ["choose_model(MODELS[1])", "change({ steps: 2, threshold: 0.4 })",
-               "switch_layers([2, 3])", "choose(3, true)", "by_id('digits').value = '97 53'",
-               "by_id('digits').oninput()"]
+    """After these events, the page shows what torch computes."""
     changed = tmp_path / "changed.html"
-    script = f"<script>{'; '.join(changes)}</script></body>"
-    changed.write_text(page.read_text().replace("</body>", script))
+    html = page.read_text().replace("</body>", f"<script>{EVENTS}</script></body>")
+    changed.write_text(html)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic",
              "--disable-background-networking", "--disable-component-update", "--disable-sync",
              f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
     done = subprocess.run([CHROMIUM, *flags, changed.as_uri()], capture_output=True, text=True,
                           timeout=120)
-    foot = done.stdout.partition('class="block foot"')[2].partition("</main>")[0]
-    answer = re.findall(r'class="digit[^>]*>([^<]*)<', foot)
+    grid = re.search(r'<main id="grid">(.*)</main>', done.stdout, re.DOTALL)[1]
+    top, *blocks, foot = grid.split('<div class="block')[1:]
+    digits_in = lambda html: re.findall(r'class="digit[^>]*>([^<]*)<', html)
 
-    model, tokens = runs["nag"].model, [*"c9753\na"]
+    run, tokens, removed, threshold = runs["nag"], [*"c9753\na"], [2, 4, 5], 0.4040262
     while len(tokens) < 11:
-        logits, states = in_torch(model, tokens, [2, 3], 0.4)
+        logits, states = in_torch(run.model, tokens, removed, threshold)
         tokens.append(analyze.TOKENS[logits[-1].argmax()])
-    assert answer == [token.replace("\n", "↵") for token in tokens[-4:]]
-    share = sum(row.count("skip") for row in states) / sum(map(len, states))
-    assert f"{100 * share + 1e-9:.0f} % skipped; off: a1 m1" in foot
+    assert digits_in(foot) == [token.replace("\n", "↵") for token in tokens[-4:]]
+    skipped = sum(row.count("skip") for row in states) / sum(map(len, states))
+    assert f"{100 * skipped + 1e-9:.0f} % skipped; off: a1 a2 m2" in foot
+    assert "40 random lines" in foot
+    assert re.findall(r'token chosen[^>]*>([^<]*)<', top) == ["c"]
+
+    # block 0: the digits of the line itself can be read
+    weights, steps, _ = analyze.live_probes(run, 2)["line", 0]
+    policy = GatePolicy(run.model.config, below=threshold)
+    trace = Trace(run.model, policy, keep_streams=True)
+    with torch.no_grad():
+        run.model(torch.tensor([[ord(token) for token in tokens[:5]]]), trace=trace)
+    x = rms_norm(analyze.as_tensor(trace.streams[2]))[0, 1:]
+    read = (torch.nn.functional.pad(x.double(), (0, 1), value=1.0) @ weights.T).argmax(-1)
+    assert steps == 0 and "0 steps" in blocks[0]
+    assert digits_in(blocks[0])[:4] == [str(digit) for digit in read.tolist()]
