@@ -6,8 +6,8 @@ import json
 import os
 import re
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, refused
@@ -152,10 +152,9 @@ def test_notebook_is_valid_and_stores_no_output():
 @pytest.mark.slow
 def test_notebook_runs(tmp_path, monkeypatch, capsys):
     """Its cells, with few iterations and small data sets, in this process"""
-    display = types.ModuleType("IPython.display")
     shown = []
-    display.SVG, display.display = lambda filename: Path(filename).read_text(), shown.append
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    display = SimpleNamespace(SVG=lambda filename: Path(filename).read_text(), display=shown.append)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(version_info=(9, 0)))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "model.py").write_text("")   # a clone is recognized by it
