@@ -270,6 +270,7 @@ def test_state_dict_is_the_whole_model(model):
     assert not torch.equal(logits(other), logits(model))
     other.load_state_dict(model.state_dict())
     assert torch.equal(logits(other), logits(model))
+    assert "rotary" not in model.state_dict()   # a checkpoint fits any block_size
 
 @pytest.mark.parametrize("residual", [*M.RESIDUALS, "attnres:group=3", "hyper:kind=mhc"])
 def test_hessian_vector_products_equal_difference_quotients(residual):
@@ -543,7 +544,8 @@ REFUSED = [   # settings, and words of the sentence
     (dict(residual="prenorm"), "prenorm: unknown; choose from pre, "),
     (dict(residual="nag:steps=3"), "option steps"), (dict(residual="attnres:group=0"), "group=0"),
     (dict(residual="hyper:kind=mhcc"), "hc, mhc, identity"),
-    (dict(n_head=3), "even multiple of --n_head 3"), (dict(n_head=16), "even multiple"),
+    (dict(n_layer=0), "n_layer"), (dict(n_head=16), "even multiple"),
+    (dict(n_head=3), "even multiple of --n_head 3"),
     *((dict(repeat=text), f"--repeat {text}: give blocks of 0 to 2")
       for text in ("3:3", "2", "2-1:2", "1:513", "1:0", "1:2x")),
     *((dict(repeat="1:2", residual=name), "has a part per sublayer")
@@ -556,7 +558,8 @@ REFUSED = [   # settings, and words of the sentence
     *((dict(mod="random", residual=name), "tokens can't skip")
       for name in ("siamese", "unet", "attnres", "denseformer", "hyper", "hyper:kind=mhc")),
     (dict(mod="router", residual="nag"), "isn't (B, T, C)"),
-    (dict(mod="router:rate=0.4"), "too few blocks have a router")]
+    (dict(mod="router:rate=0.4"), "too few blocks have a router"),
+    (dict(mod="router:rate=0.25", n_layer=4, repeat="2:5"), "too few blocks have a router")]
 
 @pytest.mark.parametrize("config, words", REFUSED, ids=str)
 def test_settings_that_make_no_model_are_refused_in_one_sentence(config, words):
@@ -591,6 +594,7 @@ def test_deep_supervision_is_the_mean_over_all_blocks(residual):
     same(trace.cross_entropy, losses[-1].detach(), 1e-12)  # of the last block, which is reported
     assert not trace.cross_entropy.requires_grad
     same(model.eval()(idx, targets)[1], losses[-1], 1e-12)
+    assert M.flops_per_token(model) == M.flops_per_token(make(residual))
 
 def test_loss_is_the_mean_cross_entropy():
     model, idx, targets = make(), ids(), ids(seed=1)

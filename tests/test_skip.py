@@ -163,6 +163,9 @@ def test_residuals_that_cannot_skip_refuse_a_policy(residual):
     model = make(residual)
     with pytest.raises(UserError, match="can't skip"):
         model(IDX, trace=M.Trace(model, lambda trace: IDX > IDX.min()))
+    same(logits(model, IDX, trace=M.Trace(model, lambda trace: IDX >= 0)), logits(model, IDX))
+    with pytest.raises(ValueError):   # a stream that has changed its structure
+        M.map_stream(torch.add, (IDX, IDX), (IDX,))
 
 # -----------------------------------------------------------------------------
 # traces
