@@ -267,6 +267,8 @@ def read_command(argv):
     args, shared = parser.parse_known_args(argv)
     if len(set(args.rules)) < max(2, len(args.rules)):
         error("name two different rules at least; the last one is the baseline")
+    if args.jobs < 0:
+        error(f"--jobs {args.jobs}: must not be negative")
     for name in {"residual", "seed", "resume"} & parse([GPTConfig, TrainConfig], shared).keys():
         error(f"--{name}: compare.py sets it")
     if CHOOSING_SEED in args.seeds and max(len(args.lr or ""), len(args.residual_lr or "")) > 1:

@@ -131,6 +131,7 @@ def test_the_table(name):
     for row, line in zip(rows, lines):
         mine = bits(row)
         assert len(mine) == int(row["seeds"])
+        assert line[1] == ", ".join(filter(None, [row["lr"], row["residual_lr"]]))
         assert line[2] in (f"{mean(mine.values()):.3f}", "diverged")
         tried = [run for run in runs if run["seed"] == "1" and run["rule"] == row["rule"]]
         if tried:   # seed 1 has chosen the learning rates
@@ -218,7 +219,8 @@ def test_the_puzzle_is_compared_by_steps_learned(tiny, out, steps_data):
 @pytest.mark.parametrize("words, message", [
     ("pre", "two different rules"), ("pre pre", "two different rules"), ("nope pre", "nope"),
     ("x0 pre --lr 0.01,0.02 --seeds 1,2", "seed 1"), ("x0 pre --seed 3", "--seed"),
-    ("x0 pre --nope 3", "nope"), ("x0 pre --n_head 3", "n_embd"), ("x0 pre --data nope", "nope")])
+    ("x0 pre --nope 3", "nope"), ("x0 pre --jobs -1", "negative"),
+    ("x0 pre --n_head 3", "n_embd"), ("x0 pre --data nope", "nope")])
 def test_mistakes(words, message, tiny, out):
     rules, dashes, flags = words.partition(" --")
     argv = [*rules.split(), *tiny, *(dashes + flags).split()]
