@@ -452,9 +452,10 @@ def test_which_blocks_go_first(flags, places):
     for name, order in orders.items():
         assert lines[name] == [rise(run, set().union(*(places[b] for b in order[:n])))
                                for n in range(L)]
-    assert lines["random"][0] == pytest.approx(0) != lines["random"][1]
-    least, most = min(map(min, lines.values())), max(map(max, lines.values()))
-    assert all(least - 0.5 < value < most + 0.5 for value in lines["random"])
+    for n, mean in enumerate(lines["random"]):   # between the best and the worst set
+        rises = [rise(run, set().union(*blocks)).expected
+                 for blocks in itertools.combinations(places, n)]
+        assert min(rises) - 1e-9 <= mean <= max(rises) + 1e-9 and (n == 0 or mean != min(rises))
 
 # -----------------------------------------------------------------------------
 # skipping
@@ -606,8 +607,7 @@ def test_every_statistic_runs_or_refuses_in_a_sentence(residual, mod, steps_data
             panels = {key: value for key, value in results["a"].items()
                       if key not in ("rows", "columns", "digits")}
             assert panels and found.title and found.caption and found.draw in analyze.DRAWINGS
-            numbers = [x for x in re.findall(r"[-\d.e]+|null", json.dumps(panels)) if x != "null"]
-            assert numbers
+            assert re.search(r"\d", json.dumps([*panels.values()]))   # not only nan
     assert missing == lacks(residual, mod)
     assert all(map(torch.equal, model.parameters(), before))
 
@@ -617,7 +617,7 @@ def test_the_example_can_be_copied(monkeypatch):
     monkeypatch.setattr(analyze, "STATISTICS", {})
     exec(code, vars(analyze).copy())
     [name] = analyze.STATISTICS
-    run, trace = run_of(), None
+    run = run_of()
     results, sentences, missing = analyze.measure(name, {"a": run})
     trace = Trace(run.model, keep_streams=True)
     logits(run.model, windows_of(run)[0], trace=trace)
@@ -823,7 +823,14 @@ def test_data_that_moved_and_windows(main, made, tmp_path):
     assert [sum(len(idx) for idx, _ in run.batches) for run in opened.values()] == [4]
     both = analyze.open_runs(analyze.AnalyzeConfig(runs, windows=8)).values()
     assert [sum(len(idx) for idx, _ in run.batches) for run in both] == [8, 8]
-    assert len({run.asked for run in both}) == 1
+
+def test_all_runs_are_asked_for_what_all_know(made, monkeypatch):
+    right = dict(nag=[1.0, 0.95, 0.95], pre=[1.0, 0.95, 0.2])
+    of_run = property(lambda run: right[run.model.config.residual])
+    monkeypatch.setattr(analyze.Run, "right", of_run)
+    for paths, asked in (made[1], 1), (made[1][:1], 2):
+        runs = analyze.open_runs(analyze.AnalyzeConfig(paths)).values()
+        assert {run.asked for run in runs} == {asked}
 
 def test_a_run_that_was_killed(main, made, tmp_path):
     run = shutil.copytree(made[1][1], tmp_path / "run")

@@ -2,6 +2,7 @@
 known, patching on a model whose block is known, and shares by steps against loops over digits.
 Then sample.py --inside, which prints what the probe reads."""
 
+import json
 import re
 import shutil
 from types import SimpleNamespace
@@ -368,6 +369,10 @@ def test_sample_inside(trained, steps_data, puzzle, tmp_path, capsys):
     assert re.search(r"answer +([\d?][ !]){4}", out)
     moved = shutil.copytree(steps_data, tmp_path / "moved")
     assert printed("c3141", "--data", str(moved)) == printed("c3141\n") == out
+    meta = json.loads((moved / "meta.json").read_text())
+    meta["steps"]["most"] = 1   # a puzzle without the letter c
+    (moved / "meta.json").write_text(json.dumps(meta))
+    assert "from a to b" in refused(printed, "c3141", "--data", str(moved))
 
 def test_sample_inside_needs_windows_that_hold_an_answer(trained):
     refused(sample.main, [str(trained / "9"), "--inside", "--prompt", "c3141"])
