@@ -211,7 +211,8 @@ def test_shards_and_windows(tmp_path):
 @pytest.mark.parametrize("content, found", [
     (shard([1, 2, 3])[:-1], "cut short; delete it"), (shard([1, 2])[:100], "cut short"),
     (shard([1, 2, 3], 20240801, 7, "<u4"), "version 1"),          # llm.c's of Llama 3
-    (bytes(range(1, 200)) * 20, "version 1"), (b"", "version 1")])   # nanoGPT's
+    (shard([1, 2, 3], version=2), "version 1"), (b"", "version 1"),
+    (bytes(range(1, 200)) * 20, "version 1")])                    # nanoGPT's
 def test_other_shards(tmp_path, content, found):
     sentence = refused(prepare.read_shard, write(tmp_path / "its.bin", content))
     assert "its.bin: " in sentence and found in sentence

@@ -85,13 +85,15 @@ def test_depth(main):
     assert main("nag", "--prompt", long, "--depth").out.startswith(long + "\033")
 
 def test_colors_are_of_the_pass_that_predicts(monkeypatch, capsys):
+    prompts = []
     def generate(idx, *args, make_trace, **options):
+        prompts.append(idx.tolist())
         for token in b"cde":
             make_trace()
             idx = torch.cat((idx, torch.tensor([[token]])), dim=1)
         return idx
 
-    model, shares = make("pre", vocab_size=257), iter([0.5, 1, 0.5, 1, 1, 1])
+    model, shares = make("pre", vocab_size=257), iter([0.5, 1, 0.5] + [1] * 6)
     monkeypatch.setattr(model, "generate", generate)
     monkeypatch.setattr(sample, "run_share", lambda trace: next(shares))
     config = sample.SampleConfig(prompt="ab", depth=True, num_samples=2)
@@ -101,6 +103,9 @@ def test_colors_are_of_the_pass_that_predicts(monkeypatch, capsys):
     assert re.findall(PAINT, printed.out) == [(pale, "c"), (dark, "d"), (pale, "e"),
                                               (dark, "c"), (dark, "d"), (dark, "e")]
     assert "33.3% skipped" in printed.err.splitlines()[0] and skip_rate(printed) == 0
+    sample.print_samples(model, prepare.get_tokenizer("bytes"), sample.SampleConfig())
+    assert capsys.readouterr().out == "cde\n"
+    assert prompts == 2 * [[[*b"ab"]]] + [[[256]]]   # no prompt: a document begins
 
 def test_to_text():
     """é is two tokens. A document ends at the end of text."""
