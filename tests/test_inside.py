@@ -22,8 +22,7 @@ from model import RESIDUALS, GatePolicy, Trace, map_stream
 CELLS, MOST, L = 4, 3, 3   # digits of a line and most steps of steps_data; blocks
 
 @pytest.fixture(autouse=True)
-def no_grad(monkeypatch):
-    monkeypatch.setattr(analyze, "PROBE_WINDOWS", 400)
+def no_grad():
     with torch.no_grad():
         yield
 
@@ -62,19 +61,17 @@ def test_lines_by_hand():
     lines = lines_after(torch.tensor([by_hand[0], by_hand[0]]), 2, table)
     assert lines[:, 0].tolist() == lines[:, 1].tolist() == by_hand
     assert solve("c30201", dict(table=table)) == ["30201", "00211", "33220"]
-    found = analyze.find_answers(torch.tensor([[*b"z3141\nz2718\na"], [*b"6\na3141\nb2718"]]), 4)
-    assert [each.tolist() for each in found] == [[0, 0, 1], [6, 12, 8], [25, 25, 0]]
 
-def test_answers_in_windows(puzzle, windows):
-    """What is found is what a regular expression finds. (The data set is right, too.)"""
-    right = []
-    for i, row in enumerate(rows_of(*windows)):
-        for column, letter, digits, answer in answers_in(row):
-            assert answer == solve(letter + digits, puzzle)[-1][:len(answer)]
-            if column < 32:
-                right.append([i, column, "abcd".index(letter)])
-    found = torch.stack(analyze.find_answers(windows[0], CELLS), 1).tolist()
-    assert found == right and len(found) > 500
+def test_answered_lines(puzzle):
+    """... are as in the data set, and all different"""
+    idx, lines = analyze.answered_lines(puzzle, 2, 50)
+    assert idx.shape == (50, 2 * CELLS + 2) and lines.shape == (3, 50, CELLS)
+    for row, after in zip(idx.tolist(), lines.transpose(0, 1).tolist()):
+        line, answer = bytes(row).decode().split("\n")
+        right = solve(line, puzzle)
+        assert line[0] == "c" and answer == "a" + right[2][:-1]
+        assert ["".join(map(str, digits)) for digits in after] == right
+    assert len({*map(tuple, idx.tolist())}) > 45
 
 # -----------------------------------------------------------------------------
 # probes
@@ -91,14 +88,10 @@ class Known:
 
     def __call__(self, idx, trace):
         token = self.digit[(idx - ord("0")).clamp(0, 9)]
-        streams = [torch.cat((token, torch.zeros_like(token)), -1) for _ in range(L + 1)]
-        for i, row in enumerate(idx.tolist()):
-            for column, _, digits, answer in answers_in(row + [ord("0")]):   # the last: a target
-                if len(answer) >= CELLS:
-                    digits = torch.tensor([*map(int, digits)])
-                    for stream, after in zip(streams, lines_after(digits, L, self.puzzle["table"])):
-                        stream[i, column:column + CELLS, 12:] = self.digit[after]
-        trace.streams = [streams[(i + 1) // 2] for i in range(2 * L + 1)]
+        lines = lines_after(idx[:, 1:CELLS + 1] - ord("0"), L, self.puzzle["table"])
+        after = [torch.cat((token, F.pad(self.digit[line], (0, 0, CELLS + 2, 0))), -1)
+                 for line in lines]
+        trace.streams = [after[(i + 1) // 2] for i in range(2 * L + 1)]
 
     def generate(self, idx, n, temperature, n_vocab):
         line = bytes(idx[0, :CELLS + 1].tolist()).decode()
@@ -106,29 +99,22 @@ class Known:
         return torch.cat((idx, torch.tensor([[*solve(line, self.puzzle)[-1].encode()]])), 1)
 
 class Noise(Known):
-    """It has more channels than there are lines, so a probe could learn each line by heart."""
-    def __call__(self, idx, trace):
-        trace.streams = 3 * [randn(*idx.shape, 400, seed=idx.sum().item())]
+    """It has many channels, so a probe could learn many lines by heart."""
+    block_order = range(1)
 
-def test_vectors_and_digits(puzzle, windows):
-    """Cell by cell, against a loop over all windows"""
-    model, x = Known(puzzle), windows[0][:100]
-    vectors, digits = analyze.vectors_and_digits(model, puzzle, x, 2)
+    def __call__(self, idx, trace):
+        trace.streams = 3 * [randn(*idx.shape, 600)]
+
+def test_vectors(puzzle):
+    """Cell by cell: a line's digits, and where the answer's are predicted"""
+    model, (idx, _) = Known(puzzle), analyze.answered_lines(puzzle, 2, 5)
+    model(idx, trace := SimpleNamespace())
+    vectors = analyze.vectors_of(model, idx, CELLS)
     assert {*vectors} == {(where, b) for where in ("line", "answer") for b in range(L)}
-    right_digits, right = [], {("line", 0): [], ("answer", 1): []}
-    for row in x.tolist():
-        model(torch.tensor([row]), trace := SimpleNamespace())
-        for column, letter, line, answer in answers_in(row + [ord("0")]):
-            if letter == "c" and len(answer) >= CELLS and column + CELLS <= 32:
-                lines = solve(letter + line, puzzle)
-                right_digits += [[int(after[cell]) for after in lines] for cell in range(CELLS)]
-                for cell in range(CELLS):   # streams after blocks 0 and 1
-                    right["line", 0].append(trace.streams[2][0, column - CELLS - 1 + cell])
-                    right["answer", 1].append(trace.streams[4][0, column + cell])
-    assert digits.tolist() == right_digits and len(digits) > 100
-    for key, rows in right.items():
-        rows = torch.stack(rows)
-        same(vectors[key], rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt(), 1e-5)
+    for (where, block_idx), found in vectors.items():
+        stream, first = trace.streams[2 * block_idx + 2], dict(line=1, answer=CELLS + 2)[where]
+        right = torch.stack([x[first + cell] for x in stream for cell in range(CELLS)])
+        same(found, right / (right.square().mean(-1, keepdim=True) + 1e-6).sqrt(), 1e-5)
 
 def test_probes_are_ridge_regressions():
     """The penalty of 1 is as many more examples as there are channels. Each step has its own
@@ -157,7 +143,7 @@ def test_a_probe_finds_digits_that_were_planted():
 def test_lines_inside_a_known_model(puzzle, steps_data):
     """Block 0 does the first step, block 1 the second, and so on."""
     model = Known(puzzle)
-    probes, shares = analyze.fit_probes(model, steps_data, 3)
+    probes, shares = analyze.fit_probes(model, puzzle, 3)
     assert {*probes} == {*shares}
     for block_idx in range(L):
         assert shares["answer", block_idx][block_idx + 1] == 1.0
@@ -177,31 +163,22 @@ def test_lines_inside_a_known_model(puzzle, steps_data):
     rows, _ = analyze.read_inside(model, puzzle, "d3141", probes, shares)
     assert rows[1] == (1, "", None)
 
-def test_the_answer_of_a_model_that_writes_no_digits(puzzle, steps_data):
+def test_the_answer_of_a_model_that_writes_no_digits(puzzle):
     model = Known(puzzle)
-    probes, shares = analyze.fit_probes(model, steps_data, 1)
+    probes, shares = analyze.fit_probes(model, puzzle, 1)
     model.generate = lambda idx, *args, **kwargs: F.pad(idx, (0, CELLS), value=ord("x"))
     assert analyze.read_inside(model, puzzle, "b3141", probes, shares)[1] == "????"
 
-def test_controls(puzzle, steps_data, monkeypatch):
+def test_controls(puzzle):
     """In an untrained model a probe reads what the token itself says, and no more. In noise, it
-    reads by chance alone: shares are those on other windows."""
+    reads by chance alone: shares are those of other lines."""
     model = make(n_layer=2, n_embd=32, vocab_size=320, block_size=32, noise=0, dtype=torch.float32)
-    _, shares = analyze.fit_probes(model, steps_data, 3)
+    _, shares = analyze.fit_probes(model, puzzle, 3)
     assert shares["line", 0][0] == 1.0   # the token itself
     for (where, _), by_steps in shares.items():
         assert max(by_steps[1:]) < (0.75 if where == "line" else 0.45)
-    monkeypatch.setattr(analyze, "PROBE_WINDOWS", 240)
-    Noise.block_order = range(1)
-    noise = Noise(puzzle)
-    noise.config = SimpleNamespace(block_size=32)
-    _, shares = analyze.fit_probes(noise, steps_data, 1)
+    _, shares = analyze.fit_probes(Noise(puzzle), puzzle, 1)
     assert max(map(max, shares.values())) < 0.2
-    for few in 6, 32:   # short windows, and few of them
-        noise.config = SimpleNamespace(block_size=few)
-        monkeypatch.setattr(analyze, "PROBE_WINDOWS", 30)
-        with pytest.raises(NotHere):
-            analyze.fit_probes(noise, steps_data, 1)
 
 # -----------------------------------------------------------------------------
 # patching
@@ -234,7 +211,7 @@ class Fetches:
 
 def test_which_block_fetches_the_line(puzzle):
     def patching(model):
-        run = SimpleNamespace(model=model, puzzle=puzzle, asked=2)
+        run = SimpleNamespace(model=model, puzzle=puzzle, asked=2, need_puzzle=int)
         panels, sentence = analyze.patching(run)
         return [*panels[""].values()], sentence
 
@@ -321,10 +298,10 @@ def test_skips_by_steps(run):
     with pytest.raises(NotHere):
         analyze.skips_by_steps(run)
 
-def test_probe(run, steps_data, puzzle):
-    """It has learned no step, so one is asked for. Probes get more windows than the run has."""
+def test_probe(run, puzzle):
+    """It has learned no step, so one is asked for."""
     found, _ = analyze.probe(run)
-    probes, shares = analyze.fit_probes(run.model, steps_data, 1)
+    probes, shares = analyze.fit_probes(run.model, puzzle, 1)
     for where in "line", "answer":
         assert found[f"at the {where}"] == [shares[where, block_idx] for block_idx in range(L)]
     assert found["columns"] == [0, 1] and found["rows"] == [0, 1, 2]
