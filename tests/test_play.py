@@ -22,8 +22,8 @@ CASES = [dict(), dict(removed=[0, 1]), dict(removed=[2]), dict(removed=[3, 4]),
          dict(removed=range(6))]
 THRESHOLDS = [dict(threshold=0.3), dict(threshold=0.5, removed=[1]), dict(threshold=100)]
 
-def make_run(residual, **config):
-    model = make(residual, dtype=torch.float32, vocab_size=128, block_size=32, **config)
+def make_run(residual, block_size=32, **config):
+    model = make(residual, dtype=torch.float32, vocab_size=128, block_size=block_size, **config)
     half = {name: tensor.half().float() for name, tensor in model.state_dict().items()}
     model.load_state_dict(half)   # the page has weights in float16
     return SimpleNamespace(model=model.eval(), puzzle=PUZZLE)
@@ -88,18 +88,25 @@ def test_logits_equal_torch(residual, runs, page):
         skipped += sum(row.count("skip") for row in states)
     assert (skipped > 20) == (residual == "nag")
 
-def test_live_probes_read_the_furthest_line(monkeypatch):
-    """Vectors that hold the digits after one of two steps, and vectors that hold nothing"""
-    digits = torch.randint(10, (2000, 3))
-    x = torch.nn.functional.one_hot(digits[:, 1], 10).float()
-    vectors = {("line", 0): x, ("answer", 0): torch.randn(2000, 10)}
-    monkeypatch.setattr(analyze, "vectors_and_digits", lambda *args: (vectors, digits))
-    found = analyze.live_probes(SimpleNamespace(model=None, puzzle=PUZZLE), 2)
-    assert list(found) == [("line", 0)]
-    weights, steps, share = found["line", 0]
-    assert (steps, share) == (1, 1.0)
-    scores = torch.nn.functional.pad(x, (0, 1), value=1.0).double() @ weights.T
-    assert torch.equal(scores.argmax(-1), digits[:, 1])
+@needs_node
+def test_the_page_gets_the_probe_of_the_furthest_line(runs, tmp_path, monkeypatch):
+    """Here digits can be read after one step, at the line, after block 0, and nowhere else."""
+    def fit_probes(model, puzzle, n_steps):
+        weights = {(where, 0): torch.randn(17, n_steps + 1, 10).half().double()
+                   for where in ("line", "answer")}
+        fitted[n_steps] = weights["line", 0]
+        shares = {("line", 0): [1.0, 0.95, 0.5, 0.5], ("answer", 0): [0.5, 0.5, 0.5, 0.5]}
+        return weights, shares
+
+    fitted = {}
+    monkeypatch.setattr(analyze, "fit_probes", fit_probes)
+    analyze.write_play_page({"pre": runs["pre"]}, tmp_path)
+    found = run_in_node(tmp_path / "play.html", "[models[0].probes, new GPT(models[0]).probe]")
+    assert found[0] == {"0 line 0": dict(steps=0, share=1.0)} | {
+        f"{n} line 0": dict(steps=1, share=0.95) for n in (1, 2, 3)}
+    for n_steps, weights in fitted.items():
+        probe = torch.tensor(found[1][str(n_steps)]["line"]["0"]).double()
+        assert torch.equal(probe, weights[:, min(1, n_steps)].T)
 
 @needs_node
 def test_steps_of_the_puzzle(page):
@@ -111,6 +118,7 @@ def test_steps_of_the_puzzle(page):
 def test_what_the_page_cannot_run_is_left_out(runs, tmp_path, capsys):
     others = {"peri": make_run("peri"), "routed": make_run("pre", mod="router:rate=0.25"),
               "relu2": make_run("pre", activation="relu2"),
+              "short": make_run("pre", block_size=8),
               "prose": SimpleNamespace(model=runs["pre"].model, puzzle=None)}
     analyze.write_play_page(others, tmp_path)
     assert not (tmp_path / "play.html").exists()
@@ -166,12 +174,12 @@ def test_page_in_a_browser(runs, page, tmp_path):
     assert re.findall(r'token chosen[^>]*>([^<]*)<', top) == ["c"]
 
     # block 0: the digits of the line itself can be read
-    weights, steps, _ = analyze.live_probes(run, 2)["line", 0]
+    probes, shares = analyze.fit_probes(run.model, PUZZLE, 2)
+    assert shares["line", 0][0] >= analyze.KNOWN > shares["line", 0][1] and "0 steps" in blocks[0]
     policy = GatePolicy(run.model.config, below=threshold)
     trace = Trace(run.model, policy, keep_streams=True)
     with torch.no_grad():
         run.model(torch.tensor([[ord(token) for token in tokens[:5]]]), trace=trace)
     x = rms_norm(analyze.as_tensor(trace.streams[2]))[0, 1:]
-    read = (torch.nn.functional.pad(x.double(), (0, 1), value=1.0) @ weights.T).argmax(-1)
-    assert steps == 0 and "0 steps" in blocks[0]
+    read = analyze.read_probe(probes["line", 0], x)[:, 0]
     assert digits_in(blocks[0])[:4] == [str(digit) for digit in read.tolist()]
