@@ -3,7 +3,7 @@ stream, from its paper's equations. Then what all residuals share: initial value
 FLOPs, second derivatives; tapers, repeated blocks, training and sampling."""
 
 import math
-import re
+import shutil
 from functools import partial
 
 import pytest
@@ -316,12 +316,17 @@ def test_no_tensor_is_on_the_wrong_device(residual):
     model(idx, idx)[1].backward()
     assert decode(model, idx, [6, 2]).device.type == "meta"
 
-@pytest.mark.parametrize("residual", ["pre", "nag", "attnres:group=3", "hyper:kind=mhc", "unet"])
-def test_compiled_pass_equals_the_eager_one(residual):
+inductor = partial(pytest.param, "inductor", marks=[pytest.mark.slow, pytest.mark.skipif(
+    not shutil.which("g++"), reason="torch.compile needs a C++ compiler")])
+
+@pytest.mark.parametrize("backend, residual", [
+    ("eager", "pre"), ("eager", "nag"), ("eager", "attnres:group=3"), ("eager", "hyper:kind=mhc"),
+    ("eager", "unet"), inductor("pre"), inductor("nag")])
+def test_compiled_pass_equals_the_eager_one(backend, residual):
     """--compile, where no token skips: a pass is one graph."""
     torch._dynamo.reset()
     model, found = make(residual, n_layer=2).train(), []
-    for call in model, torch.compile(model, backend="eager", fullgraph=True):
+    for call in model, torch.compile(model, backend=backend, fullgraph=True):
         loss = call(ids(), ids(seed=1))[1]
         found.append((loss.detach(), gradients(model, loss)))
     same(found[1][0], found[0][0])
@@ -621,7 +626,7 @@ def test_generate():
     assert torch.equal(best(out[:, :16])[:, 4:], out[:, 5:17])
     assert torch.equal(best(out[:, 9:25])[:, 7:], out[:, 17:26])   # the newer half, then more
     assert not torch.equal(model.generate(ids(2, 5), 40, temperature=0), out)   # nothing removed
-    long = ids(2, 20)
+    long = ids(30, 20)
     after = model.generate(long, 1, temperature=0, make_trace=make_trace)
     assert torch.equal(after, torch.cat((long, best(long[:, -16:])[:, -1:]), dim=1))
     assert make(block_size=1).generate(ids(2, 5), 3).shape == (2, 8)
