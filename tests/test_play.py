@@ -26,6 +26,8 @@ def make_run(residual, block_size=32, **config):
     model = make(residual, dtype=torch.float32, vocab_size=128, block_size=block_size, **config)
     half = {name: tensor.half().float() for name, tensor in model.state_dict().items()}
     model.load_state_dict(half)   # the page has weights in float16
+    if config.get("mod") == "gate:rate=0.25":
+        model.policy.threshold.fill_(0.25)   # as if trained
     return SimpleNamespace(model=model.eval(), puzzle=PUZZLE)
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,10 @@ def test_the_page_gets_the_probe_of_the_furthest_line(runs, tmp_path, monkeypatc
     for n_steps, weights in fitted.items():
         probe = torch.tensor(found[1][str(n_steps)]["line"]["0"]).double()
         assert torch.equal(probe, weights[:, min(1, n_steps)].T)
+
+@needs_node
+def test_tokens_skip_as_in_training(page):
+    assert run_in_node(page, "models.map(model => model.threshold)") == [0, 0.25, 0]
 
 @needs_node
 def test_steps_of_the_puzzle(page):
