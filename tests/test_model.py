@@ -484,6 +484,8 @@ def test_attnres_sources():
         logits(model, trace=trace)
         n_sources = [len(sources) for sources, keys in trace.streams]
         assert n_sources == [1 + math.ceil(l / group) for l in range(9)]
+        flops = [residual.flops() for residual in [*model.residuals(), model.final]]
+        assert flops == [0] + [2 * 16 * n for n in n_sources[1:]]   # a score per source
         sources, keys = trace.streams[-1]
         same(sources[0], model.wte(ids()).detach())
         assert len(keys) == len(sources)
@@ -504,9 +506,10 @@ def test_mhc_matrices_are_doubly_stochastic(n, spread):
     assert logits.grad.isfinite().all() and logits.grad.abs().max() < 100
 
 def test_nag_gradients_are_finite():
-    """Where the update is 0, and where m is 0 and m^beta infinitely steep"""
+    """Where the update is 0, the embedding constant, or m is 0 and m^beta infinitely steep"""
     model = make("nag", noise=0)
     with torch.no_grad():
+        model.wte.weight[ids()[0, 0]] = 0.7
         model.blocks[0].mlp.c_proj.weight.zero_()
         model.blocks[1].mlp_residual.b.fill_(-1e4)
         model.blocks[1].mlp_residual.beta.fill_(-3.0)
