@@ -852,7 +852,7 @@ class NAG(Residual):
             gate = self.gate(stream)
         u = f(x)
         if use_triton(x, self.config.kernels):
-            x = nag_write(x, u, gate)   # the same four lines
+            x = nag_write(x, u, gate, self.config.kernels)   # the same four lines
         else:
             v = u - u.mean(-1, keepdim=True)                           # eq. 10: centered
             v = v - x * (v * x).mean(-1, keepdim=True)                 # eq. 11: orthogonal to x
