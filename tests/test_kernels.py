@@ -97,13 +97,15 @@ def test_wrong_shapes_are_refused():
         depth_sum(weights, [*sources[:-1], sources[-1][:-1]], "on")
 
 @pytest.mark.parametrize("residual", ["nag", "attnres"])
-def test_a_model_is_the_same_with_kernels(residual):
-    found, idx = [], ids(1, 3).to(DEVICE)
+def test_a_model_is_the_same_with_kernels(residual, monkeypatch):
+    found, idx, launch, launched = [], ids(1, 3).to(DEVICE), kernels.launch, []
+    monkeypatch.setattr(kernels, "launch", lambda *args: launched.append(way) or launch(*args))
     for way in "on", "off":
         model = make(residual, n_layer=2, dtype=torch.float32, kernels=way).to(DEVICE)
         logits, loss = model(idx, idx)
         found.append([logits, *torch.autograd.grad(loss, list(model.parameters()))])
     same(*found, 1e-4)
+    assert set(launched) == {"on"}
 
 def test_when_kernels_run():
     x = torch.ones(2, 4, device=DEVICE)

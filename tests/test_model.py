@@ -209,8 +209,9 @@ ORACLES = dict.fromkeys(STEPS, one_tensor) | dict(
     hyper=hyper, nag=nag)
 
 VARIANTS = [(name, {}) for name in M.RESIDUALS] + [
-    ("pre", dict(norm="layer")), ("pre", dict(norm="dyt")), ("pre", dict(activation="swiglu")),
-    ("peri", dict(activation="relu2")), ("pre", dict(repeat="1:3")), ("nag", dict(repeat="0-1:2")),
+    ("pre", dict(norm="dyt")), ("pre", dict(activation="swiglu")),
+    ("post", dict(norm="layer", activation="relu2")), ("pre", dict(repeat="1:3")),
+    ("nag", dict(repeat="0-1:2")),
     ("nag:directions=5,power=8", {}), ("mixln:alpha=0.7", {}), ("mixln:alpha=1", {}),
     ("unet", dict(n_layer=4)), ("attnres:group=3", {}), ("attnres:group=4", dict(norm="layer")),
     ("attnres:group=99", {}), ("review:inputs=u,bias=-1", {}), ("convex:inputs=h,bias=-3", {}),
@@ -306,6 +307,7 @@ def test_products_in_bfloat16_leave_the_stream_in_float32(residual):
     for tensor in [rounded, *tensors]:
         assert tensor.dtype == torch.float32
     assert (tensors[-1].bfloat16() != tensors[-1]).any()
+    assert torch.equal(rounded.bfloat16(), rounded)   # as the head is a product, too
     assert 0 < (rounded - exact).norm() < 0.2 * exact.norm()
 
 @pytest.mark.parametrize("residual", M.RESIDUALS)
@@ -565,7 +567,8 @@ REFUSED = [   # settings, and words of the sentence
     (dict(gate_loss=0.1), "--gate_loss 0.1: --residual pre has no gate"),
     *((dict(mod="random", residual=name), "tokens can't skip")
       for name in ("siamese", "unet", "attnres", "denseformer", "hyper", "hyper:kind=mhc")),
-    (dict(mod="router", residual="nag"), "isn't (B, T, C)"),
+    *((dict(mod="router", residual=name), "isn't (B, T, C)") for name in ("nag", "gated")),
+    *((dict(norm="layer", residual=name), "has its own") for name in ("nag", "gated")),
     (dict(mod="router:rate=0.4"), "too few blocks have a router"),
     (dict(mod="router:rate=0.25", n_layer=4, repeat="2:5"), "too few blocks have a router")]
 

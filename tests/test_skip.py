@@ -191,6 +191,8 @@ def test_a_trace_records_the_pass():
     trace = M.Trace(make())
     logits(make(), trace=trace)
     assert trace.masks == trace.gates == [None] * 6 and trace.skip_rate() == 0
+    with pytest.raises(UserError, match="one forward pass"):
+        logits(make(), trace=trace)
 
 def test_a_policy_of_none_runs_all_tokens():
     for residual in CAN_SKIP:
