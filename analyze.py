@@ -5,19 +5,28 @@
     python analyze.py --list                                            # names and titles of all
 
 Writes OUT/index.html, numbers.json, a picture per statistic and, for the puzzle, play.html.
-Sublayers are called a0, m0, a1, m1, ...: attention and MLP of block 0, of block 1, ... Tokens skip
-as in the run's training.
+Sublayers are called a0, m0, a1, m1, ...: attention and MLP of block 0, of block 1, ... Runs trained
+with --mod skip tokens here, too.
 
-A statistic is a function of a Run (a model and windows of validation text). It returns what is
-drawn, {panel: {line: numbers}} or, with draw="map", {panel: matrix}, and a sentence. Copy this one:
+A statistic is a function of a Run (a model and windows of validation text). Copy this one, paste it
+above "# drawings" below, and run --only length:
 
     @statistic("Length of the stream", depth="sublayer", x="rms")
     def length(run):
+        '''Does the residual stream grow with depth?
+
+        Its rms after each sublayer, a mean over the tokens that run it.'''
         def of_batch(idx, targets):
-            streams = Record(run.model, idx).streams[1:]    # after each sublayer
-            return torch.stack([rms(as_tensor(stream)).mean() for stream in streams])
+            rec = Record(run.model, idx)
+            lengths = [rms(as_tensor(stream))[mask].mean()
+                       for stream, mask in zip(rec.streams[1:], rec.masks)]
+            return torch.stack(lengths)
         line = mean_over(run.quarter, of_batch)
         return {"": {"stream": line}}, f"It grows {line[-1] / line[0]:.1f}-fold."
+
+It returns what is drawn and, if you like, a sentence. Lines: {panel: {name: numbers or (x, y)
+pairs}}; with draw="map", {panel: matrix} and names of "rows" and "columns". A single panel has no
+title: "". More options are keywords of draw_lines and draw_map.
 """
 
 import base64
@@ -48,7 +57,7 @@ from flags import run as run_script
 from model import (AttnRes, DenseFormer, DropBlocks, GatedResidual, GatePolicy, HyperConnections,
                    Router, Trace, apply_rotary, attention, expand_mask, flops_per_token, map_stream,
                    num_params, rms_norm)
-from train import evaluate, fork_rng, open_run, steps_asked, steps_learned
+from train import evaluate, fork_rng, open_run, steps_asked
 
 # -----------------------------------------------------------------------------
 # statistics and runs
@@ -85,7 +94,7 @@ def mean_over(batches, of_batch):
 def dense(trace):   # a policy: no token skips
     return None
 
-KNOWN = 0.9   # share of right digits from which on a model, or a probe, knows a step
+KNOWN = 0.9   # a model, or a probe, knows a step if this share of its digits is right
 
 class Run:
     """A trained model, and validation windows to measure it on"""
@@ -115,10 +124,10 @@ class Run:
         return mean_over(batches or self.quarter, of_batch)
 
     def loss_rise(self, policy=None, removed=()):
-        return self.loss(policy, removed) - self.dense_loss
+        return self.loss(policy, removed) - self.base_loss
 
     @cached_property
-    def dense_loss(self):   # as trained, on the quarter
+    def base_loss(self):   # of the model's own policy, on the quarter
         return self.loss()
 
     def layers_of_block(self, block_idx):
@@ -140,12 +149,15 @@ class Run:
             return torch.tensor([trace.run_rate(i) for i in range(self.n_layers)])
         return mean_over(batches or self.batches, of_batch)
 
-    # the puzzle
+    def need_puzzle(self):
+        if not self.puzzle:
+            raise NotHere("it is for the puzzle (prepare.py steps)")
+        if self.model.config.block_size < 2 * self.puzzle["cells"] + 2:
+            raise NotHere("its windows are shorter than a line and its answer")
 
     def by_steps(self, of_batch):
         """of_batch(idx, targets) -> (B, T). Its mean over the digits after 0, 1, 2, ... steps"""
-        if not self.puzzle:
-            raise NotHere("it is for the puzzle (prepare.py steps), whose depth is known")
+        self.need_puzzle()
         torch.manual_seed(0)
         values = torch.cat([of_batch(idx, targets).double() for idx, targets in self.batches])
         asked = torch.cat([steps_asked(idx, self.puzzle["cells"]) for idx, _ in self.batches])
@@ -164,8 +176,8 @@ class Run:
 
     @cached_property
     def asked(self):
-        """Steps that lines ask for in a closer look: as many as this run knows, at least 1; main()
-        takes the least of all runs"""
+        """Steps that lines ask for in probe and patching: as many as this run (after open_runs: as
+        all runs) knows, at least 1"""
         known = list(itertools.takewhile(lambda share: share >= KNOWN, self.right))
         return max(1, len(known) - 1)
 
@@ -177,6 +189,8 @@ class Run:
 
 def steps_of(right):
     """Shares of right digits after 0, 1, 2, ... steps -> steps learned"""
+    if any(map(math.isnan, right)):
+        raise NotHere("its windows lack lines of some letters; give more --windows")
     return sum(max(0.0, share - 0.1) / 0.9 for share in right[1:])
 
 def skip_policy(model):
@@ -249,11 +263,21 @@ class Record:
                             itertools.pairwise(map(as_tensor, self.streams))])
 
     def identity_error(self):
-        """The largest |stream + update - next stream| / |next stream|: 0 but for rounding, if the
-        residual adds, and streams and updates were recorded correctly"""
-        x = [as_tensor(stream) for stream in self.streams]
-        return max(((x + u - y).norm() / y.norm()).item()
-                   for x, u, y in zip(x, self.updates, x[1:]))
+        """The largest relative error of streams made from recorded streams and updates: 0 but for
+        rounding. (Not with a router, which scales updates.)"""
+        errors = []
+        for i, (residual, update) in enumerate(zip(self.residuals, self.updates)):
+            x, y = self.streams[i], as_tensor(self.streams[i + 1])
+            new = as_tensor(self.where_run(i, read_and_write(residual, x, update)[1], x))
+            errors.append(((new - y).norm() / y.norm()).item())
+        return max(errors)
+
+    def where_run(self, layer, new, old):
+        """The stream after a layer: new where tokens ran it, old where they skipped"""
+        mask = self.masks[layer]
+        if mask.all() or not self.residuals[layer].can_skip:
+            return new
+        return map_stream(lambda new, old: torch.where(expand_mask(mask, new), new, old), new, old)
 
 def read_and_write(residual, stream, update):
     """-> what the sublayer reads, and the stream after it returned `update`"""
@@ -267,11 +291,11 @@ def read_and_write(residual, stream, update):
     return read[0], stream
 
 def effects(rec):
-    """(2L + 1 readers, 2L + 1 writers): the part of what a reader reads that is gone without a
-    writer, |read - read without| / |read|, a mean over tokens. nan: the writer comes later.
+    """(2L + 1 readers, 2L + 1 writers): how much a reader's input changes if one writer's update is
+    set to zero, |read - read without| / |read|, a mean over tokens. nan: the writer comes later.
 
-    From a writer on (0: the embedding), which writes zeros, the residuals run again. The other
-    updates stay as they were: no attention and no MLP is computed again."""
+    The residuals run again from that writer on (0: the embedding). All other updates stay as
+    recorded: no attention and no MLP is computed again."""
     if isinstance(rec.model.policy, Router):
         raise NotHere("a router changes the stream, too, not only the residuals do")
     n = len(rec.updates)
@@ -287,12 +311,7 @@ def effects(rec):
             read, new = read_and_write(rec.residuals[layer], stream, update)
             if not is_writer:
                 table[layer, writer] = part_gone(rec.reads[layer], read)
-            mask = rec.masks[layer]
-            if mask.all() or not rec.residuals[layer].can_skip:
-                stream = new
-            else:
-                stream = map_stream(lambda x, new: torch.where(expand_mask(mask, x), new, x),
-                                    stream, new)
+            stream = rec.where_run(layer, new, stream)
         table[n, writer] = part_gone(rec.reads[n], rec.model.final.reduce(stream))
     return table
 
@@ -305,20 +324,13 @@ def part_gone(usual, without):
 @statistic("How many steps it has learned", x="steps asked for", y="share of right digits")
 def steps(run):
     """A line's letter asks for a number of steps: a 0, b 1, c 2. A step replaces each digit, by a
-    table that also looks at its left neighbour. What needs more steps needs more depth.
+    table that also looks at its left neighbour. Each step needs the digits of the step before, so
+    more steps need more depth.
 
     Digits of the second half of a line count; the first ones may be learned by heart. Steps
     learned: (share - 0.1) / 0.9, summed over 1, 2, ... steps, as 0.1 is right by guessing."""
     return {"": {"right": run.right}}, (
         f"{steps_of(run.right):.1f} of {run.puzzle['most']} steps learned.")
-
-def find_answers(idx, cells):
-    """Windows idx (n, T) -> the windows and columns of all letters whose line before is in the
-    window, too, and the number of steps that lead to their line (N,)"""
-    is_answer = (idx >= ord("a")) & (idx <= ord("z")) & (idx.roll(1, dims=1) == ord("\n"))
-    is_answer[:, :cells + 2] = False
-    window, column = is_answer.nonzero().T
-    return window, column, idx[window, column - (cells + 2)] - ord("a")
 
 def lines_after(digits, n_steps, table):
     """digits (..., cells) -> (n_steps + 1, ..., cells): after 0, 1, ... steps"""
@@ -327,39 +339,28 @@ def lines_after(digits, n_steps, table):
         lines.append(prepare.next_line(lines[-1], table))
     return torch.stack(lines)
 
-def vectors_and_digits(model, puzzle, windows, n_steps):
-    """Of all N cells of the lines that ask for n_steps in windows (n, T). Returns
-
-    vectors   {(where, block_idx): (N, C)}: the stream after a block, with rms 1, at the line's
-              digit (where = "line"), or where the answer's digit is predicted ("answer")
-    digits    (N, n_steps + 1): those of these cells after 0, 1, ... steps"""
-    vectors, digits, cells = {}, [], puzzle["cells"]
-    for idx in windows.split(64):
-        window, column, asked = find_answers(idx, cells)
-        whole = (asked == n_steps) & (column + cells <= idx.shape[1])
-        window, answer = window[whole, None], column[whole, None] + torch.arange(cells)
-        columns = dict(line=answer - (cells + 1), answer=answer)
-        trace = Trace(model, keep_streams=True)
-        model(idx, trace=trace)
-        for block_idx, stream in enumerate(trace.streams[2::2]):
-            x = rms_norm(as_tensor(stream))
-            for where in columns:
-                cell_vectors = x[window, columns[where]].flatten(0, 1)
-                vectors.setdefault((where, block_idx), []).append(cell_vectors)
-        first = idx[window, columns["line"]] - ord("0")
-        digits.append(lines_after(first, n_steps, puzzle["table"]).flatten(1).T)
-    return {key: torch.cat(parts) for key, parts in vectors.items()}, torch.cat(digits)
-
 def answered_lines(puzzle, n_steps, n):
-    """n random lines that ask for n_steps, and the right answers -> token ids (n, T), answers (n,
-    cells), whose last digit isn't among the tokens"""
+    """n random lines that ask for n_steps, with right answers -> token ids (n, 2 * cells + 2), and
+    the digits after 0, 1, ... steps (n_steps + 1, n, cells). A line's digits stand in columns 1 to
+    cells; the answer's are predicted in the last ones (its last digit is not among the tokens)."""
     rng = torch.Generator().manual_seed(0)
     digits = torch.randint(10, (n, puzzle["cells"]), generator=rng)
-    right = lines_after(digits, n_steps, puzzle["table"])[-1]
-    letters, newlines = torch.full((n, 1), ord("a")), torch.full((n, 1), ord("\n"))
-    idx = torch.cat([letters + n_steps, digits + ord("0"), newlines, letters,
-                     right[:, :-1] + ord("0")], dim=1)
-    return idx, right
+    lines = lines_after(digits, n_steps, puzzle["table"])
+    letter, newline = torch.full((n, 1), ord("a")), torch.full((n, 1), ord("\n"))
+    line, answer = digits + ord("0"), lines[-1, :, :-1] + ord("0")
+    return torch.cat([letter + n_steps, line, newline, letter, answer], dim=1), lines
+
+def vectors_of(model, idx, cells):
+    """Windows idx (n, T) of answered_lines -> {(where, block_idx): (n * cells, C)}: the stream
+    after a block, with rms 1, at the line's digits (where = "line"), or where the answer's are
+    predicted ("answer")"""
+    trace, vectors = Trace(model, keep_streams=True), {}
+    model(idx, trace=trace)
+    for block_idx, stream in enumerate(trace.streams[2::2]):
+        x = rms_norm(as_tensor(stream))
+        vectors["line", block_idx] = x[:, 1:cells + 1].flatten(0, 1)
+        vectors["answer", block_idx] = x[:, cells + 2:].flatten(0, 1)
+    return vectors
 
 def fit_probe(vectors, digits):
     """A linear probe by ridge regression: vectors (N, C), digits (N, k) -> weights (C + 1, k, 10),
@@ -373,21 +374,18 @@ def read_probe(weights, vectors):   # -> digits (n, k)
     inputs = F.pad(vectors.double(), (0, 1), value=1.0)
     return torch.einsum("nc,ckd->nkd", inputs, weights).argmax(-1)
 
-PROBE_WINDOWS = 1024   # half of them to fit probes, half to see what these read
-
 @torch.no_grad()
-def fit_probes(model, data, n_steps):
-    """-> probes {(where, block_idx): weights}, and shares {(where, block_idx): list}: the share of
-    digits after 0, 1, ... steps that each reads on other windows"""
-    puzzle = prepare.load_meta(data)["steps"]
-    windows, _ = prepare.windows_of(data, "val", model.config.block_size, PROBE_WINDOWS)
-    vectors, digits = vectors_and_digits(model, puzzle, windows[::2], n_steps)
-    other_vectors, other_digits = vectors_and_digits(model, puzzle, windows[1::2], n_steps)
-    if min(len(digits), len(other_digits)) < 200:
-        raise NotHere(f"its windows hold too few lines that ask for {n_steps} steps")
-    probes = {key: fit_probe(vectors[key], digits) for key in vectors}
-    shares = {key: (read_probe(weights, other_vectors[key]) == other_digits).double().mean(0)
-              .tolist() for key, weights in probes.items()}
+def fit_probes(model, puzzle, n_steps):
+    """Probes for lines that ask for n_steps, fitted on 500 lines, and what they read of 500 others
+    -> {(where, block_idx): weights}, {(where, block_idx): shares of right digits after 0, 1, ...
+    steps}"""
+    idx, lines = answered_lines(puzzle, n_steps, 1000)
+    digits, probes, shares = lines.flatten(1).T, {}, {}
+    half = len(digits) // 2
+    for key, vectors in vectors_of(model, idx, puzzle["cells"]).items():
+        probes[key] = fit_probe(vectors[:half], digits[:half])
+        is_right = read_probe(probes[key], vectors[half:]) == digits[half:]
+        shares[key] = is_right.double().mean(0).tolist()
     return probes, shares
 
 def furthest(shares, block_idx):
@@ -405,7 +403,7 @@ def read_inside(model, puzzle, line, probes, shares):
     idx = torch.tensor([[*f"{line}\na".encode()]])   # the answer's letter is drawn at random
     idx = model.generate(idx, cells, temperature=0, n_vocab=256)
     answer = re.sub("[^0-9]", "?", bytes(idx[0, -cells:].tolist()).decode("latin1"))
-    vectors, _ = vectors_and_digits(model, puzzle, idx, n_steps)
+    vectors = vectors_of(model, idx[:, :-1], cells)
     rows = []
     for block_idx in range(len(model.block_order)):
         digits, steps = "", None
@@ -418,23 +416,24 @@ def read_inside(model, puzzle, line, probes, shares):
 
 @torch.no_grad()
 def lines_inside(model, data, line):
-    """The rows of read_inside, with probes fitted on the data set"""
-    probes, shares = fit_probes(model, data, ord(line[0]) - ord("a"))
-    return read_inside(model, prepare.load_meta(data)["steps"], line, probes, shares)[0]
+    """The rows of read_inside, for lines of a data set"""
+    puzzle = prepare.load_meta(data)["steps"]
+    probes, shares = fit_probes(model, puzzle, ord(line[0]) - ord("a"))
+    return read_inside(model, puzzle, line, probes, shares)[0]
 
 @statistic("Lines inside the model (linear probe)", draw="map", x="line after so many steps",
            y="block", label="share of digits read")
 def probe(run):
     """The text never shows the lines between a line and its answer. A linear probe looks for their
-    digits in the stream: where the line stands, and where the answer is predicted.
+    digits in the stream: where the line stands, and where the answer is predicted. Wrong digits
+    are red.
 
     Ridge regression from the stream, with rms 1, to the digit of this cell after 0, 1, ... steps;
-    shares of right digits on other windows. One who does not know the left neighbour reads half of
+    shares of right digits of other lines. A probe that ignores the left neighbour gets half of
     them. All runs get lines of the same letter, which all of them know if they can."""
-    if not run.puzzle:
-        raise NotHere("it is for the puzzle (prepare.py steps)")
+    run.need_puzzle()
     n_steps, n_blocks = run.asked, len(run.model.block_order)
-    probes, shares = fit_probes(run.model, run.settings["data"], n_steps)
+    probes, shares = fit_probes(run.model, run.puzzle, n_steps)
     panels = {f"at the {where}": [shares[where, b] for b in range(n_blocks)]
               for where in ("line", "answer")}
     line = chr(ord("a") + n_steps) + "3141592653589793"[:run.puzzle["cells"]]
@@ -447,37 +446,34 @@ def probe(run):
                if read else (f"after block {b}", "", "", "none can be read")
                for b, read, steps in rows]
     digits.append(("answer", answer, after[-1], f"the line after {n_steps} steps"))
-    furthest_steps = ", ".join("none" if steps is None else str(steps) for _, _, steps in rows)
+    read = ", ".join("none" if steps is None else str(steps) for _, _, steps in rows)
     axes = dict(rows=list(range(n_blocks)), columns=list(range(n_steps + 1)))
     return panels | axes | dict(digits=digits), (
-        f"After blocks 0 to {n_blocks - 1}, the furthest line that can be read is that after "
-        f"{furthest_steps} of {n_steps} steps.")
+        f"Steps that can be read after blocks 0 to {n_blocks - 1}: {read} (of {n_steps}).")
 
-@statistic("Which block fetches the line (activation patching)", x="patched after block",
-           y="share of right digits")
+@statistic("Which block fetches the line (activation patching)", depth="block",
+           x="share of right digits, patched after the block")
 def patching(run):
     """A probe sees that digits are there, not that the model uses them. So after a block, the
     stream at a line is replaced by that of another line. Whose answer comes out?
 
     400 lines of random digits with right answers, of the same letter for all runs; the second half
-    of the answers' digits. No token skips."""
-    if not run.puzzle:
-        raise NotHere("it is for the puzzle (prepare.py steps)")
+    of the answers' digits. (Its first half, which is in the text, belongs to its own line: so after
+    an early patch neither answer comes out whole.) No token skips."""
+    run.need_puzzle()
     if isinstance(run.model.policy, Router):
         raise NotHere("a router changes the stream, too")
     model, cells, n_steps = run.model, run.puzzle["cells"], run.asked
-    idx, right = answered_lines(run.puzzle, n_steps, 400)
-    if idx.shape[1] > model.config.block_size:
-        raise NotHere("its windows are shorter than a line and its answer")
-    own, other = [], []
+    idx, lines = answered_lines(run.puzzle, n_steps, 400)
+    right, own, other = lines[-1, :, cells // 2:], [], []
     for block_idx in range(len(model.block_order)):
         logits = patched_logits(model, idx, block_idx, slice(0, cells + 2))
-        answer = logits[:, -cells:].argmax(-1)[:, cells // 2:] - ord("0")
-        own.append((answer == right[:, cells // 2:]).float().mean().item())
-        other.append((answer == right.roll(1, 0)[:, cells // 2:]).float().mean().item())
+        answer = logits[:, -right.shape[1]:].argmax(-1) - ord("0")
+        own.append((answer == right).float().mean().item())
+        other.append((answer == right.roll(1, dims=0)).float().mean().item())
     fetched = next(b for b, share in enumerate(own) if share >= 0.95 * own[-1])
-    sentence = (f"Block {fetched} fetches the line: with the stream replaced after it, "
-                f"{own[fetched]:.0%} of the digits are still right.")
+    sentence = (f"Block {fetched} fetches the line, which is no longer needed after it "
+                f"({own[fetched]:.0%} of the digits are right).")
     if own[-1] < KNOWN:
         sentence = f"It does not know these answers ({own[-1]:.0%} right), so this shows nothing."
     return {"": {"its own answer": own, "the other line's answer": other}}, sentence
@@ -497,7 +493,8 @@ def patched_logits(model, idx, block_idx, columns):
 
 @statistic("Do hard digits skip less?", x="steps asked for", y="share of sublayers skipped")
 def skips_by_steps(run):
-    """Copies need no depth. Do they skip more sublayers than digits that take many steps?
+    """Copies need no depth. Do they skip more sublayers than digits that take many steps? Then the
+    line falls.
 
     A mean over the tokens that predict the digit. Skipping: see skip_rate."""
     policy = skip_policy(run.model)
@@ -528,9 +525,9 @@ def curves(run):
 
 @statistic("PreNorm dilution: how large updates and the stream are", depth="sublayer")
 def magnitudes(run):
-    """In PreNorm the stream is the sum of all updates, so it grows with depth, and updates of the
-    same size change its direction less and less: dilution. Attention Residuals start a new sum
-    after each group; NAG normalizes the stream, and its gate sets the rotation.
+    """In PreNorm the stream is the sum of all updates, so it grows with depth, and an update of the
+    same size rotates it less: dilution. A trained model can answer with larger updates. Attention
+    Residuals start a new sum after each group; NAG's gate sets the rotation.
 
     Means over tokens. Update: the output of the attention or MLP, 0 where a token skips. Stream:
     after the sublayer; the mean of several streams, and the newest source of Attention Residuals.
@@ -563,20 +560,19 @@ def newest_sum(stream):
     return stream[0][-1] if has_sources else as_tensor(stream)
 
 def identity(errors):
-    error = max(errors)
-    is_small = "" if error < 1e-3 else " (more than rounding: its rule doesn't only add)"
-    return f"Check: stream + update = next stream up to a relative error of {error:.0e}{is_small}."
+    return f"(Check: recorded updates make the recorded streams, largest error {max(errors):.0e}.)"
 
 @statistic("Who reads whom", draw="map", x="writer", y="reader", power=0.6,
            label="part of what the reader gets that is gone without the writer")
 def reads(run):
     """Row: a sublayer that reads, last the head. Column: what wrote it; e is the embedding. In
     PreNorm all sublayers read one growing sum, so rows are alike and fade downward. Where readers
-    choose, rows differ. A dark diagonal is a chain, and a dark column is read by all.
+    choose, rows differ. Dark diagonal: each sublayer mostly reads the one before. Dark column: all
+    later sublayers read this one.
 
     |read - read without the writer| / |read|, a mean over tokens. The residuals run again with
     zeros for the writer's update; attentions and MLPs don't, so their updates stay. Gates and
-    softmax weights may react. It shows what is there to be read, used or not."""
+    softmax weights may react. It measures a sublayer's input, not whether it uses it."""
     errors = []
 
     def of_batch(idx, targets):
@@ -595,7 +591,7 @@ def reads(run):
 @statistic("Weights over depth", draw="map", x="source or stream", y="reader",
            label="weight, a mean over tokens")
 def depth_weights(run):
-    """The weights with which sublayers read and write, for rules that have some. Attention
+    """The weights with which sublayers read and write. Attention
     Residuals: the softmax over all sources so far. Hyper-connections, Gated Residual: how strongly
     each of the n streams is read and written. DenseFormer: the weights of earlier outputs.
 
@@ -623,7 +619,7 @@ def depth_weights(run):
     read, write = mean_over(run.quarter, of_batch)   # (2L, n)
     n, most_read = read.shape[1], set(read.argmax(-1).tolist())
     return {"read": read, "write": write, "rows": run.names, "columns": list(range(n))}, (
-        f"{len(most_read)} of {n} streams are read most by some sublayer.")
+        f"Sublayers differ in the stream that they read most: {len(most_read)} of {n} occur.")
 
 def read_and_write_weights(residual, X):   # -> two tensors (B, T, n)
     if isinstance(residual, HyperConnections):
@@ -656,7 +652,7 @@ def attnres_weights(run, residuals):
 @statistic("Ablation: the loss without a sublayer or a block", depth="block", log=True,
            x="rise of the loss (nats)")
 def ablation(run):
-    """The stream passes what is removed unchanged, and nothing is trained afterwards. Near 0: it
+    """A removed sublayer leaves the stream as it is, and nothing is trained afterwards. Near 0: it
     could go.
 
     As in LLM-Drop, arXiv:2406.15786. With --repeat, a block is removed wherever it runs."""
@@ -699,7 +695,7 @@ def skip_rate(run):
     skipped = 1 - run.run_rates(policy)
     return {"": {"skipped": skipped}}, (
         f"{skipped.mean():.0%} of all (token, sublayer) pairs are skipped. "
-        f"{(skipped >= 0.9).sum()} of {len(skipped)} sublayers are skipped by nine tokens of ten.")
+        f"{(skipped >= 0.9).sum()} of {len(skipped)} sublayers are skipped by 90 % of the tokens.")
 
 @statistic("What skipping costs", x="skipped (%)")
 def skip_curve(run):
@@ -769,10 +765,10 @@ def fixed_sets(run, most):
 @statistic("How far each sublayer rotates each token", draw="map", x="token",
            y="sublayer", label="degrees (grey: the token skips)", power=0.6)
 def depth_map(run):
-    """Dark: the stream of this token has another direction after the sublayer. Grey: it skips.
+    """The angle between a token's stream before and after each sublayer. Grey: it skips.
 
-    The rotation of magnitudes, at the start of a validation window. As in NAG's appendix A,
-    arXiv:2606.16112. Skipping: see skip_rate."""
+    At the start of a validation window, as in NAG's appendix A, arXiv:2606.16112. Skipping: see
+    skip_rate."""
     idx = run.batches[0][0][:1, :64]
     rec = Record(run.model, idx, skip_policy(run.model))
     tokenizer = prepare.get_tokenizer(run.tokenizer)
@@ -808,8 +804,8 @@ def rank_correlation(x, y):
 
 @statistic("Gradient fan-in asymmetry", rare=True, depth="block", x="gradient / mean")
 def fan_in(run):
-    """In PreNorm a block's gradient arrives through every later block and past it, so early blocks
-    have a larger fan-in. Do gradients follow it, and do they predict ablation?
+    """In PreNorm a gradient reaches a block through each later block and along the stream, so early
+    blocks have a larger fan-in. Do gradients follow it, and do they predict ablation?
 
     Gradient: norm per root of the block's size, a mean over the training after the warmup. Fan-in:
     n if n blocks run from this one on; n (n + 1) / 2 with --deep_supervision, where each of them
@@ -828,12 +824,12 @@ def fan_in(run):
 @statistic("CascadeFlow pruning: which blocks can go first", rare=True, x="blocks removed",
            y="rise of the loss (nats)")
 def pruning(run):
-    """CascadeFlow removes the block with the smallest gradients in training, and needs no text. Is
-    it better than Block Influence, which does, than the last blocks first, or a random order?
+    """CascadeFlow removes the block with the smallest gradients in training, and needs no text.
+    Beside it: Block Influence, which needs some, the last blocks first, and a random order.
 
     CascadeFlow: gradients as in fan_in (arXiv:2606.26538). Block Influence: 1 - cosine of the
     stream before and after the block (ShortGPT, arXiv:2403.03853), on other windows. Ablation: on
-    these same windows, which favours it. Random: a mean over five orders."""
+    the windows of this figure, so its line is optimistic. Random: a mean over five orders."""
     gradients, n_blocks = logged_gradients(run), len(run.model.blocks)
 
     def change(idx, targets):
@@ -874,7 +870,7 @@ def attention_to_first(attn, rotary, x):
 
 @statistic("Attention sinks and outlier channels", rare=True, depth="sublayer")
 def sinks(run):
-    """A head that has nothing to do attends to the first token, a sink; and a few channels of the
+    """Heads that find nothing often attend to the first token, a sink; and a few channels of the
     stream may grow very large. NAG's paper (arXiv:2606.16112) reports less of both.
 
     Sink: the share of attention that the second half of a window gives to its first token. Largest
@@ -896,7 +892,7 @@ def sinks(run):
     return {"attention to the first token": {"share": list(enumerate(shares))[::2]},
             "largest channel / rms": {"stream": largest}, "kurtosis": {"stream": kurtosis}}, (
         f"At most {max(shares):.1%} of an attention goes to the first token ({equal:.1%} if it "
-        f"went to all alike).")
+        f"went to all alike). The largest channel is {max(largest):.0f} times the rms.")
 
 @statistic("Quantization: the loss with fewer bits per weight", rare=True, log=True,
            x="bits per weight", y="rise of the loss (nats)")
@@ -916,7 +912,7 @@ def quantization(run):
             rounded.copy_((weight / step).round() * step)
         quantized = copy.copy(run)
         quantized.model = model
-        rises[bits] = quantized.loss() - run.dense_loss
+        rises[bits] = quantized.loss() - run.base_loss
     return {"": {"rise": list(rises.items())}}, (
         f"The loss rises by {rises[4]:.3f} nats at 4 bits, and by {rises[3]:.3f} at 3.")
 
@@ -924,8 +920,8 @@ def quantization(run):
 # drawings
 
 # A drawing gets results, {run: what the statistic returned}, and colors, {run: color}. Its other
-# keywords are those of @statistic. Depth goes downward: with depth="block" or "sublayer", the
-# numbers of a line stand on the horizontal axis.
+# keywords are those of @statistic. With depth="block" or "sublayer", depth is the vertical axis,
+# downward, and the numbers of a line are horizontal.
 
 # Okabe and Ito's colors, which color-blind people can tell apart
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f4f24", "#333333"]
@@ -950,7 +946,7 @@ def new_figure(titles, colors, width, height, **labels):
 
 def draw_lines(results, colors, x="", y="", depth="", log=False, from_zero=True):
     """{panel: {name: line}} of each run. Color: the run; marker: the name. Panels with more than
-    two lines are drawn per run. log: a logarithmic scale, which goes through 0"""
+    two lines are drawn per run. log: a symlog scale, linear below 0.01"""
     lines = [(run, panel, name, line) for run, panels in results.items()
              for panel, named in panels.items() for name, line in named.items()]
     names = list(dict.fromkeys(name for _, _, name, _ in lines))
@@ -961,6 +957,13 @@ def draw_lines(results, colors, x="", y="", depth="", log=False, from_zero=True)
     width = 5.0 if len(titles) == 1 else 3.7
     figure, grid = new_figure(titles, colors, width, 3.3 if depth else 2.9, xlabel=x,
                               ylabel=y or depth)
+    for axes, (_, panel) in zip(grid, titles):
+        first = grid[[title for _, title in titles].index(panel)]
+        axes.sharex(first) if depth else axes.sharey(first)   # panels of all runs have one scale
+        if log:
+            set_scale = axes.set_xscale if depth else axes.set_yscale
+            set_scale("symlog", linthresh=0.01)
+            (axes.xaxis if depth else axes.yaxis).set_major_formatter("{x:g}")
     for run, panel, name, line in lines:
         points = np.array(line, dtype=float)   # None becomes nan
         if points.ndim == 1:
@@ -970,16 +973,14 @@ def draw_lines(results, colors, x="", y="", depth="", log=False, from_zero=True)
         axes = grid[titles.index((run if per_run else "", panel))]
         axes.plot(across, down, styles[name], color=color, markersize=7 if len(points) == 1 else 4)
     for axes in grid:
-        value_axis = axes.xaxis if depth else axes.yaxis
         if depth:
+            low, high = axes.get_ylim()
+            places = range(math.ceil(low), math.floor(high) + 1)
+            labels = [f"{'am'[i % 2]}{i // 2}" if depth == "sublayer" else i for i in places]
+            every = math.ceil(len(labels) / 24)
+            axes.set_yticks(places[::every], labels[::every])
             axes.invert_yaxis()
-            axes.locator_params(axis="y", integer=True)
-        if depth == "sublayer":
-            axes.yaxis.set_major_formatter(lambda i, _: f"{'am'[int(i) % 2]}{int(i) // 2}")
-        if log:
-            value_axis._set_axes_scale("symlog", linthresh=0.01)
-            value_axis.set_major_formatter("{x:g}")
-        low, _ = value_axis.get_view_interval()
+        low, _ = axes.get_xlim() if depth else axes.get_ylim()
         if from_zero and low > 0:
             axes.set_xlim(0) if depth else axes.set_ylim(0)
     entries = {} if per_run else {run: axes.plot([], [], color=colors[run], lw=3)[0]
@@ -987,7 +988,8 @@ def draw_lines(results, colors, x="", y="", depth="", log=False, from_zero=True)
     if len(names) > 1:
         entries |= {name: axes.plot([], [], styles[name], color=greys[name])[0] for name in names}
     if len(entries) > 1:
-        figure.legend(entries.values(), entries, loc="outside lower left", ncols=4)
+        figure.legend(entries.values(), entries, loc="outside lower left",
+                      ncols=2 if len(titles) == 1 else 4)
     return figure
 
 def draw_map(results, colors, x="", y="", label="", power=1):
@@ -1079,37 +1081,29 @@ def why_not_live(run, puzzle):
 @torch.no_grad()
 def live_model(name, run):
     """-> what play.html needs of a model: weights and probes as float16, in base64"""
-    model, rows = run.model, [ord(token) for token in TOKENS]
-    config, policy = model.config, model.policy
+    model, config, policy = run.model, run.model.config, run.model.policy
+    residual, rows = config.residual.split(":")[0], [ord(token) for token in TOKENS]
     tensors = {key: tensor[rows] if key.startswith(("wte", "lm_head")) else tensor
                for key, tensor in model.state_dict().items() if not key.startswith("policy")}
     probes = {}
     for n_steps in range(run.puzzle["most"] + 1):
-        for (where, block_idx), (weights, steps, share) in live_probes(run, n_steps).items():
-            probes[f"{n_steps} {where} {block_idx}"] = dict(steps=steps, share=share)
-            tensors[f"probe.{n_steps}.{where}.{block_idx}"] = weights
+        weights, shares = fit_probes(model, run.puzzle, n_steps)
+        for where, block_idx in weights:   # the furthest line that can be read there
+            share = shares[where, block_idx]
+            steps = max((j for j in range(n_steps + 1) if share[j] >= KNOWN), default=None)
+            if steps is not None:
+                key = f"{n_steps} {where} {block_idx}"
+                probes[key] = dict(steps=steps, share=round(share[steps], 3))
+                furthest_weights = weights[where, block_idx][:, steps].T
+                tensors[f"probe.{n_steps}.{where}.{block_idx}"] = furthest_weights
     numbers = torch.cat([tensor.flatten() for tensor in tensors.values()])
     return dict(
-        run=name, name=TITLES[config.residual.split(":")[0]],
-        residual=config.residual.split(":")[0], group=getattr(model.final, "group", 1),
+        run=name, name=TITLES[residual], residual=residual,
+        group=getattr(model.final, "group", 1),
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, probes=probes,
         threshold=float(policy.threshold) if isinstance(policy, GatePolicy) else 0.0,
         shapes={key: list(tensor.shape) for key, tensor in tensors.items()},
         weights=base64.b64encode(numbers.half().numpy().astype("<f2").tobytes()).decode())
-
-def live_probes(run, n_steps):
-    """-> {(where, block_idx): (weights (10, C + 1), steps, share)}: the furthest line that a probe
-    reads, fitted on 300 lines with right answers, and the share of digits read on 300 others"""
-    lines, _ = answered_lines(run.puzzle, n_steps, 600)
-    vectors, digits = vectors_and_digits(run.model, run.puzzle, lines, n_steps)
-    half, found = len(digits) // 2, {}
-    for key, x in vectors.items():
-        weights = fit_probe(x[:half], digits[:half])
-        shares = (read_probe(weights, x[half:]) == digits[half:]).double().mean(0).tolist()
-        steps = max((j for j in range(n_steps + 1) if shares[j] >= KNOWN), default=None)
-        if steps is not None:
-            found[key] = weights[:, steps].T, steps, round(shares[steps], 3)
-    return found
 
 # -----------------------------------------------------------------------------
 # the page
@@ -1123,6 +1117,7 @@ class AnalyzeConfig:
     data: str = flag("", "data set of the runs, if it has moved")
     list: bool = flag(False, "print the names and titles of all statistics")
 
+@torch.no_grad()
 def main(argv=None):
     config = make(AnalyzeConfig, parse([AnalyzeConfig], argv, __doc__, positional="runs"))
     if config.list:
@@ -1142,18 +1137,18 @@ def main(argv=None):
         out.mkdir(parents=True, exist_ok=True)
         (out / "play.html").unlink(missing_ok=True)   # of other runs
         cards = describe(runs)
-        found = {name: measure(name, runs) for name in STATISTICS if name in names}
         if not config.only:
             write_play_page(runs, out)
-    colors = {name: card["color"] for name, card in cards.items()}
-    figures = {}
-    for name, (results, _, _) in found.items():
-        if results:
-            figures[name] = picture(name, results, colors)
-            (out / f"{name}.svg").write_text(figures[name], encoding="utf-8")
-    all_results = {name: results for name, (results, _, _) in found.items()}
-    numbers = dict(runs=cards, statistics=all_results)
-    (out / "numbers.json").write_text(json.dumps(numbers, indent=1))
+        found, figures = {}, {}
+        for name in names:
+            found[name] = measure(name, runs)
+            results, _, _ = found[name]
+            if results:
+                colors = {run: card["color"] for run, card in cards.items()}
+                figures[name] = picture(name, results, colors)
+                (out / f"{name}.svg").write_text(figures[name], encoding="utf-8")
+    results = {name: results for name, (results, _, _) in found.items()}
+    (out / "numbers.json").write_text(json.dumps(dict(runs=cards, statistics=results), indent=1))
     (out / "index.html").write_text(page(cards, found, figures, out), encoding="utf-8")
     print(f"{out}/index.html shows {', '.join(runs)}; open it in a browser")
 
@@ -1204,11 +1199,12 @@ def measure(name, runs):
     for run_name, run in runs.items():
         print(f"{name} of {run_name}", file=sys.stderr)
         try:
-            drawn, sentences[run_name] = STATISTICS[name].measure(run)
-            results[run_name] = plain(drawn)
-        except NotHere as why:
+            returned = STATISTICS[name].measure(run)
+        except UserError as why:
             missing[run_name] = str(why)
-    for run_name, sentence in sentences.items():
+            continue
+        drawn, sentence = returned if isinstance(returned, tuple) else (returned, "")
+        results[run_name], sentences[run_name] = plain(drawn), sentence
         print(f"{name} of {run_name}: {sentence}")
     return results, sentences, missing
 
