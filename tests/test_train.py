@@ -21,7 +21,7 @@ import flags
 import prepare
 import train
 from conftest import ROOT, TINY, refused
-from model import GPT, GPTConfig, RESIDUALS, flops_per_token
+from model import GPT, GPTConfig, POLICIES, flops_per_token
 
 # On CPUs, because what these tests compare has to be equal to the last bit.
 SIZE = ("--device cpu --n_layer 2 --n_embd 32 --n_head 2 --block_size 32 --batch_size 4 "
@@ -242,8 +242,38 @@ def test_flops_end_a_run(data, tmp_path):
     per_iteration = 3 * 4 * 32 * flops_per_token(model)
     for line in metrics(tmp_path / "a"):   # an evaluation's line has its own
         assert line["flops"] == pytest.approx(line["step"] * per_iteration)
-    go(data, tmp_path / "b", f"--max_iters 1 --max_flops {4.5 * per_iteration}")
+    go(data, tmp_path / "b", f"--max_flops {4.5 * per_iteration} --log_interval 5")
     assert load(tmp_path / "b")["step"] == 5
+    assert metrics(tmp_path / "b")[-2]["lr"] == pytest.approx(0.1 * 6e-3)   # not beyond the last
+
+class Notes(torch.nn.Module):
+    """A policy that notes what train.py tells it; no token skips."""
+    options, noted = {}, []
+
+    def __init__(self, config):
+        super().__init__()
+
+    def forward(self, trace):
+        if self.training and trace.layer_idx == 0:
+            self.noted.append(trace.progress)
+        return torch.ones(trace.stream.shape[:2], dtype=torch.bool)
+
+    def update(self, traces, mean):
+        self.noted.append(f"{len(traces)} traces")
+
+def test_a_policy_gets_progress_and_updates(data, tmp_path, monkeypatch):
+    monkeypatch.setitem(POLICIES, "notes", Notes)
+    monkeypatch.setattr(train, "sanity_check", lambda config: None)
+    model = go(data, tmp_path / "run", "--mod notes --max_iters 2 --grad_accum 2")
+    assert Notes.noted == [0, 0, "2 traces", 0.5, 0.5, "2 traces"]
+    assert model.config.vocab_size == 320   # 257, rounded up
+
+def test_the_logged_loss_is_without_the_auxiliary_one(data, tmp_path):
+    for gate_loss in 0, 100:
+        go(data, tmp_path / str(gate_loss), f"--residual nag --max_iters 2 --log_interval 1 "
+                                            f"--gate_loss {gate_loss} --mod gate:below=0.01")
+    # of the second iteration: it is 0 in the first third
+    assert losses(tmp_path / "0") == losses(tmp_path / "100")
 
 def test_random_state_threads_and_signals_stay(data, tmp_path):
     torch.manual_seed(1)
@@ -364,11 +394,11 @@ def test_a_failing_save_leaves_the_older_checkpoint(copy, monkeypatch):
     assert load(copy)["step"] == 12
 
 def test_divergence_is_an_error_and_is_not_saved(data, copy, tmp_path):
-    wild = "--max_iters 60 --lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0 --log_interval 1"
-    assert "lower --lr" in refused(resume, copy, wild)
+    wild = "--max_iters 60 --lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0"
+    sentence = refused(resume, copy, f"{wild} --log_interval 1 --eval_interval 99")
+    assert "lower --lr" in sentence and not sentence.startswith("step 60")
     assert load(copy)["step"] == 8
-    unlogged = wild.replace("--log_interval 1", "--log_interval 99 --eval_interval 1")
-    assert "lower --lr" in refused(resume, copy, unlogged)
+    assert "lower --lr" in refused(resume, copy, f"{wild} --log_interval 99 --eval_interval 1")
     assert all(weight.isfinite().all() for weight in load(copy)["model"].values())
 
 def test_resume_of_an_empty_folder_begins(data, finished, tmp_path):
