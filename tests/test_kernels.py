@@ -36,7 +36,7 @@ def run(op, inputs, kernels="on"):
 def result_and_gradients(op, inputs, kernels="on", **options):
     result = run(op, inputs, kernels)
     torch.manual_seed(0)
-    g = torch.randn(result.shape).bfloat16().to(result)   # the same in each dtype
+    g = torch.randn(result.shape[::-1]).T.bfloat16().to(result)   # the same in each dtype
     return [result, *torch.autograd.grad(result, inputs, g, **options)]
 
 @each_op
@@ -84,6 +84,7 @@ def test_parts_of_tensors(op):
     parts = [F.pad(x.detach(), (1, 2))[..., 1:-2].requires_grad_() for x in inputs]
     for mine, right in zip(result_and_gradients(op, parts), result_and_gradients(op, inputs)):
         same(mine, right, 1e-6)
+    assert kernels.as_rows(torch.ones(9)[1:]).data_ptr() % 16 == 0   # the kernels count on it
 
 def test_wrong_shapes_are_refused():
     x, u, gate = inputs_of("nag_write")
@@ -111,6 +112,8 @@ def test_when_kernels_run():
     x = torch.ones(2, 4, device=DEVICE)
     assert use_triton(x, "on") and not use_triton(x, "off") and not use_triton(x.double(), "on")
     assert use_triton(x, "auto") == x.is_cuda
+    compiled = torch.compile(lambda x: x * use_triton(x, "on"), backend="eager", fullgraph=True)
+    assert not compiled(x).any()   # torch.compile makes kernels from the definitions
 
 def test_the_script_prints_small_errors(capsys):
     runpy.run_path(str(ROOT / "kernels.py"), run_name="__main__")
