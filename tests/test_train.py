@@ -292,9 +292,12 @@ def test_compile(data, tmp_path):
 def test_config(data, finished, tmp_path):
     main(f"--config {finished} --out {tmp_path / 'again'}")
     same_run(finished, tmp_path / "again")
+    assert "out" not in train.load_settings(finished)
     main(f"--config {finished} --out {tmp_path / 'other'} --seed 6")
     assert losses(finished) != losses(tmp_path / "other") or metrics(finished) != metrics(
         tmp_path / "other")
+    go(data, tmp_path / "default", "--optimizer sgd --lr 0 --max_iters 1")
+    assert load(tmp_path / "default")["settings"]["lr"] == 0.1
     settings = json.loads((ROOT / "configs/gpt2.json").read_text())
     known = vars(GPTConfig()) | vars(train.TrainConfig())
     assert settings.keys() <= known.keys()
@@ -390,8 +393,9 @@ def test_a_failing_save_leaves_the_older_checkpoint(copy, monkeypatch):
         resume(copy, "--max_iters 12")
     assert (copy / "ckpt.pt").read_bytes() == before
     monkeypatch.undo()
+    (copy / "metrics.jsonl").unlink()   # a lost log begins anew
     resume(copy, "--max_iters 12")
-    assert load(copy)["step"] == 12
+    assert load(copy)["step"] == 12 and metrics(copy)[-1]["step"] == 12
 
 def test_divergence_is_an_error_and_is_not_saved(data, copy, tmp_path):
     wild = "--max_iters 60 --lr 1e3 --weight_decay 1e3 --grad_clip 0 --warmup 0"
@@ -413,15 +417,16 @@ def test_resume_needs_the_same_data(data, steps_data, copy, tmp_path):
     shutil.copytree(data, tmp_path / "moved")   # the same data may have moved
     resume(copy, f"--data {tmp_path / 'moved'} --max_iters 9")
 
-def test_a_run_is_not_overwritten(data, copy):
-    before = content(copy)
-    assert "holds a run" in refused(go, data, copy)
-    for name in "config.json", "ckpt.pt":   # a log of many lines is a run, too
-        (copy / name).unlink()
-        before.pop(name)
-        refused(go, data, copy)
-    assert "ckpt.pt" in refused(go, data, copy, "--resume")
-    assert content(copy) == before
+def test_a_run_is_not_overwritten(data, finished, tmp_path):
+    for name in "ckpt.pt", "metrics.jsonl":   # either of them is a run
+        out = tmp_path / name
+        out.mkdir()
+        shutil.copy(finished / name, out)
+        before = content(out)
+        assert "holds a run" in refused(go, data, out)
+        assert content(out) == before
+    assert "ckpt.pt" in refused(go, data, out, "--resume")
+    assert content(out) == before
 
 # ----------------------------------------------------------------------------- processes
 
