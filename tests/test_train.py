@@ -520,7 +520,7 @@ def test_processes_stop_together_and_must_agree(data, tmp_path):
     ("--config nowhere", "no settings"), ("--config {file}", "no settings"),
     ("--config {other}", "unknown settings"), ("--init_from nowhere", "not there"),
     ("--init_from {broken}", "not a checkpoint"), ("--init_from {foreign}", "not a checkpoint"),
-    ("--remove 1", "--init_from"),
+    ("--init_from {code}", "not a checkpoint"), ("--remove 1", "--init_from"),
     ("--init_from {run} --remove 2", "blocks 0 to 1"), ("--init_from {run} --remove x", "blocks 0"),
     ("--init_from {run} --remove 0,1", "blocks 0 to 1"),
     ("--init_from {run} --n_embd 64", "don't fit"), ("--init_from {run} --n_layer 3", "don't fit"),
@@ -528,17 +528,22 @@ def test_processes_stop_together_and_must_agree(data, tmp_path):
     ("--resume --out {run} --n_embd 64", "began with 32"),
     ("--resume --out {run} --optimizer sgd", "began with adamw")])
 def test_mistakes_are_one_sentence(data, finished, tmp_path, monkeypatch, line, words):
-    names = "broken", "foreign", "file", "other.json"
-    broken, foreign, file, other = (tmp_path / name for name in names)
-    broken.mkdir()
-    (broken / "ckpt.pt").write_text("no checkpoint")
-    foreign.mkdir()
-    torch.save(dict(model={}), foreign / "ckpt.pt")
+    class Code:   # a pickle that runs code
+        __reduce__ = lambda self: (os.mkdir, ("made",))
+
+    file, other = tmp_path / "file", tmp_path / "other.json"
     file.write_text("no settings")
     other.write_text('{"learning_rate": 1}')
+    broken, foreign, code = (tmp_path / name for name in ("broken", "foreign", "code"))
+    for folder in broken, foreign, code:
+        folder.mkdir()
+    (broken / "ckpt.pt").write_text("no checkpoint")
+    torch.save(dict(model={}), foreign / "ckpt.pt")
+    torch.save(Code(), code / "ckpt.pt")
     monkeypatch.chdir(tmp_path)
     before, there = content(finished), sorted(tmp_path.rglob("*"))
-    line = line.format(run=finished, broken=broken, foreign=foreign, file=file, other=other)
+    line = line.format(run=finished, broken=broken, foreign=foreign, code=code, file=file,
+                       other=other)
     begin = "" if "--resume" in line or "--data" in line else f"--data {data} "
     assert words in refused(main, begin + line)
     assert content(finished) == before and sorted(tmp_path.rglob("*")) == there
