@@ -344,6 +344,13 @@ def test_resume_after_a_signal_is_exact(data, tmp_path, monkeypatch, number, opt
     resume(tmp_path / "parts")   # nothing is left to do
     same_run(tmp_path / "whole", tmp_path / "parts")
 
+def test_a_second_signal_acts_as_usual():
+    with train.caught_signals() as signals:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signals == [signal.SIGINT]
+
 class Killed(BaseException):
     pass
 
