@@ -1,4 +1,4 @@
-# Trains the models of the workshop, one after another: half an hour of one idle core.
+# Trains the models of the workshop, one after another: twenty minutes of one idle core.
 #
 #     make workshop                                         # all of it, with what it needs
 #     SEED=107 bash workshop/train.sh >> runs.log &         # another seed, in the background
