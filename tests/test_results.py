@@ -7,11 +7,9 @@ import math
 import re
 import signal
 import sys
-import time
 from contextlib import redirect_stdout
 from functools import cache
 from statistics import mean, median, stdev
-from subprocess import Popen
 
 import numpy as np
 import pytest
@@ -194,10 +192,8 @@ def test_from_a_command_to_the_table(tiny, out, capsys):
     printed = capsys.readouterr().out
     assert "8 runs to train, 9 at a time" in printed
     assert (out / "table.md").read_text() in printed
-    before = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*")}
     compare.main(command)   # nothing is missing
     assert "0 runs to train" in capsys.readouterr().out
-    assert before == {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*")}
 
 def test_equal_flops_and_a_training_that_diverges(tiny, out):
     diverges = "pre --lr 1000 --optimizer sgd --grad_clip 0 --init gpt2"
@@ -217,34 +213,37 @@ def test_the_puzzle_is_compared_by_steps_learned(tiny, out, steps_data):
     assert "| steps learned |" in (out / "table.md").read_text()
 
 @pytest.mark.parametrize("words, message", [
-    ("pre", "two different rules"), ("pre pre", "two different rules"), ("nope pre", "nope"),
-    ("x0 pre --lr 0.01,0.02 --seeds 1,2", "seed 1"), ("x0 pre --seed 3", "--seed"),
-    ("x0 pre --nope 3", "nope"), ("x0 pre --jobs -1", "negative"),
-    ("x0 pre --n_head 3", "n_embd"), ("x0 pre --data nope", "nope")])
+    ("pre", "two different rules"), ("nope pre", "nope"), ("x0 pre --nope 3", "nope"),
+    ("x0 pre --lr 0.01,0.02 --seeds 1,2", "seed 1"), ("x0 pre --seed 3", "--seed")])
 def test_mistakes(words, message, tiny, out):
     rules, dashes, flags = words.partition(" --")
     argv = [*rules.split(), *tiny, *(dashes + flags).split()]
     assert message in refused(compare.main, argv) and not out.exists()
 
 def test_ctrl_c_and_the_same_command(tiny, out, monkeypatch):
-    """The process gets the signal, its trainings save, and the same command continues there."""
-    command = ["x0", "pre", "--seeds", "2", *tiny, "--max_iters", "400"]
+    """All trainings that run get the signal (they save), and the same command continues there."""
+    command, signals = ["x0", "pre", "--seeds", "2", *tiny], []
+
+    class Running(InProcess):
+        def poll(self):   # Ctrl-C comes meanwhile
+            raise KeyboardInterrupt
+
+        def send_signal(self, number):
+            signals.append(number)
+
+        def wait(self):
+            pass
+
     with monkeypatch.context() as patch:
-        patch.setattr(compare.subprocess, "Popen", Popen)
-        process = Popen([sys.executable, str(ROOT / "results/compare.py"), *command])
-        deadline = time.time() + 60
-        while time.time() < deadline and not any(
-                path.read_text().count("\n") > 2 for path in out.glob("runs/*/metrics.jsonl")):
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == -signal.SIGINT
-    stopped = [path.parent for path in out.glob("runs/*/ckpt.pt")]
-    assert stopped and not list(out.glob("runs/*/result.json"))
+        patch.setattr(compare.subprocess, "Popen", Running)
+        with pytest.raises(KeyboardInterrupt):
+            compare.main(command)
+    assert signals == 2 * [signal.SIGINT] and not list(out.glob("runs/*/result.json"))
     compare.main(command)
-    for folder in stopped:
-        lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-        assert [line["step"] for line in lines if "val_bpb" in line] == [0, 400]
-        assert "--resume" in (folder / "log.txt").read_text()
+    assert len(list(out.glob("runs/*/result.json"))) == 2
+    for path in out.glob("runs/*/metrics.jsonl"):   # trained once
+        lines = [json.loads(line) for line in open(path)]
+        assert [line["step"] for line in lines if "val_bpb" in line] == [0, 6]
 
 # -----------------------------------------------------------------------------
 # speed.py
@@ -283,17 +282,6 @@ def test_speed_of_rules(measure):
     assert [name for name, _, _ in rows] == [*speed.RULES, "nanoGPT"]
     assert rows[0][1] == rows[-1][2] == "1.00 (1.00 to 1.00)"
 
-def test_a_program_that_fails_leaves_the_others(measure, monkeypatch):
-    def fails(model_config, *args, **options):
-        if model_config.residual == "nag":
-            raise RuntimeError("out of memory")
-        return our_program(model_config, *args, **options)
-    our_program = speed.our_program
-    monkeypatch.setattr(speed, "our_program", fails)
-    printed = measure("--only", "rules", "--rules", "pre", "nag")
-    assert "nag fails: out of memory" in printed
-    assert "| nanoGPT |" in printed and "| nag |" not in printed
-
 def test_speed_of_skipping(measure):
     assert len(re.findall(rf": {RATIO} times as fast", measure("--only", "skipping"))) == 6
 
@@ -304,13 +292,3 @@ def test_bits_at_equal_seconds(measure):
     printed = measure("--seconds", "0.05", "--eval_windows", "8")
     means = dict(re.findall(r"^(ours|nanoGPT, lr \S+): (\d\.\d{3}) \(", printed, re.M))
     assert len(means) == 4 and all(1 < float(bits) < 9 for bits in means.values())
-
-@pytest.mark.slow
-def test_compiled(measure):
-    printed = measure("--only", "rules", "--rules", "pre", "nag", "--compile")
-    assert len(re.findall(rf"\| (?:pre|nag), compiled \| [\d,]+ \| {RATIO}", printed)) == 2
-
-@pytest.mark.parametrize("words", [["--nanogpt", "no.py"], ["--device", "cuda"], ["--only", "no"]])
-def test_mistakes_in_speed(words, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert words[-1] in refused(speed.main, words)
