@@ -313,6 +313,7 @@ def test_products_in_bfloat16_leave_the_stream_in_float32(residual):
     assert (tensors[-1].bfloat16() != tensors[-1]).any()
     assert torch.equal(rounded.bfloat16(), rounded)   # as the head is a product, too
     assert 0 < (rounded - exact).norm() < 0.2 * exact.norm()
+    assert logits(model.bfloat16()).isfinite().all()
 
 @pytest.mark.parametrize("residual", M.RESIDUALS)
 def test_no_tensor_is_on_the_wrong_device(residual):

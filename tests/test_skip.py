@@ -123,9 +123,11 @@ def test_cached_decoding_with_skipping_equals_the_full_pass(residual, config, po
 def test_cached_keys_of_skipped_tokens():
     """All tokens have keys and values in an attention that no token, or some, run."""
     model, cache = make(), M.KVCache()
-    model.blocks[1].mlp.register_forward_hook(lambda *_: pytest.fail("no token runs sublayer 3"))
+    fail = lambda *_: pytest.fail("no token runs sublayer 3")
+    hook = model.blocks[1].mlp.register_forward_hook(fail)
     logits(model, IDX, cache=cache, trace=M.Trace(model, lambda trace: RUNS[trace.layer_idx]))
     assert cache.length == 16 and [cache.layer(i).k.shape[1] for i in range(3)] == [16] * 3
+    hook.remove()
     removed = M.KVCache()
     logits(model, IDX, cache=removed, trace=M.Trace(model, removed=(2,)))
     assert removed.layer(1).k is None and removed.layer(2).v.shape == (3, 16, 2, 8)
