@@ -296,6 +296,8 @@ def test_config(data, finished, tmp_path):
     main(f"--config {finished} --out {tmp_path / 'other'} --seed 6")
     assert losses(finished) != losses(tmp_path / "other") or metrics(finished) != metrics(
         tmp_path / "other")
+    main(f"--config {finished} --out {tmp_path / 'adamw'} --optimizer adamw --max_iters 1")
+    assert load(tmp_path / "adamw")["settings"]["lr"] == 0.006   # its own default
     go(data, tmp_path / "default", "--optimizer sgd --lr 0 --max_iters 1")
     assert load(tmp_path / "default")["settings"]["lr"] == 0.1
     settings = json.loads((ROOT / "configs/gpt2.json").read_text())
@@ -525,7 +527,7 @@ def test_processes_stop_together_and_must_agree(data, tmp_path):
     ("--n_embd 30 --n_head 4", "multiple"), ("--repeat 1-2:999", "--repeat"),
     ("--grad_accum 3 --batch_size 4", "multiple"), ("--data nowhere", "no data set"),
     ("--config nowhere", "no settings"), ("--config {file}", "no settings"),
-    ("--config {other}", "unknown settings"), ("--init_from nowhere", "not there"),
+    ("--config {other}", "unknown settings"), ("--init_from nowhere", "no such file"),
     ("--init_from {broken}", "not a checkpoint"), ("--init_from {foreign}", "not a checkpoint"),
     ("--init_from {code}", "not a checkpoint"), ("--remove 1", "--init_from"),
     ("--init_from {run} --remove 2", "blocks 0 to 1"), ("--init_from {run} --remove x", "blocks 0"),
