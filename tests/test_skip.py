@@ -197,11 +197,6 @@ def test_a_trace_records_the_pass():
     with pytest.raises(UserError, match="one forward pass"):
         logits(make(), trace=trace)
 
-def test_a_policy_of_none_runs_all_tokens():
-    for residual in CAN_SKIP:
-        model = make(residual)
-        assert torch.equal(logits(model, trace=M.Trace(model, lambda trace: None)), logits(model))
-
 @pytest.mark.parametrize("residual, config", [
     ("pre", {}), ("review", {}), ("gated", {}), ("x0", {}), ("pre", dict(mod="router", n_layer=4)),
     ("nag", {}), ("nag", dict(mod="gate:below=0.5"))], ids=str)
