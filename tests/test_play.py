@@ -176,8 +176,8 @@ def test_page_in_a_browser(runs, page, tmp_path):
     assert digits_in(foot) == [token.replace("\n", "↵") for token in tokens[-4:]]
     skipped = sum(row.count("skip") for row in states) / sum(map(len, states))
     assert f"{100 * skipped + 1e-9:.0f} % skipped; off: a1 a2 m2" in foot
-    assert "40 random lines" in foot
-    assert re.findall(r'token chosen[^>]*>([^<]*)<', top) == ["c"]
+    assert "25 random lines" in foot
+    assert re.findall(r'token chosen[^>]*>([^<]*)<', top) == ["a"]
 
     # block 0: the digits of the line itself can be read
     probes, shares = analyze.fit_probes(run.model, PUZZLE, 2)
