@@ -43,7 +43,7 @@ class GPTConfig:
     n_head: int = flag(4, "number of attention heads", 1, 1024)
     n_embd: int = flag(128, "width of the residual stream", 2, 65536)
     block_size: int = flag(128, "context length", 1, 2 ** 20)
-    vocab_size: int = flag(320, "train.py: that of the data set, rounded up", 1, 2 ** 24)
+    vocab_size: int = flag(320, "train.py takes that of the data set", 1, 2 ** 24)
     activation: Literal["gelu", "relu2", "swiglu"] = flag("gelu", "activation of the MLP")
     mlp_ratio: float = flag(4.0, "hidden size of the MLP / n_embd", 0.01, 1024)
     norm: Literal["rms", "layer", "dyt"] = flag("rms", "RMSNorm, LayerNorm or Dynamic Tanh")
@@ -56,10 +56,10 @@ class GPTConfig:
     taper: Literal["none", "linear", "cosine"] = flag("none", "MLPs get narrower with depth")
     taper_start: float = flag(1.5, "relative MLP width of the first block", 0.01, 100)
     taper_end: float = flag(0.5, "relative MLP width of the last block", 0.01, 100)
-    repeat: str = flag("", "1:3 runs block 1 three times, 1-2:2 runs blocks 1 2 1 2")
+    repeat: str = flag("", "1:3 runs block 1 three times, 1-2:2 runs 1 2 1 2")
     deep_supervision: bool = flag(False, "train the head on the stream after every block")
 
-def rms_norm(x, eps=1e-6):   # on a CPU, faster than F.rms_norm, mostly backward
+def rms_norm(x, eps=1e-6):   # F.rms_norm, but its backward pass is faster on CPUs
     mean_square = torch.linalg.vecdot(x, x)[..., None] / x.shape[-1]
     return x * torch.rsqrt(mean_square + eps)
 
@@ -102,7 +102,7 @@ def rotary_table(config):
 
 def apply_rotary(x, rotary):
     """x (B, T, n_head, head_size), rotary (T, 1, head_size / 2, 2): rotates channels 2i and 2i + 1
-    by an angle, as a product of complex numbers (in float32, as bfloat16 has none)."""
+    by an angle, as a product of complex numbers (in float32: bfloat16 has no complex numbers)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     pairs = torch.view_as_complex(x.to(dtype).unflatten(-1, (-1, 2)))
     pairs = pairs * torch.view_as_complex(rotary.to(dtype))
@@ -389,7 +389,8 @@ class LayerCache:
 #
 # Value residuals (arXiv:2410.17897) are not here: they connect attentions, not streams.
 #
-# Mistakes of published implementations, and the test that catches each here:
+# Mistakes of published implementations, and the test that catches each here. (M mixes the streams
+# of hyper-connections; a source is what AttnRes averages.)
 #
 #   mistake                             implementation               tests/test_model.py, test_...
 #   mHC: M is computed, not applied     tokenbender/mHC, lucidrains  hyper_mixing_is_applied
@@ -517,8 +518,8 @@ class SiameseNorm(Residual):
 
 class X0(Residual):
     """Shortcut from the embedding to every sublayer (nanochat, modded-nanogpt): x <- a x + b x0
-    before each sublayer. Differs from nanochat: there before each block, x0 is normalized, and a
-    starts at 1.15 to 1.05 and b at 0.2 to 0.05."""
+    before each sublayer. Differs from nanochat, which does it once per block, normalizes x0, and
+    starts with a = 1.15 to 1.05 and b = 0.2 to 0.05."""
     own_params = ("a", "b")
 
     def __init__(self, config, layer_idx):
@@ -578,12 +579,12 @@ class AttnRes(Residual):
         weight_i = softmax_i(query . (key_weight * rms_norm(source_i)))
         read     = norm(sum_i weight_i source_i)
 
-    Queries start at 0, so at first a read is the mean of the sources, which RMSNorm and LayerNorm
-    make equal to PreNorm's sum. Block AttnRes, group=4, saves memory: it sums every 4 consecutive
-    outputs into one source.
+    Queries start at 0, so a read starts as the mean of all sources. RMSNorm and LayerNorm ignore
+    its factor 1 / n, so the model starts as PreNorm. Block AttnRes, group=4, saves memory: it sums
+    every 4 consecutive outputs into one source.
 
     The stream is (sources, keys): two tuples of (B, T, C), as a source's key is computed once."""
-    own_params = ("query", "key_weight")   # at --lr, the softmax soon selects a single source
+    own_params = ("query", "key_weight")   # at --lr, it soon selects a single source
     options = {"group": (1, 10000)}
     can_skip = False                       # a token that skips would have fewer sources
 
@@ -652,8 +653,9 @@ class Review(Residual):
         review   h <- h + gate u
         convex   h <- (1 - gate) h + gate u    each sublayer halves h at first, so in deep models
                                                the embedding vanishes; bias=-3 helps
-        highway  h <- h + gate u               the gate sees h only; the paper's baseline (Highway
-                                               Networks, arXiv:1505.00387, are convex:inputs=h)
+        highway  h <- h + gate u               the paper's baseline: the gate sees h only (real
+                                               Highway Networks, arXiv:1505.00387, are
+                                               convex:inputs=h)
 
     Differs from the paper: W starts at 0 and not at random; highway's gate sees rms_norm(h)."""
     options = {"inputs": ("hu", "h", "u")}
@@ -683,9 +685,9 @@ class HyperConnections(Residual):
       mhc        M doubly stochastic, by Sinkhorn's algorithm (arXiv:2512.24880; DeepSeek-V4)
       identity   M = I, so tokens can skip
 
-    At first, a sublayer reads stream layer_idx mod n and writes to all. Differs from the papers:
-    hc has a scale for read and one for M, not one for both; mhc and identity start with read = 0.98
-    of one stream, and the head reads the mean of the streams; sinkhorn has one more step."""
+    At first, a sublayer reads stream layer_idx mod n and writes to all. Differs from the papers: in
+    hc, read and M have a scale each, not one in common; in mhc and identity, read starts at 0.98 of
+    one stream, and the head reads the mean of the streams; sinkhorn() makes sums exact."""
     options = {"kind": ("hc", "mhc", "identity"), "n": (1, 64)}
 
     def __init__(self, config, layer_idx, kind="hc", n=4):
@@ -697,7 +699,7 @@ class HyperConnections(Residual):
         one_stream = torch.eye(n)[layer_idx % n]
         if kind == "hc":   # initial read, write and M
             parts = [one_stream, torch.ones(n), torch.eye(n).flatten()]
-        else:              # their logits
+        else:   # their logits: read = sigmoid(+-4), write = 2 sigmoid(0) = 1, M near I
             parts = [8 * one_stream - 4, torch.zeros(n), 8 * torch.eye(n).flatten() - 8]
         if kind == "identity":
             parts = parts[:2]
@@ -711,18 +713,24 @@ class HyperConnections(Residual):
 
     def weights(self, X):
         """-> read (..., n), write (..., n), M (..., n, n); M is None for identity"""
-        if self.kind == "hc":
-            dynamic = torch.tanh(F.linear(rms_norm(X), self.dynamic))            # (..., n, 2 + n)
-            dynamic = dynamic[..., 0], dynamic[..., 1], dynamic[..., 2:].flatten(-2)
-        else:
-            dynamic = F.linear(rms_norm(X.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
+        return self.hc_weights(X) if self.kind == "hc" else self.mhc_weights(X)
+
+    def hc_weights(self, X):
+        dynamic = torch.tanh(F.linear(rms_norm(X), self.dynamic))                # (..., n, 2 + n)
+        static_read, static_write, static_M = self.static.split(self.sizes)
+        read = static_read + self.scale[0] * dynamic[..., 0]
+        write = static_write + self.scale[1] * dynamic[..., 1]
+        M = static_M.view(self.n, self.n) + self.scale[2] * dynamic[..., 2:]
+        return read, write, M.mT   # eq. 2 has the transpose
+
+    def mhc_weights(self, X):
+        dynamic = F.linear(rms_norm(X.flatten(-2)), self.dynamic).split(self.sizes, dim=-1)
         static = self.static.split(self.sizes)
-        read, write, *M = [s + a * d for s, a, d in zip(static, self.scale, dynamic)]
-        M = M[0].unflatten(-1, (self.n, self.n)) if M else None
-        if self.kind == "hc":
-            return read, write, M.mT   # eq. 2 has the transpose
-        read, write = torch.sigmoid(read), 2 * torch.sigmoid(write)
-        return read, write, sinkhorn(M) if self.kind == "mhc" else None
+        logits = [s + a * d for s, a, d in zip(static, self.scale, dynamic)]
+        read, write = torch.sigmoid(logits[0]), 2 * torch.sigmoid(logits[1])
+        if self.kind == "identity":
+            return read, write, None
+        return read, write, sinkhorn(logits[2].unflatten(-1, (self.n, self.n)))
 
     def forward(self, X, f):
         read, write, M = self.weights(X)
@@ -762,7 +770,7 @@ class GatedResidual(Residual):
     depend on the token:
 
         r    = rms_norm(R) * norm_weight
-        gate = sigmoid(up @ silu(down @ r / n))                 n C numbers, from C / 8
+        gate = sigmoid(up @ silu(down @ r / n))                 down: n C -> C / 8, up: back
         R   <- R + s * f(mean over streams of gate * r)         s = 2 sigmoid(to_write @ r / n)
 
     Streams are not mixed, so tokens can skip."""
@@ -899,12 +907,18 @@ def make_residual(config, layer_idx):
 #
 #     None            all tokens run
 #     mask (B, T)     True for tokens that run
-#     mask, weight    and their updates are multiplied by weight (B, T)
+#     mask, weight    and their updates are multiplied by weight (B, T); scales_updates = True
+#
+# A module may add to trace.losses, and may have update(traces, all_reduce_mean), which train.py
+# calls after each iteration. Your own, by which line breaks skip everything:
+#
+#     model(idx, trace=Trace(model, policy=lambda trace: trace.idx != ord("\n")))
 
 class Trace:
     """A record of one forward pass: model(idx, trace=Trace(model)). A policy may read
 
-        model, layer_idx   layer_idx: how many sublayers ran before (with --repeat, more than 2L)
+        model, idx         idx (B, T): the tokens
+        layer_idx          how many sublayers ran before (with --repeat, it can exceed 2L)
         residual, stream   its residual, and the stream before it
         gate()             (B, T, 1), for nag: how far the sublayer will rotate each token
         progress           of the training, 0 to 1; 1 outside of training
@@ -964,7 +978,9 @@ class Trace:
     def auxiliary_loss(self):
         """To be added to the loss: the policy's losses, and gate_loss times the mean |gate|."""
         config, loss = self.model.config, sum(self.losses)
-        if config.gate_loss > 0:   # grows from 30 to 90 % of the training: sublayers learn first
+        if config.gate_loss > 0:
+            # 0 in the first 30 % of the training, full after 90 %: sublayers learn before their
+            # gates shrink
             coefficient = config.gate_loss * min(max((self.progress - 0.3) / 0.6, 0), 1)
             loss = loss + coefficient * torch.stack(self.gates).abs().mean()
         return loss
@@ -1009,9 +1025,9 @@ class GatePolicy(nn.Module):
     """--mod gate:rate=0.25 or gate:below=0.05. A token skips a sublayer if its |gate| is below a
     threshold.
 
-    rate: the share of (token, sublayer) pairs to skip. In training, one threshold for all sublayers
-    follows this quantile of all gates: a running average. The rate grows from 0 to its value
-    between 10 and 30 % of the training, as earlier gates don't yet say which sublayers matter. The
+    rate: the share of (token, sublayer) pairs to skip. After each iteration, the one threshold of
+    all sublayers moves a fifth of the way to this quantile of all |gates|. The rate is 0 until 10 %
+    of the training and full from 30 % on: earlier, gates don't show which sublayers matter. The
     threshold is saved with the weights, so in sampling each token is decided on its own.
 
     below: a fixed threshold. A gate of 0.05 rotates by 3 degrees. See --gate_loss.
@@ -1032,9 +1048,9 @@ class GatePolicy(nn.Module):
     @torch.no_grad()
     def update(self, traces, all_reduce_mean):
         """After an iteration: moves the threshold to the quantile of its micro-batches' gates."""
-        if self.rate == 0:
-            return
         rate = self.rate * min(max((traces[0].progress - 0.1) / 0.2, 0), 1)
+        if rate == 0:
+            return
         quantiles = []   # one per micro-batch, so any number of processes gives the same mean
         for trace in traces:
             gates = torch.stack(trace.gates).abs().flatten()
@@ -1099,8 +1115,8 @@ class Router(nn.Module):
 class DropBlocks(nn.Module):
     """--mod drop:rate=0.2. Stochastic depth (arXiv:1603.09382), as in arXiv:2609.05275: in
     training, a sequence skips a block with probability 4 rate depth (1 - progress), where depth =
-    (block_idx + 1) / (L + 1); its mean is rate. Updates are divided by the probability that the
-    block runs. Outside of training, all tokens run."""
+    (block_idx + 1) / (L + 1): rate on average over blocks and training. Updates are divided by the
+    probability that the block runs. Outside of training, all tokens run."""
     options = {"rate": (0, 0.24)}
     scales_updates = True
 
@@ -1208,6 +1224,8 @@ def check_config(config):
     if getattr(policy, "scales_updates", False):
         if not torch.is_tensor(stream) or stream.dim() != 3:
             fail("mod", f"the stream of --residual {config.residual} isn't (B, T, C); use pre")
+        if isinstance(final, (PostNorm, MixLN)):
+            fail("mod", f"--residual {config.residual} normalizes sums, which it would scale")
     has_norm = any(isinstance(module, Norm) for module in make_residual(config, 0).modules())
     if config.norm != "rms" and not has_norm:
         fail("norm", f"--residual {config.residual} has its own")
