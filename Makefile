@@ -46,13 +46,13 @@ runs/steps-pre/done: data/steps/meta.json | .venv/installed
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed
-	$(TRAIN) $(STEPS) --residual nag --mod gate:rate=0.25 --residual_lr 3e-3 \
+	$(TRAIN) $(STEPS) --residual nag --gate_loss 0.2 --mod gate:below=0.05 --residual_lr 3e-3 \
 	  | while read -r line; do echo "nag | $$line"; done
 	touch $@
 
 figures/index.html: runs/steps-pre/done runs/steps-nag/done
-	@echo "make: reads from the stream of PreNorm what it computes block by block"
-	$(BIN)/python sample.py runs/steps-pre --prompt f314159265358 --inside
+	@echo "make: reads from the stream what NAG computes block by block"
+	$(BIN)/python sample.py runs/steps-nag --prompt e314159265358 --inside
 	@echo "make: measures and draws both models"
 	$(BIN)/python analyze.py runs/steps-pre runs/steps-nag --out figures
 
