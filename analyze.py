@@ -1182,9 +1182,7 @@ def describe(runs):
         config, last = run.model.config, run.log[-1] if run.log else {}
         mod = "" if config.mod == "none" else f", {config.mod}"
         tokens = last.get("step", 0) * run.settings["batch_size"] * config.block_size
-        max_iters, max_flops = run.settings["max_iters"], run.settings["max_flops"]
-        if max_flops and last.get("flops"):   # it decides when the training ends
-            max_iters = round(last["step"] * max_flops / last["flops"])
+        max_iters = 0 if run.settings["max_flops"] else run.settings["max_iters"]
         cards[name] = dict(
             color=color, model=f"{config.residual}{mod}, {config.n_layer} x {config.n_embd}",
             data=Path(run.settings["data"]).name, iterations=last.get("step", 0),
