@@ -64,6 +64,14 @@ def in_torch(model, tokens, removed, threshold):
                for mask in trace.masks] for t in range(len(tokens))]
     return logits[0][:, [ord(token) for token in analyze.TOKENS]], states
 
+def answer_in_torch(model, line, removed=(), threshold=0):
+    """-> all tokens of a line such as c9753 and its answer"""
+    tokens = [*line, "\n", "a"]
+    while len(tokens) < 2 * len(line) + 1:
+        logits, _ = in_torch(model, tokens, removed, threshold)
+        tokens.append(analyze.TOKENS[logits[-1].argmax()])
+    return tokens
+
 needs_node = pytest.mark.skipif(not shutil.which("node"), reason="node is not installed")
 
 @needs_node
@@ -150,29 +158,35 @@ by_id("a1 attention").click()
 press("2")                       // block 2
 type("threshold", 22)            // degrees
 type("digits", "97 53")
-type("digits", "12a4")           // refused with a message
+type("digits", "12a4")           // refused
 press("ArrowRight")
 """
 
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium is installed")
-def test_page_in_a_browser(runs, page, tmp_path):
-    """After these events, the page shows what torch computes."""
+needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="no chromium is installed")
+
+def open_in_browser(page, events, tmp_path):
+    """-> the page's HTML after these events, and after what it counts in the background"""
     changed = tmp_path / "changed.html"
-    html = page.read_text().replace("</body>", f"<script>{EVENTS}</script></body>")
+    html = page.read_text().replace("</body>", f"<script>{events}</script></body>")
     changed.write_text(html)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-quic",
              "--disable-background-networking", "--disable-component-update", "--disable-sync",
-             f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
+             f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000", "--dump-dom"]
     done = subprocess.run([CHROMIUM, *flags, changed.as_uri()], capture_output=True, text=True,
                           timeout=120)
-    grid = re.search(r'<main id="grid">(.*)</main>', done.stdout, re.DOTALL)[1]
+    return done.stdout
+
+@needs_chromium
+def test_page_in_a_browser(runs, page, tmp_path):
+    """After these events, the page shows what torch computes."""
+    dom = open_in_browser(page, EVENTS, tmp_path)
+    grid = re.search(r'<main id="grid">(.*)</main>', dom, re.DOTALL)[1]
     top, *blocks, foot = grid.split('<div class="block')[1:]
     digits_in = lambda html: re.findall(r'class="digit[^>]*>([^<]*)<', html)
 
-    run, tokens, removed, threshold = runs["nag"], [*"c9753\na"], [2, 4, 5], 0.4040262
-    while len(tokens) < 11:
-        logits, states = in_torch(run.model, tokens, removed, threshold)
-        tokens.append(analyze.TOKENS[logits[-1].argmax()])
+    run, removed, threshold = runs["nag"], [2, 4, 5], 0.4040262
+    tokens = answer_in_torch(run.model, "c9753", removed, threshold)
+    _, states = in_torch(run.model, tokens[:-1], removed, threshold)
     assert digits_in(foot) == [token.replace("\n", "↵") for token in tokens[-4:]]
     skipped = sum(row.count("skip") for row in states) / sum(map(len, states))
     assert f"{100 * skipped + 1e-9:.0f} % skipped; off: a1 a2 m2" in foot
@@ -189,3 +203,45 @@ def test_page_in_a_browser(runs, page, tmp_path):
     x = rms_norm(analyze.as_tensor(trace.streams[2]))[0, 1:]
     read = analyze.read_probe(probes["line", 0], x)[:, 0]
     assert digits_in(blocks[0])[:4] == [str(digit) for digit in read.tolist()]
+
+@needs_chromium
+def test_shares_without_each_block(runs, page, tmp_path):
+    """Beside each block: the share of right digits on random lines without it. After a reset: all
+    sublayers run, although this model was trained to skip."""
+    events = EVENTS + """
+        by_id("letter1").click()
+        reset()
+        change({ steps: 1 })
+        document.title = JSON.stringify(RANDOM_LINES)"""
+    dom = open_in_browser(page, events, tmp_path)
+    lines = json.loads(re.search("<title>(.*)</title>", dom)[1])
+    assert "too hard: <button id=\"letter0\"" in dom   # this model was never trained
+    assert re.search(r'id="degrees">([^<]*)<', dom)[1] == "0.0°" and " off: " not in dom
+
+    def share(removed):
+        n_right = 0
+        for line in lines:
+            tokens = answer_in_torch(runs["nag"].model, f"b{line}", removed)
+            truth = analyze.lines_after(torch.tensor([*map(int, line)]), 1, PUZZLE["table"])[1]
+            n_right += sum(a == str(b) for a, b in zip(tokens[7:], truth.tolist()))
+        return 100 * n_right / len(lines) / 4
+
+    found = [int(each) for each in re.findall(r">without it (\d+) %<", dom)]
+    assert found == pytest.approx([share([2 * i, 2 * i + 1]) for i in range(3)], abs=1)
+    assert len(set(found)) > 1
+    assert f"<b>{share([]):.0f} %</b> of digits right" in dom
+
+@needs_chromium
+def test_starts_with_a_line_that_is_answered_right(runs, tmp_path, monkeypatch):
+    """Of the lines that it tries, the one with the fewest wrong digits; a wrong one is a
+    question."""
+    analyze.write_play_page({"pre": runs["pre"]}, tmp_path)
+    dom = open_in_browser(tmp_path / "play.html", """document.title = JSON.stringify([
+        CONSTANTS, START.digits, QUESTIONS.at(-1).show[0].digits, QUESTIONS.length])""", tmp_path)
+    constants, start, failed, n_questions = json.loads(re.search("<title>(.*)</title>", dom)[1])
+    n_wrong = {}
+    for line in constants:
+        tokens = answer_in_torch(runs["pre"].model, f"a{line}")
+        n_wrong[line] = sum(a != b for a, b in zip(tokens[7:], line))
+    assert n_wrong[start] == min(n_wrong.values()) < max(n_wrong.values())
+    assert n_wrong[failed] > 0 and n_questions == 3   # no NAG
