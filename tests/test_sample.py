@@ -131,7 +131,7 @@ def test_it_needs_no_matplotlib(runs):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 @pytest.mark.parametrize("name, flags, words", [
-    ("nowhere", "", "ckpt.pt: not there"), ("pre", "--skip_below 0.1", "pre has no gate"),
+    ("nowhere", "", "ckpt.pt: no such file"), ("pre", "--skip_below 0.1", "pre has no gate"),
     ("nag", "--skip_below -1", "from 0 to 100"), ("nag", "--temperature nan", "must be from"),
     ("nag", "--top_k -1", "must be from"), ("nag", "--max_new_tokens 1.5", "invalid int"),
     ("nag", "--promt x", "unrecognized"), ("nag", "more", "unrecognized"),
