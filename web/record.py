@@ -14,25 +14,33 @@ from PIL import Image   # comes with matplotlib
 
 CHROMIUM = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
             "--disable-quic", "--disable-background-networking", "--disable-component-update",
-            "--disable-sync", "--hide-scrollbars", "--window-size=1280,708",
+            "--disable-sync", "--hide-scrollbars", "--window-size=1280,716",
             "--force-device-scale-factor=0.75", "--virtual-time-budget=30000"]
 
 # In each scene the page is loaded anew, and changed by this script; then it is shown for so long.
-LINE = "change({ digits: by_id('digits').value = '271828182845' });"
+NAG = "change({ question: 2, model: MODELS[1] });"
+SKIP = """(async () => {
+  for (const degrees of [DEGREES]) {
+    change({ threshold: Math.tan(degrees * Math.PI / 180) })
+    await pause(1000)
+  }
+})()"""
 SCENES = [
-    (LINE, 2.5),
-    (LINE + "switch_layers([6, 7])", 2.0),                      # block 3
-    (LINE, 0.8),
-    (LINE + "choose(15, true)", 1.2),
-    (LINE + "choose(19, true)", 1.2),
-    (LINE + "choose(23, true)", 1.5),
-    (LINE + "change({ steps: 1 })", 1.5),
-    (LINE + "change({ steps: 1 }); switch_layers([4, 5])", 2.0),   # block 2
-    (LINE + "switch_layers([4, 5])", 2.0),
-    (LINE + "choose_model(MODELS[1])", 2.0),
-    (LINE + "choose_model(MODELS[1]); change({ threshold: Math.tan(0.26) })", 1.5),
-    (LINE + "choose_model(MODELS[1]); change({ threshold: Math.tan(0.52) })", 2.0),
-    (LINE + "choose_model(MODELS[2])", 2.5),
+    ("", 2.5),
+    ("switch_layers([6, 7])", 2.0),                      # block 3
+    ("", 0.8),
+    ("choose(15)", 1.2),
+    ("choose(19)", 1.2),
+    ("choose(23)", 1.5),
+    ("change({ question: 1, steps: 1 })", 2.5),
+    ("change({ question: 1, steps: 1 }); switch_layers([4, 5])", 2.0),   # block 2
+    ("change({ question: 1 })", 2.0),
+    ("change({ question: 1 }); switch_layers([4, 5])", 1.5),
+    (NAG, 1.5),
+    (NAG + SKIP.replace("DEGREES", "4, 8.4"), 1.5),
+    (NAG + SKIP.replace("DEGREES", "4, 8.4, 12, 16"), 1.5),
+    (NAG + SKIP.replace("DEGREES", "4, 8.4, 12, 16, 20, 25"), 2.0),
+    ("change({ question: 1, model: MODELS[2] })", 2.5),
 ]
 # the same random lines in each scene
 SEED = "let seed = 7; Math.random = () => (seed = seed * 16807 % 2147483647) / 2147483647"
