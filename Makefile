@@ -37,16 +37,17 @@ workshop: data/steps/meta.json data/stdlib/meta.json | .venv/installed
 data/stdlib/meta.json data/steps/meta.json: data/%/meta.json: | .venv/installed
 	$(BIN)/python prepare.py $* --out data/$*
 
-# --resume continues an interrupted run, and begins a new one.
+# --resume continues an interrupted run, and begins a new one. Two trainings side by side, or two
+# workers of the tests, with a thread per core each would wait for each other: one thread each.
 TRAIN = $(BIN)/python train.py --out $(@D) --resume
 STEPS = --data data/steps --n_layer 6 --n_embd 64 --mlp_ratio 2 --schedule wsd --max_iters 1500
 
 runs/steps-pre/done: data/steps/meta.json | .venv/installed
-	$(TRAIN) $(STEPS) | while read -r line; do echo "pre | $$line"; done
+	OMP_NUM_THREADS=1 $(TRAIN) $(STEPS) | while read -r line; do echo "pre | $$line"; done
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed
-	$(TRAIN) $(STEPS) --residual nag --gate_loss 0.2 --mod gate:below=0.05 --residual_lr 3e-3 \
+	OMP_NUM_THREADS=1 $(TRAIN) $(STEPS) --residual nag --gate_loss 0.2 --mod gate:below=0.05 --residual_lr 3e-3 \
 	  | while read -r line; do echo "nag | $$line"; done
 	touch $@
 
@@ -65,10 +66,10 @@ figures/code/index.html: runs/code/done
 	$(BIN)/python analyze.py runs/code --out figures/code
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests --slow -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests --slow -m slow
 
 clean:
 	rm -rf runs/code runs/steps-pre runs/steps-nag data/stdlib data/steps figures
