@@ -47,8 +47,8 @@ runs/steps-pre/done: data/steps/meta.json | .venv/installed
 	touch $@
 
 runs/steps-nag/done: data/steps/meta.json | .venv/installed
-	OMP_NUM_THREADS=1 $(TRAIN) $(STEPS) --residual nag --gate_loss 0.2 --mod gate:below=0.05 --residual_lr 3e-3 \
-	  | while read -r line; do echo "nag | $$line"; done
+	OMP_NUM_THREADS=1 $(TRAIN) $(STEPS) --residual nag --residual_lr 3e-3 \
+	  --gate_loss 0.2 --mod gate:below=0.05 | while read -r line; do echo "nag | $$line"; done
 	touch $@
 
 figures/index.html: runs/steps-pre/done runs/steps-nag/done
