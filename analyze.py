@@ -1014,7 +1014,7 @@ def draw_map(results, colors, x="", y="", label="", power=1):
                          for key, n in zip(("columns", "rows"), reversed(matrix.shape)))
         axes.set_xticks(range(len(columns)), columns, rotation=90 if len(columns) > 12 else 0)
         axes.set_yticks(range(len(rows)), rows)
-        axes.tick_params(labelsize=8 if max(n_rows, n_columns) <= 30 else 5)
+        axes.tick_params(labelsize=8 if max(n_rows, n_columns) <= 30 else 6)
         for (i, j), number in np.ndenumerate(matrix):
             if n_columns <= 14 and not math.isnan(number):
                 text = f"{number:.2f}".replace("0.", ".") if high < 2 else f"{number:.0f}"
