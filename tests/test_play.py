@@ -226,7 +226,7 @@ def test_shares_without_each_block(runs, page, tmp_path):
             n_right += sum(a == str(b) for a, b in zip(tokens[7:], truth.tolist()))
         return 100 * n_right / len(lines) / 4
 
-    found = [int(each) for each in re.findall(r">without it (\d+) %<", dom)]
+    found = [int(each) for each in re.findall(r">if off: (\d+) %<", dom)]
     assert found == pytest.approx([share([2 * i, 2 * i + 1]) for i in range(3)], abs=1)
     assert len(set(found)) > 1
     assert f"<b>{share([]):.0f} %</b> of digits right" in dom
