@@ -216,7 +216,7 @@ def test_shares_without_each_block(runs, page, tmp_path):
     dom = open_in_browser(page, events, tmp_path)
     lines = json.loads(re.search("<title>(.*)</title>", dom)[1])
     assert "too hard: <button id=\"letter0\"" in dom   # this model was never trained
-    assert re.search(r'id="degrees">([^<]*)<', dom)[1] == "0.0°" and " off: " not in dom
+    assert re.search(r'id="degrees">([^<]*)<', dom)[1] == "0.0°" and "; off: " not in dom
 
     def share(removed):
         n_right = 0
